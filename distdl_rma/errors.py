@@ -1,0 +1,54 @@
+"""Errors of the library; each is also the standard error that it resembles most."""
+
+__all__ = [
+    "ClosedError",
+    "ConfigurationError",
+    "DistdlError",
+    "ExchangeTimeout",
+    "MismatchError",
+    "PartitionError",
+    "ProtocolError",
+    "SegmentError",
+    "ShapeError",
+    "UnsupportedError",
+]
+
+
+class DistdlError(Exception):
+    """Base of every error that the library raises on its own account."""
+
+
+class PartitionError(DistdlError, ValueError):
+    """Ranks, grid or distribution do not fit together."""
+
+
+class ShapeError(DistdlError, ValueError):
+    """A shape, a dtype or a layer's argument does not fit what it is used with."""
+
+
+class UnsupportedError(DistdlError, NotImplementedError):
+    """A combination that cannot be exact (yet) and is refused, never approximated."""
+
+
+class ConfigurationError(DistdlError, ValueError):
+    """An option or an environment variable has a value that the library does not know."""
+
+
+class SegmentError(DistdlError, MemoryError):
+    """The segment is exhausted, too small to be reserved, or was asked for something impossible."""
+
+
+class ProtocolError(DistdlError, RuntimeError):
+    """Calls in an order that the protocol forbids: a third start, a wait without a start."""
+
+
+class ClosedError(DistdlError, RuntimeError):
+    """A resource was used after its ``close()``."""
+
+
+class MismatchError(DistdlError, RuntimeError):
+    """Two ranks disagree: different layers, plans or sizes meet in one exchange."""
+
+
+class ExchangeTimeout(DistdlError, TimeoutError):
+    """A wait reached its deadline; the message names the peer that was waited for."""

@@ -1,0 +1,98 @@
+"""Boxes of global indices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from distdl_rma.errors import ShapeError
+
+__all__ = ["Box"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Half-open box of global indices: one ``(start, stop)`` per dimension.
+
+    A box may stick out of the domain of a tensor (indices below 0 or beyond its extent); what nobody
+    owns there reads as zero.
+
+    Parameters
+    ----------
+    bounds
+        One pair ``(start, stop)`` per dimension, ``start <= stop``.
+    """
+
+    bounds: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        for start, stop in self.bounds:
+            if stop < start:
+                raise ShapeError(f"box bounds must not fall: got ({start}, {stop}) in {self.bounds}")
+
+    @classmethod
+    def of_shape(cls, shape: Iterable[int]) -> Box:
+        """Box from the origin with the given shape."""
+        return cls(tuple((0, int(extent)) for extent in shape))
+
+    @cached_property
+    def start(self) -> tuple[int, ...]:
+        """First index in every dimension."""
+        return tuple(start for start, _ in self.bounds)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Extent in every dimension."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @cached_property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.bounds)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the box holds no element."""
+        return self.volume == 0
+
+    def __and__(self, other: Box) -> Box:
+        """Intersect two boxes; dimensions without overlap become empty."""
+        if self.dim != other.dim:
+            raise ShapeError(
+                f"boxes of {self.dim} and {other.dim} dimensions do not intersect: {self}, {other}"
+            )
+        bounds = []
+        for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True):
+            start = max(a, c)
+            bounds.append((start, max(start, min(b, d))))
+        return Box(tuple(bounds))
+
+    def shift(self, offset: Sequence[int]) -> Box:
+        """Box moved by ``offset`` in every dimension."""
+        return Box(tuple((a + o, b + o) for (a, b), o in zip(self.bounds, offset, strict=True)))
+
+    def replace(self, dim: int, start: int, stop: int) -> Box:
+        """Box with the bounds of one dimension replaced."""
+        return Box((*self.bounds[:dim], (start, stop), *self.bounds[dim + 1 :]))
+
+    def slices(self, origin: Box) -> tuple[slice, ...]:
+        """Slices that select this box in an array that holds ``origin``.
+
+        Raises
+        ------
+        ShapeError
+            If this box is not contained in ``origin``.
+        """
+        if self & origin != self:
+            raise ShapeError(f"{self} is not inside {origin}")
+        return tuple(slice(a - o, b - o) for (a, b), o in zip(self.bounds, origin.start, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{start}:{stop}" for start, stop in self.bounds) + "]"

@@ -1,0 +1,169 @@
+"""Which box of a global tensor each rank of a partition owns or needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced, Listed, Split, meeting
+
+__all__ = ["Decomposition"]
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """Which box of a global tensor each rank of a partition owns (or needs).
+
+    The only place that divides tensors. Boxes are products of one interval per tensor dimension, found
+    by arithmetic, so that one rank among thousands plans without looking at all the others.
+
+    Parameters
+    ----------
+    partition
+        The ranks.
+    splits
+        One per tensor dimension: how it is cut.
+    axes
+        One per grid dimension: the tensor dimension that it cuts, or None where the grid dimension
+        replicates (all its ranks hold the same).
+    """
+
+    partition: Partition
+    splits: tuple[Split, ...]
+    axes: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != self.partition.dim:
+            raise PartitionError(f"{len(self.axes)} axes given for grid {self.partition.shape}")
+        for d, split in enumerate(self.splits):
+            grid = self.axes.index(d) if d in self.axes else None
+            places = 1 if grid is None else self.partition.shape[grid]
+            if split.parts != places:
+                raise PartitionError(
+                    f"tensor dimension {d} is cut into {split.parts} parts but grid"
+                    f" {self.partition.shape} has {places} places for it"
+                )
+
+    @classmethod
+    def balanced(
+        cls, partition: Partition, shape: Sequence[int], replicate: Collection[int] = ()
+    ) -> Decomposition:
+        """Balanced blocks; grid and tensor have the same dimensions.
+
+        Parameters
+        ----------
+        partition
+            The ranks.
+        shape
+            Global shape.
+        replicate
+            Grid dimensions that hold copies instead of cutting the tensor.
+        """
+        if partition.dim != len(shape):
+            raise PartitionError(
+                f"grid {partition.shape} has {partition.dim} dimensions but tensor shape {tuple(shape)}"
+                f" has {len(shape)}"
+            )
+        axes = tuple(None if d in replicate else d for d in range(partition.dim))
+        parts = tuple(1 if d in replicate else partition.shape[d] for d in range(partition.dim))
+        return cls(partition, tuple(Balanced(n, p) for n, p in zip(shape, parts, strict=True)), axes)
+
+    @classmethod
+    def replicated(cls, partition: Partition, shape: Sequence[int]) -> Decomposition:
+        """Every rank holds the whole tensor, whatever the dimensions of the grid."""
+        return cls(partition, tuple(Balanced(n, 1) for n in shape), (None,) * partition.dim)
+
+    @classmethod
+    def from_local_shapes(
+        cls, partition: Partition, shapes: Mapping[int, Sequence[int]], replicate: Collection[int] = ()
+    ) -> Decomposition:
+        """Blocks of the sizes that the ranks really have.
+
+        Parameters
+        ----------
+        partition
+            The ranks; grid and tensor have the same dimensions.
+        shapes
+            Local shape of every rank id of the partition.
+        replicate
+            Grid dimensions that hold copies.
+
+        Raises
+        ------
+        ShapeError
+            If two ranks that share a place in a grid dimension differ in the extent of that dimension;
+            names both.
+        """
+        first_seen: dict[tuple[int, int], int] = {}
+        lengths = [[0] * (1 if d in replicate else p) for d, p in enumerate(partition.shape)]
+        for rank in partition.ranks:
+            shape, index = tuple(shapes[rank]), partition.index_of(rank)
+            if len(shape) != partition.dim:
+                raise ShapeError(
+                    f"rank {rank} has a tensor of {len(shape)} dimensions, shape {shape}, but grid"
+                    f" {partition.shape} needs {partition.dim}"
+                )
+            for d, extent in enumerate(shape):
+                place = 0 if d in replicate else index[d]
+                witness = first_seen.setdefault((d, place), rank)
+                if witness == rank:
+                    lengths[d][place] = extent
+                elif lengths[d][place] != extent:
+                    raise ShapeError(
+                        f"local shapes do not form a grid {partition.shape}: rank {witness} has"
+                        f" {tuple(shapes[witness])} and rank {rank} has {shape}, which must agree in"
+                        f" dimension {d}"
+                    )
+        axes = tuple(None if d in replicate else d for d in range(partition.dim))
+        return cls(partition, tuple(_simplest(tuple(parts)) for parts in lengths), axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return tuple(split.extent for split in self.splits)
+
+    @cached_property
+    def _grid_dims(self) -> tuple[int | None, ...]:
+        return tuple(self.axes.index(d) if d in self.axes else None for d in range(len(self.splits)))
+
+    def box(self, rank: int) -> Box:
+        """Box of a rank id; an empty box at the origin for ranks that are not members."""
+        if rank not in self.partition._positions:
+            return Box(((0, 0),) * len(self.splits))
+        index = self.partition.index_of(rank)
+        return Box(
+            tuple(
+                split.interval(0 if grid is None else index[grid])
+                for split, grid in zip(self.splits, self._grid_dims, strict=True)
+            )
+        )
+
+    def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Ranks whose box meets ``box``, row-major, each with the intersection."""
+        ranges = [range(extent) for extent in self.partition.shape]
+        for split, grid, bounds in zip(self.splits, self._grid_dims, box.bounds, strict=True):
+            parts = meeting(split, *bounds)
+            if grid is not None:
+                ranges[grid] = parts
+            elif not parts:
+                return
+        for rank in self.partition.ranks_in(ranges):
+            common = self.box(rank) & box
+            if not common.empty:
+                yield rank, common
+
+    def with_splits(self, splits: Mapping[int, Split]) -> Decomposition:
+        """Decomposition with the splits of some tensor dimensions replaced."""
+        return replace(self, splits=tuple(splits.get(d, split) for d, split in enumerate(self.splits)))
+
+
+def _simplest(lengths: tuple[int, ...]) -> Split:
+    # Balanced lengths become the balanced split, so that equal decompositions compare equal.
+    balanced = Balanced(sum(lengths), len(lengths))
+    listed = Listed(lengths)
+    same = all(balanced.interval(part) == listed.interval(part) for part in range(len(lengths)))
+    return balanced if same else listed

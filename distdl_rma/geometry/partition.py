@@ -1,0 +1,175 @@
+"""Ranks on a Cartesian grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from operator import index as as_int
+from typing import Protocol
+
+from distdl_rma.errors import PartitionError
+
+__all__ = ["Home", "Partition"]
+
+
+class Home(Protocol):
+    """What the ranks of a partition belong to; geometry never looks further into it."""
+
+    def close(self) -> None:
+        """Release what was opened for these ranks; collective."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Ranks of a machine on a Cartesian grid, in row-major order.
+
+    A value without a communicator: every rank, member or not, can hold it, compare it and compute with
+    it. Two partitions are equal when they put the same ranks on the same grid.
+
+    Parameters
+    ----------
+    ranks
+        Rank ids of the machine, unique, in row-major order of the grid.
+    shape
+        Extents of the grid; their product is the number of ranks.
+    me
+        Rank id of the process that looks at the partition; need not be a member.
+    home
+        The machine that the ranks belong to, if there is one.
+
+    Notes
+    -----
+    Implements the partitions that all layer documents use (``P_x``, ``P_y``, ``P_w``).
+    """
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    me: int = field(compare=False)
+    home: Home | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if any(extent < 1 for extent in self.shape):
+            raise PartitionError(f"every extent of a grid must be at least 1, got {self.shape}")
+        if prod(self.shape) != len(self.ranks):
+            raise PartitionError(
+                f"partition has {_ranks(len(self.ranks))} but grid {self.shape} needs {prod(self.shape)}"
+            )
+        if len(set(self.ranks)) != len(self.ranks):
+            twice = next(rank for i, rank in enumerate(self.ranks) if rank in self.ranks[:i])
+            raise PartitionError(f"rank {twice} is listed more than once in {self.ranks}")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def dim(self) -> int:
+        """Number of dimensions of the grid."""
+        return len(self.shape)
+
+    @property
+    def active(self) -> bool:
+        """Whether this process is a member."""
+        return self.me in self._positions
+
+    @property
+    def rank(self) -> int | None:
+        """Position of this process in the partition, row-major; None if it is not a member."""
+        return self._positions.get(self.me)
+
+    @property
+    def index(self) -> tuple[int, ...] | None:
+        """Grid index of this process; None if it is not a member."""
+        return self.index_of(self.me) if self.active else None
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+    def index_of(self, rank: int) -> tuple[int, ...]:
+        """Grid index of a rank id.
+
+        Raises
+        ------
+        PartitionError
+            If the rank is not a member.
+        """
+        if rank not in self._positions:
+            raise PartitionError(f"rank {rank} is not in the partition of ranks {self.ranks}")
+        remainder = self._positions[rank]
+        index = []
+        for extent in reversed(self.shape):
+            remainder, i = divmod(remainder, extent)
+            index.append(i)
+        return tuple(reversed(index))
+
+    def rank_at(self, index: Sequence[int]) -> int:
+        """Rank id at a grid index."""
+        position = 0
+        for i, extent in zip(index, self.shape, strict=True):
+            if not 0 <= i < extent:
+                raise PartitionError(f"index {tuple(index)} is outside of grid {self.shape}")
+            position = position * extent + i
+        return self.ranks[position]
+
+    def ranks_in(self, ranges: Sequence[range]) -> Iterator[int]:
+        """Rank ids of a box of grid indices, row-major."""
+        return (self.rank_at(index) for index in product(*ranges))
+
+    def create_partition_inclusive(self, ranks: Iterable[int]) -> Partition:
+        """One-dimensional partition of some members, named by their position in this partition.
+
+        Not collective: nothing is communicated.
+
+        Parameters
+        ----------
+        ranks
+            Positions in this partition, in the order wanted; a numpy array works.
+
+        Raises
+        ------
+        PartitionError
+            If a position is out of range or listed twice.
+        """
+        positions = [as_int(rank) for rank in ranks]
+        for position in positions:
+            if not 0 <= position < self.size:
+                raise PartitionError(f"rank {position} is not in a partition of {_ranks(self.size)}")
+        if not positions:
+            raise PartitionError("a partition needs at least one rank, got none")
+        return Partition(tuple(self.ranks[p] for p in positions), (len(positions),), self.me, self.home)
+
+    def create_cartesian_topology_partition(self, shape: Iterable[int]) -> Partition:
+        """Same ranks on a Cartesian grid of the given shape, row-major.
+
+        Not collective: nothing is communicated.
+
+        Raises
+        ------
+        PartitionError
+            If the grid does not have as many places as there are ranks.
+        """
+        return Partition(self.ranks, tuple(as_int(extent) for extent in shape), self.me, self.home)
+
+    def slab(self, fixed: dict[int, int]) -> Partition:
+        """Members whose grid index has the given values in some dimensions; these keep extent 1."""
+        ranges = [
+            range(fixed[d], fixed[d] + 1) if d in fixed else range(extent)
+            for d, extent in enumerate(self.shape)
+        ]
+        return Partition(
+            tuple(self.ranks_in(ranges)), tuple(len(places) for places in ranges), self.me, self.home
+        )
+
+    def deactivate(self) -> None:
+        """Close what was opened for the communicator of this partition; collective over the machine."""
+        if self.home is not None:
+            self.home.close()
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,97 @@
+"""One dimension cut into parts, and the search for the parts that meet an interval."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from distdl_rma.errors import PartitionError
+
+__all__ = ["Balanced", "Listed", "Split", "meeting"]
+
+
+class Split(Protocol):
+    """Intervals of one dimension, one per part; both their ends rise (weakly) with the part."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part, for searching; they may cross where the part is empty."""
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part, ``start <= stop``."""
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Balanced blocks: the first ``extent % parts`` parts get one element more (requirement A2)."""
+
+    extent: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        if self.extent < 0 or self.parts < 1:
+            raise PartitionError(f"cannot cut extent {self.extent} into {self.parts} parts")
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part; computed, not stored."""
+        quotient, longer = divmod(self.extent, self.parts)
+        start = part * quotient + min(part, longer)
+        return start, start + quotient + (part < longer)
+
+    ends = interval
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Consecutive blocks of the given lengths."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 0:
+            raise PartitionError(f"lengths of parts must be at least 0, got {self.lengths}")
+
+    @cached_property
+    def _cuts(self) -> tuple[int, ...]:
+        cuts = [0]
+        for length in self.lengths:
+            cuts.append(cuts[-1] + length)
+        return tuple(cuts)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self.lengths)
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self._cuts[-1]
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part."""
+        return self._cuts[part], self._cuts[part + 1]
+
+    ends = interval
+
+
+def meeting(split: Split, start: int, stop: int) -> range:
+    """Parts that share an element with ``[start, stop)``, found by bisection.
+
+    Parts of the range that are empty themselves may be included.
+    """
+    if start >= stop:
+        return range(0)
+    parts = range(split.parts)
+    first = bisect_right(parts, start, key=lambda part: split.ends(part)[1])
+    last = bisect_left(parts, stop, key=lambda part: split.ends(part)[0])
+    return range(first, max(first, last))

@@ -1,0 +1,144 @@
+"""Sliding windows (convolution, pooling) as box arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.split import Split
+
+__all__ = ["Stencil", "Window", "WindowSplit"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Sliding window of one dimension.
+
+    Output ``j`` reads the inputs ``j * stride - left + t * dilation`` for ``t`` in ``range(kernel)``.
+
+    Parameters
+    ----------
+    kernel
+        Number of taps, at least 1.
+    stride, dilation
+        Steps between outputs and between taps, at least 1.
+    left, right
+        Padding at the two ends of the dimension, in elements, at least 0.
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    left: int = 0
+    right: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.kernel, self.stride, self.dilation) < 1 or min(self.left, self.right) < 0:
+            raise ShapeError(
+                f"kernel, stride and dilation must be at least 1 and padding at least 0, got {self}"
+            )
+
+    @property
+    def span(self) -> int:
+        """Inputs from the first to the last tap, both included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def outputs(self, extent: int) -> int:
+        """Number of outputs for an input of the given extent; 0 or less if the window does not fit."""
+        return (extent + self.left + self.right - self.span) // self.stride + 1
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        return start * self.stride - self.left, (stop - 1) * self.stride - self.left + self.span
+
+    def readers(self, start: int, stop: int) -> tuple[int, int]:
+        """Outputs whose window, first to last tap, meets inputs ``[start, stop)``."""
+        first = -((self.span - 1 - self.left - start) // self.stride)
+        return first, (stop - 1 + self.left) // self.stride + 1
+
+    def taps(self, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+        """From the first to behind the last tap by which outputs ``[first, last)`` read ``[start, stop)``.
+
+        Bounds, not a list: taps between them may read nothing of the inputs.
+        """
+        at_first, at_last = first * self.stride - self.left, (last - 1) * self.stride - self.left
+        lowest = max(0, -((at_last - start) // self.dilation))
+        highest = min(self.kernel - 1, (stop - 1 - at_first) // self.dilation)
+        return lowest, max(lowest, highest + 1)
+
+
+@dataclass(frozen=True)
+class WindowSplit:
+    """What each part of an output dimension reads: the output's parts seen through a window."""
+
+    base: Split
+    window: Window
+    extent: int
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return self.base.parts
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part; they cross where the output part is empty."""
+        return self.window.reads(*self.base.ends(part))
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of inputs read by a part; may stick out of the input."""
+        start, stop = self.base.interval(part)
+        if start == stop:
+            return (self.window.reads(start, stop)[0],) * 2
+        return self.window.reads(start, stop)
+
+
+@dataclass(frozen=True)
+class Stencil:
+    """One sliding window per spatial dimension."""
+
+    windows: tuple[Window, ...]
+
+    @classmethod
+    def of(
+        cls,
+        kernel: tuple[int, ...],
+        stride: tuple[int, ...],
+        dilation: tuple[int, ...],
+        padding: tuple[tuple[int, int], ...],
+    ) -> Stencil:
+        """Stencil from one tuple per parameter; ``padding`` has a (left, right) pair per dimension."""
+        return cls(
+            tuple(
+                Window(k, s, d, left, right)
+                for k, s, d, (left, right) in zip(kernel, stride, dilation, padding, strict=True)
+            )
+        )
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Output shape for an input shape.
+
+        Raises
+        ------
+        ShapeError
+            If a window does not fit into its padded dimension.
+        """
+        extents = tuple(w.outputs(n) for w, n in zip(self.windows, shape, strict=True))
+        if any(extent < 1 for extent in extents):
+            raise ShapeError(
+                f"global input {shape} is too small for kernel {tuple(w.kernel for w in self.windows)}"
+                f" with dilation {tuple(w.dilation for w in self.windows)}"
+                f" and padding {tuple((w.left, w.right) for w in self.windows)}"
+            )
+        return extents
+
+    def reads(self, box: Box) -> Box:
+        """Inputs that a box of outputs reads; it may stick out of the domain, there lies the padding."""
+        if box.empty:
+            return Box(tuple((w.reads(*b)[0],) * 2 for w, b in zip(self.windows, box.bounds, strict=True)))
+        return Box(tuple(w.reads(*b) for w, b in zip(self.windows, box.bounds, strict=True)))
+
+    def readers(self, box: Box) -> Box:
+        """Outputs whose windows meet a box of inputs."""
+        bounds = (w.readers(*b) for w, b in zip(self.windows, box.bounds, strict=True))
+        return Box(tuple((first, max(first, last)) for first, last in bounds))
