@@ -1,0 +1,217 @@
+"""The machine: an ordered list of ranks, their communicator and their segment."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Iterable
+from operator import index as as_int
+from typing import Any
+
+from mpi4py import MPI
+
+from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.segments.manager import SegmentManager
+
+__all__ = ["TIMEOUT_VARIABLE", "MPIPartition", "Machine"]
+
+TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
+_DEFAULT_TIMEOUT = 300.0
+_EXIT_SECONDS = 5.0
+_CREATE_TAG = 7
+
+
+class Machine:
+    """The ordered list of ranks M that work together, this rank, and their segment manager.
+
+    Collective over the ranks of M, to create and to close; ranks of ``comm`` outside of M make no call.
+    A context manager: leaving it closes the machine.
+
+    Parameters
+    ----------
+    comm
+        A communicator; COMM_WORLD if None. It is not used for messages: the machine makes its own.
+    ranks
+        M: rank ids, that is ranks of ``comm``, unique, in any order; all of ``comm`` if None.
+    segment_size
+        Bytes of segment on each rank, a number or text such as ``"2GiB"``; None for
+        ``DISTDL_RMA_SEGMENT_SIZE``, or else a default from the free shared memory of the node.
+    timeout
+        Default timeout of every wait in seconds; None for ``DISTDL_RMA_TIMEOUT``, or else 300.
+    transport
+        ``"auto"``: direct load and store on a node, MPI RMA to other nodes. ``"remote"``: MPI RMA always.
+
+    Raises
+    ------
+    PartitionError
+        If an entry of M is out of range or listed twice, or this process is not in M.
+    ConfigurationError, SegmentError
+        If an option is unknown, or the segment does not fit into the node's shared memory.
+
+    Notes
+    -----
+    Interface document, chapter 1: r, M and |M|.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        ranks: Iterable[int] | None = None,
+        *,
+        segment_size: int | str | None = None,
+        timeout: float | None = None,
+        transport: str = "auto",
+    ) -> None:
+        base = MPI.COMM_WORLD if comm is None else comm
+        self.ranks = _check_ranks(base, ranks)
+        self.rank: int = base.rank
+        group = base.group.Incl(list(self.ranks))
+        self.comm = base.Create_group(group, _CREATE_TAG)
+        group.Free()
+        _check_same(self.comm, self.ranks)
+        self.timeout = _timeout(timeout)
+        self._origin: tuple[MPI.Intracomm, int] | None = None
+        self._layers = 0
+        self.closed = False
+        self.segments = SegmentManager(self.comm, self.ranks, segment_size, self.timeout, transport)
+        atexit.register(self._close_at_exit)
+
+    @classmethod
+    def on(cls, comm: MPI.Intracomm) -> Machine:
+        """The machine of a communicator: the same one however often it is asked for.
+
+        Collective the first time, and again after it was closed.
+        """
+        key = _machine_key()
+        machine = comm.Get_attr(key)
+        if not isinstance(machine, Machine):
+            machine = cls(comm)
+            machine._origin = (comm, key)
+            comm.Set_attr(key, machine)
+        return machine
+
+    @classmethod
+    def of(cls, place: Partition | Machine) -> Machine:
+        """The machine that a partition's ranks belong to; a machine is its own.
+
+        Raises
+        ------
+        PartitionError
+            If the partition was made without a machine.
+        ClosedError
+            If the machine is closed.
+        """
+        machine = place.home if isinstance(place, Partition) else place
+        if not isinstance(machine, Machine):
+            raise PartitionError(
+                f"{place} belongs to no machine; make it with MPIPartition or Machine.partition"
+            )
+        if machine.closed:
+            raise ClosedError("machine: already closed")
+        return machine
+
+    @property
+    def size(self) -> int:
+        """|M|, the number of ranks."""
+        return len(self.ranks)
+
+    def partition(self, shape: Iterable[int] | None = None) -> Partition:
+        """All ranks of M in order, on a grid of the given shape (one-dimensional if None); local."""
+        extents = (self.size,) if shape is None else tuple(as_int(extent) for extent in shape)
+        return Partition(self.ranks, extents, self.rank, self)
+
+    def layer_name(self, kind: str) -> str:
+        """Name for the next layer, the same on all ranks that build the same layers in order."""
+        self._layers += 1
+        return f"{kind}#{self._layers}"
+
+    def close(self) -> None:
+        """Free the segment and the communicator; collective, idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        atexit.unregister(self._close_at_exit)
+        if self._origin is not None:
+            comm, key = self._origin
+            comm.Delete_attr(key)
+            self._origin = None
+        self.segments.close()
+        self.comm.Free()
+
+    def _close_at_exit(self) -> None:
+        # Closing is collective: only if every rank gets here, and never for long.
+        if self.closed or MPI.Is_finalized():
+            return
+        everyone = self.comm.Ibarrier()
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while not everyone.Test():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(1e-3)
+        self.close()
+
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # After an exception the peers are elsewhere; a collective close would hang.
+        if exception[0] is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"Machine(rank {self.rank} of {self.ranks})"
+
+
+def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
+    """Partition of all ranks of a communicator, ``P_world`` of the layer documents.
+
+    The same communicator gives the same machine, however often it is called; collective the first time.
+    ``deactivate()`` of the partition closes, collectively, what was opened for the communicator.
+    """
+    return Machine.on(comm).partition()
+
+
+_keys: list[int] = []
+
+
+def _machine_key() -> int:
+    # The communicator itself remembers its machine; the key is made on first use, not at import.
+    if not _keys:
+        _keys.append(MPI.Comm.Create_keyval(copy_fn=None, delete_fn=None))
+    return _keys[0]
+
+
+def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    chosen = tuple(range(comm.size)) if ranks is None else tuple(as_int(rank) for rank in ranks)
+    for rank in chosen:
+        if not 0 <= rank < comm.size:
+            raise PartitionError(f"rank {rank} of M is out of range: the communicator has {comm.size} ranks")
+        if chosen.count(rank) > 1:
+            raise PartitionError(f"rank {rank} is listed more than once in M = {chosen}")
+    if comm.rank not in chosen:
+        raise PartitionError(f"rank {comm.rank} made this call but is not in M = {chosen}")
+    return chosen
+
+
+def _check_same(comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+    everyones: list[Any] = comm.allgather(ranks)
+    for position, other in enumerate(everyones):
+        if other != ranks:
+            raise PartitionError(f"rank {ranks[position]} was given M = {other}, this rank M = {ranks}")
+
+
+def _timeout(seconds: float | None) -> float:
+    if seconds is not None:
+        return seconds
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return _DEFAULT_TIMEOUT
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ConfigurationError(f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}")
+    return value

@@ -1,0 +1,306 @@
+"""An exchange made executable: two slots, an epoch counter, acknowledgements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
+from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.segments.buffer import RemoteBuffer, SegmentBuffer
+from distdl_rma.segments.heap import aligned
+from distdl_rma.segments.manager import SegmentManager
+
+__all__ = ["Channel"]
+
+Array = npt.NDArray[Any]
+_SLOTS = 2
+
+
+@dataclass
+class _Lane:
+    # One peer's share of a channel in one direction; a message is all pieces for that peer.
+    peer: int
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    offset: int  # of the first slot, or of the staging area, in this rank's buffer
+    notification: int  # of this rank's buffer: the data flag (receives) or the ack flag (sends)
+    views: tuple[tuple[Array, ...], ...] = ()
+    staged: tuple[Array, ...] = ()
+    remote: RemoteBuffer | None = None
+
+    @property
+    def stride(self) -> int:
+        return aligned(self.nbytes)
+
+
+class Channel:
+    """Executes one exchange again and again: ``start``, go on, ``receive``.
+
+    Per ordered pair of peers: two slots and a data flag at the receiver, an acknowledge flag at the
+    sender. A start puts each piece into the peer's slot and notifies; it does not wait, unless this rank
+    is two epochs ahead of a reader. Memory: two slots per received piece, allocated at construction,
+    freed after ``close()`` when no peer can write to it any more. Only ranks that exchange something
+    talk; construction is local, the first start connects the neighbours.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    exchange
+        This rank's part of the movement.
+    dtype
+        Type of the elements that move.
+    name
+        Name of the layer, for messages.
+
+    Notes
+    -----
+    The exchange buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
+    """
+
+    def __init__(self, manager: SegmentManager, exchange: Exchange, dtype: npt.DTypeLike, name: str) -> None:
+        self.exchange = exchange
+        self.dtype = np.dtype(dtype)
+        self.name = name
+        self._manager = manager
+        receives, sends = by_peer(exchange.receives), by_peer(exchange.sends)
+        flags = count()
+        end = 0
+        self._receives: list[_Lane] = []
+        self._sends: list[_Lane] = []
+        for lanes, groups in ((self._receives, receives), (self._sends, sends)):
+            for peer, pieces in groups:
+                nbytes = self.dtype.itemsize * sum(piece.box.volume for piece in pieces)
+                lane = _Lane(peer, pieces, nbytes, end, next(flags))
+                lanes.append(lane)
+                if lanes is self._receives or manager.segment.link(peer).memory is None:
+                    end += _SLOTS * lane.stride
+        self._buffer: SegmentBuffer = manager.get_segment_buffer(end, len(receives) + len(sends))
+        self._connected = not receives and not sends
+        self._started = 0
+        self._finished = 0
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of segment that the channel holds, without its flags."""
+        return self._buffer.nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing to exchange with anyone."""
+        return not self._receives and not self._sends
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses with the neighbours, and only with these; once, blocking.
+
+        The first ``start`` calls it. Raises ``MismatchError`` on both sides if a neighbour connects
+        another exchange, ``ExchangeTimeout`` if it does not come.
+        """
+        self._check()
+        if self._connected:
+            return
+        receive = {lane.peer: lane for lane in self._receives}
+        send = {lane.peer: lane for lane in self._sends}
+        # What a peer must know: where its data goes, which flag announces it, which flag acknowledges.
+        notes: dict[int, tuple[int, ...]] = {
+            peer: (
+                receive[peer].offset if peer in receive else -1,
+                receive[peer].notification if peer in receive else -1,
+                send[peer].notification if peer in send else -1,
+                self.dtype.num,
+            )
+            for peer in self.exchange.peers
+        }
+        remotes = self._buffer.exchange(notes, self.name, self.exchange.fingerprint, timeout)
+        for lane in self._sends:
+            lane.remote = remotes[lane.peer]
+            if lane.remote.note[3] != self.dtype.num:
+                raise ShapeError(f"{self.name!r}: rank {lane.peer} moves another dtype than {self.dtype}")
+            self._lay_out(lane, remotes[lane.peer].note[0])
+        for lane in self._receives:
+            lane.remote = remotes[lane.peer]
+            slots = [self._slot(lane, parity) for parity in range(_SLOTS)]
+            lane.views = tuple(_cut(slot, lane.pieces) for slot in slots)
+        self._connected = True
+
+    def cut(self, x: Array) -> list[Array]:
+        """Views of ``x``, the local tensor of shape ``exchange.own.shape``: one per send, in order."""
+        own = self.exchange.own
+        if x.shape != own.shape:
+            raise ShapeError(f"{self.name!r}: local shape is {x.shape}, the plan has {own.shape}")
+        return [x[piece.box.slices(own)] for piece in self.exchange.sends]
+
+    def start(self, parts: Iterable[Array]) -> int:
+        """Put one array per send into the peers' slots and notify; return the epoch.
+
+        Returns without waiting for the transfer. The arrays may be changed on return.
+
+        Raises
+        ------
+        ProtocolError
+            If two epochs are already started and not received.
+        ExchangeTimeout
+            If a peer two epochs behind does not acknowledge in time.
+        """
+        self._check()
+        if self._started - self._finished >= _SLOTS:
+            raise ProtocolError(
+                f"{self.name!r}: third start without a receive (epochs {self._finished + 1} and"
+                f" {self._started} are in flight)"
+            )
+        if not self._connected:
+            self.connect()
+        epoch = self._started + 1
+        source = iter(parts)
+        for lane in self._sends:
+            # The slot is free again when the reader has acknowledged the epoch before the last.
+            self._buffer.notify_wait(
+                lane.notification,
+                epoch - _SLOTS,
+                describe=lambda lane=lane: self._about(lane, epoch, "acknowledge"),  # type: ignore[misc]
+            )
+            for view in lane.views[epoch % _SLOTS]:
+                np.copyto(view, next(source), casting="equiv")
+            self._announce(lane, epoch)
+        self._started = epoch
+        return epoch
+
+    def ready(self, epoch: int) -> bool:
+        """Whether everything of an epoch has arrived; does not block."""
+        self._manager.progress()
+        return all(self._buffer.notification(lane.notification) >= epoch for lane in self._receives)
+
+    def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
+        """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
+
+        The arrays lie in the segment and are valid until the next piece is asked for: the slot is then
+        acknowledged. The epoch counts as received when the iterator is exhausted; after a timeout the
+        call can be repeated.
+        """
+        self._check()
+        if not self._finished < epoch <= self._started or epoch != self._finished + 1:
+            raise ProtocolError(
+                f"{self.name!r}: epoch {epoch} cannot be received, started are {self._started},"
+                f" received {self._finished}"
+            )
+        for lane in self._receives:
+            self._buffer.notify_wait(
+                lane.notification,
+                epoch,
+                timeout,
+                lambda lane=lane: self._about(lane, epoch, "send"),  # type: ignore[misc]
+            )
+            yield from zip(lane.pieces, lane.views[epoch % _SLOTS], strict=True)
+            self._acknowledge(lane, epoch)
+        self._finished = epoch
+
+    def missing(self, epoch: int) -> str:
+        """Say which peer an epoch still waits for; for messages."""
+        for lane in self._receives:
+            if self._buffer.notification(lane.notification) < epoch:
+                return self._about(lane, epoch, "send")
+        return f"rank {self._manager.rank} in {self.name!r} (epoch {epoch}): everything has arrived"
+
+    def void(self) -> None:
+        """Give up one epoch, started or not, on all ranks of the exchange alike.
+
+        For when every rank learned that the movement does not take place: what peers may have put for it
+        is dropped. Each rank calls it exactly once for that epoch.
+        """
+        self._check()
+        epoch = self._finished + 1
+        if self._connected:
+            for lane in self._receives:
+                self._acknowledge(lane, epoch)
+        self._started = self._finished = epoch
+
+    def move(self, x: Array) -> Array:
+        """Carry out the whole movement, ``y[box] += x[box]``; blocking. Returns an array of its own."""
+        epoch = self.start(self.cut(x))
+        return self.gather(x, epoch, np.add)
+
+    def gather(self, x: Array, epoch: int, add: Callable[..., Any]) -> Array:
+        """Receive an epoch into a new array of shape ``exchange.need.shape``; blocking.
+
+        Own pieces first, then the received ones in plan order: the same sum from run to run.
+        """
+        need, own = self.exchange.need, self.exchange.own
+        y = np.zeros(need.shape, self.dtype)
+        for piece in self.exchange.local:
+            y[piece.box.slices(need)] = x[piece.box.slices(own)]
+        for piece, view in self.receive(epoch):
+            target = y[piece.box.slices(need)]
+            add(target, view, out=target)
+        return y
+
+    def close(self) -> None:
+        """Give the memory back when no peer writes to it any more; local, idempotent."""
+        if not self._closed:
+            self._closed = True
+            if not self._manager.closed:
+                self._manager.retire(self._buffer, self._quiet)
+
+    def _quiet(self) -> bool:
+        # A reader's acknowledgement is the last thing that it writes here.
+        acknowledged = all(
+            self._buffer.notification(lane.notification) >= self._started for lane in self._sends
+        )
+        return acknowledged and self._finished == self._started
+
+    def _lay_out(self, lane: _Lane, offset: int) -> None:
+        remote = lane.remote
+        if remote is None:
+            raise ProtocolError(f"{self.name!r}: not connected to rank {lane.peer}")
+        count_ = lane.nbytes // self.dtype.itemsize
+        there = [offset + parity * lane.stride for parity in range(_SLOTS)]
+        direct = [remote.direct(self.dtype, count_, at) for at in there]
+        slots = [self._slot(lane, p) if slot is None else slot for p, slot in enumerate(direct)]
+        lane.views = tuple(_cut(slot, lane.pieces) for slot in slots)
+        lane.staged = () if direct[0] is not None else tuple(slots)
+
+    def _slot(self, lane: _Lane, parity: int) -> Array:
+        count_ = lane.nbytes // self.dtype.itemsize
+        return self._buffer.view(self.dtype, (count_,), lane.offset + parity * lane.stride)
+
+    def _announce(self, lane: _Lane, epoch: int) -> None:
+        if lane.remote is None:
+            raise ProtocolError(f"{self.name!r}: not connected to rank {lane.peer}")
+        offset, flag = lane.remote.note[0], lane.remote.note[1]
+        if lane.staged:
+            parity = epoch % _SLOTS
+            lane.remote.put_stable(lane.staged[parity].view(np.uint8), offset + parity * lane.stride)
+        else:
+            self._manager.counters.puts += 1
+            self._manager.counters.bytes_put += lane.nbytes
+        lane.remote.notify(flag, epoch)
+
+    def _acknowledge(self, lane: _Lane, epoch: int) -> None:
+        if lane.remote is not None:
+            lane.remote.acknowledge(lane.remote.note[2], epoch)
+
+    def _about(self, lane: _Lane, epoch: int, verb: str) -> str:
+        seen = self._buffer.notification(lane.notification)
+        return (
+            f"rank {self._manager.rank} for rank {lane.peer} to {verb} in {self.name!r} (epoch {epoch}, last"
+            f" seen {seen}): did every rank call the same layers?"
+        )
+
+    def _check(self) -> None:
+        if self._closed or self._manager.closed:
+            raise ClosedError(f"channel of {self.name!r}: already closed")
+
+
+def _cut(slot: Array, pieces: tuple[Piece, ...]) -> tuple[Array, ...]:
+    # A slot holds the pieces of one message one behind the other, each row-major.
+    views, at = [], 0
+    for piece in pieces:
+        views.append(slot[at : at + piece.box.volume].reshape(piece.box.shape))
+        at += piece.box.volume
+    return tuple(views)

@@ -1,0 +1,154 @@
+"""The memory that all ranks of a machine registered."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from typing import cast
+
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.errors import ConfigurationError, SegmentError
+from distdl_rma.segments.heap import aligned
+from distdl_rma.segments.transport import Bytes, Link, RemoteLink, SharedLink, fence_for
+
+__all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
+
+SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
+_SHARED_MEMORY = "/dev/shm"
+_LARGEST_DEFAULT = 4 << 30
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_TRANSPORTS = ("auto", "remote")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``.
+
+    Raises
+    ------
+    ConfigurationError
+        If the text is not a whole number with one of the units B, KiB, MiB, GiB, TiB or none.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", str(text))
+    if isinstance(text, bool) or not found or found[2] not in _UNITS or int(found[1]) < 1:
+        raise ConfigurationError(
+            f"a segment size is a whole number of bytes or one with a unit ({', '.join(list(_UNITS)[2:])}),"
+            f" got {text!r}"
+        )
+    return int(found[1]) * _UNITS[found[2]]
+
+
+class Segment:
+    """One block of memory per rank, reachable by every rank of the machine.
+
+    The same memory has two doors: a shared window gives the ranks of a node direct load and store, a
+    window over the same memory gives every rank of the machine puts and atomics. Memory is reserved at
+    once but consumed only when touched. Collective to create and to close.
+
+    Parameters
+    ----------
+    comm
+        Communicator of the machine; its rank numbers are positions in ``ranks``.
+    ranks
+        Rank id of every position.
+    nbytes
+        Size on every rank; None for the environment variable or a default from the free shared memory.
+    transport
+        ``"auto"``: direct on a node, MPI elsewhere. ``"remote"``: MPI for every peer.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, ranks: tuple[int, ...], nbytes: int | str | None, transport: str
+    ) -> None:
+        if transport not in _TRANSPORTS:
+            raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {transport!r}")
+        node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+        self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
+        self.nbytes = aligned(_size_for(node, nbytes))
+        largest = comm.allreduce(self.nbytes, op=MPI.MAX)
+        if comm.allreduce(self.nbytes, op=MPI.MIN) != largest:
+            # Different nodes may have different defaults; the smallest fits everywhere.
+            self.nbytes = comm.allreduce(self.nbytes, op=MPI.MIN)
+        _check_room(comm, node, self.nbytes)
+        self._shared = MPI.Win.Allocate_shared(self.nbytes, 1, comm=node)
+        memory = self._shared.Shared_query(node.rank)[0]
+        self._window = MPI.Win.Create(memory, 1, comm=comm)
+        self._shared.Lock_all()
+        self._window.Lock_all()
+        self.fence = fence_for(self._shared)
+        self.memory: Bytes = _as_array(memory)
+        self.words = self.memory.data.cast("q")
+        self._links: dict[int, Link] = {}
+        for position, rank in enumerate(ranks):
+            if rank in self.node_ranks and (transport == "auto" or position == comm.rank):
+                peer_memory = self._shared.Shared_query(self.node_ranks.index(rank))[0]
+                self._links[rank] = SharedLink(_as_array(peer_memory), self.fence)
+            else:
+                self._links[rank] = RemoteLink(self._window, position)
+        self._remote = [link for link in self._links.values() if isinstance(link, RemoteLink)]
+        self._poke = comm.Dup() if self._remote else None
+        node.Free()
+
+    def link(self, rank: int) -> Link:
+        """Way to the segment of a rank id."""
+        return self._links[rank]
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether any peer is reached through MPI."""
+        return bool(self._remote)
+
+    def progress(self) -> None:
+        """Let MPI and all pending deliveries advance; does not block."""
+        for link in self._remote:
+            link.advance()
+        if self._poke is not None:
+            self._poke.Iprobe()
+            self._window.Sync()
+
+    def close(self) -> None:
+        """Free both windows; collective. Every view of the memory dangles afterwards."""
+        self._links.clear()
+        self._remote.clear()
+        self.words.release()
+        self.memory = np.empty(0, np.uint8)
+        for window in (self._window, self._shared):
+            window.Unlock_all()
+            window.Free()
+        if self._poke is not None:
+            self._poke.Free()
+
+
+def _as_array(memory: MPI.buffer) -> Bytes:
+    array: Bytes = np.frombuffer(cast(memoryview, memory), dtype=np.uint8)
+    return array
+
+
+def _free_shared_memory() -> int | None:
+    # None where shared memory is no file system of its own.
+    return shutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None
+
+
+def _size_for(node: MPI.Intracomm, nbytes: int | str | None) -> int:
+    asked = nbytes if nbytes is not None else os.environ.get(SEGMENT_SIZE_VARIABLE)
+    if asked is not None:
+        return parse_size(asked)
+    free = _free_shared_memory()
+    share = _LARGEST_DEFAULT if free is None else free // 2 // node.size
+    return max(1 << 20, min(_LARGEST_DEFAULT, share, sys.maxsize // 4))
+
+
+def _check_room(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int) -> None:
+    # Memory is consumed when touched: without this check a full file system ends in SIGBUS, much later.
+    free = _free_shared_memory()
+    wanted = nbytes * node.size
+    short = f"{wanted} bytes ({node.size} ranks x {nbytes}) wanted, {free} bytes free in {_SHARED_MEMORY}"
+    lacking = [said for said in comm.allgather(short if free is not None and wanted > free else "") if said]
+    if lacking:
+        raise SegmentError(
+            f"not enough shared memory: {lacking[0]}; set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...)"
+            f" to less, or give the node or container more shared memory (for example --shm-size)"
+        )
