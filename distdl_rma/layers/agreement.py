@@ -1,0 +1,161 @@
+"""What the ranks of a layer agree on, call by call, so that shapes may change without a deadlock."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from distdl_rma.errors import DistdlError, ProtocolError, ShapeError
+from distdl_rma.layers.tensors import DTYPES
+from distdl_rma.machine import Machine
+from distdl_rma.segments.allgather import AllGather
+
+__all__ = ["Facts", "Plan", "Plans"]
+
+_DTYPE_CODES = list(DTYPES)
+_MAX_DIMS = 8
+_WORDS = _MAX_DIMS + 3
+_KEPT_PLANS = 16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank says of its input before data moves."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+    @classmethod
+    def about(cls, x: torch.Tensor) -> Facts:
+        """Facts about a local tensor."""
+        return cls(tuple(x.shape), x.dtype, x.requires_grad and torch.is_grad_enabled())
+
+    def encode(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Vector of numbers that travels."""
+        if len(self.shape) > _MAX_DIMS or self.dtype not in DTYPES:
+            raise ShapeError(f"{name!r}: cannot take a tensor of shape {self.shape} and dtype {self.dtype}")
+        words = np.zeros(_WORDS, np.int64)
+        words[: 3 + len(self.shape)] = (
+            len(self.shape),
+            _DTYPE_CODES.index(self.dtype),
+            self.needs_grad,
+            *self.shape,
+        )
+        return words
+
+    @classmethod
+    def decode(cls, words: Sequence[int]) -> Facts:
+        """Facts from the vector of numbers."""
+        dims, code, needs_grad = words[:3]
+        return cls(tuple(words[3 : 3 + dims]), _DTYPE_CODES[code], bool(needs_grad))
+
+
+class Plan(Protocol):
+    """What a layer derives from the facts of all its ranks."""
+
+    def void(self) -> None:
+        """Give up the exchange that some ranks may have started on this plan."""
+
+    def close(self) -> None:
+        """Give up the memory; local."""
+
+
+P = TypeVar("P", bound=Plan)
+
+
+class Plans(Generic[P]):
+    """Plans of one layer, cached by what all its ranks say of their inputs.
+
+    Every call, every rank tells the others its local shape in one small round, hidden behind the local
+    compute: a rank whose own input looks as before goes ahead with the last plan and learns afterwards
+    whether that was right. So a change that only some ranks see (a smaller last batch, another image
+    size) reaches all of them in the same call.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    ranks
+        Rank ids that must agree.
+    name
+        Name of the layer.
+    build
+        Makes a plan from the facts of all ranks, by rank id; alike on all ranks, errors included.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        ranks: Sequence[int],
+        name: str,
+        build: Callable[[dict[int, Facts]], P],
+    ) -> None:
+        self._ranks, self._name, self._build = tuple(ranks), name, build
+        self._rank = machine.rank
+        self._round: AllGather | None = None
+        if len(self._ranks) > 1:
+            self._round = AllGather(machine.segments, self._ranks, _WORDS, np.int64, f"{name} (shapes)")
+        self._cache: OrderedDict[tuple[tuple[tuple[int, ...], torch.dtype], ...], P] = OrderedDict()
+        self._last: tuple[Facts, P] | None = None
+        self._mine: Facts | None = None
+        weakref.finalize(self, _close_all, self._cache, self._round)
+
+    def begin(self, x: torch.Tensor) -> P | None:
+        """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
+        self._mine = mine = Facts.about(x)
+        if self._round is not None:
+            self._round.start(mine.encode(self._name))
+        if self._last is None:
+            return None
+        before, plan = self._last
+        return plan if (before.shape, before.dtype) == (mine.shape, mine.dtype) else None
+
+    def settle(self) -> tuple[P, bool]:
+        """Plan that holds for this call, and whether any rank needs the gradient of its input.
+
+        Blocking until every rank has begun. If it is not the plan that ``begin`` returned, nothing was
+        moved: start again on this one. Facts that do not fit together raise the same error on every rank.
+        """
+        mine = self._mine
+        if mine is None:
+            raise ProtocolError(f"{self._name!r}: settle without begin")
+        if self._round is None:
+            facts = {self._rank: mine}
+        else:
+            rows = self._round.wait().tolist()
+            facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
+        key = tuple((fact.shape, fact.dtype) for fact in facts.values())
+        last = self._last[1] if self._last else None
+        plan = self._cache.get(key)
+        if last is not None and plan is not last:
+            last.void()
+        if plan is None:
+            try:
+                plan = self._build(facts)
+            except DistdlError as error:
+                raise type(error)(f"{self._name!r}: {error}") from None
+            self._cache[key] = plan
+        self._cache.move_to_end(key)
+        self._last = (mine, plan)
+        if len(self._cache) > _KEPT_PLANS:
+            self._cache.popitem(last=False)[1].close()
+        return plan, any(fact.needs_grad for fact in facts.values())
+
+    def agree(self, x: torch.Tensor) -> tuple[P, bool]:
+        """Begin and settle at once, for layers that have nothing to compute in between."""
+        self.begin(x)
+        return self.settle()
+
+
+def _close_all(cache: OrderedDict[Any, Any], round_: AllGather | None) -> None:
+    for plan in cache.values():
+        plan.close()
+    if round_ is not None:
+        round_.close()

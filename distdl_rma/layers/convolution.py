@@ -1,0 +1,221 @@
+"""The arithmetic of a split convolution: patches, and the schedule that overlaps them with puts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.layers.agreement import Plans
+from distdl_rma.layers.replica import Replica
+from distdl_rma.layers.tile import Patch, Tile
+
+__all__ = ["HaloPlan", "LocalConvolution", "SplitConvolution"]
+
+
+class HaloPlan(Protocol):
+    """What the schedule needs of a plan."""
+
+    tile: Tile
+
+    def void(self) -> None: ...
+    def close(self) -> None: ...
+    def start(self, x: torch.Tensor) -> int: ...
+    def strips(self, x: torch.Tensor, epoch: int) -> list[torch.Tensor]: ...
+    def start_adjoint(self, gradients: list[torch.Tensor | None], x: torch.Tensor) -> int: ...
+    def add_adjoint(self, gradient: torch.Tensor, epoch: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class LocalConvolution:
+    """Convolution of single patches by torch's own kernels, forward and adjoint, in any dimension.
+
+    Parameters
+    ----------
+    stencil
+        The sliding windows of the whole layer.
+    groups
+        As in torch.
+    """
+
+    stencil: Stencil
+    groups: int
+
+    @property
+    def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        windows = self.stencil.windows
+        return tuple(w.stride for w in windows), tuple(w.dilation for w in windows), (0,) * len(windows)
+
+    def _operand(self, patch: Patch, block: torch.Tensor, data: Box) -> tuple[torch.Tensor, tuple[int, ...]]:
+        # Tensor to convolve and its symmetric padding, exact for the outputs of the patch.
+        if data != patch.region:
+            block = block[patch.crop(data)]
+            native = patch.native_padding(self.stencil)
+            if native is not None:
+                return block, native
+            block = F.pad(block, [n for pair in reversed(patch.margins) for n in pair])
+        return block, (0,) * len(self.stencil.windows)
+
+    def convolve(
+        self, patch: Patch, block: torch.Tensor, data: Box, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Outputs of a patch from a block that holds the box ``data``."""
+        operand, padding = self._operand(patch, block, data)
+        stride, dilation, zeros = self._steps
+        return torch.convolution(
+            operand, weight[patch.weight], bias, stride, padding, dilation, False, zeros, self.groups
+        )
+
+    def convolve_adjoint(
+        self,
+        patch: Patch,
+        gradient: torch.Tensor,
+        block: torch.Tensor,
+        data: Box,
+        weight: torch.Tensor,
+        needs: tuple[bool, bool],
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of a patch's block, in the shape of the block, and of its part of the weight."""
+        operand, padding = self._operand(patch, block, data)
+        stride, dilation, zeros = self._steps
+        inner, taps, _ = torch.ops.aten.convolution_backward(
+            gradient,
+            operand,
+            weight[patch.weight],
+            None,
+            stride,
+            padding,
+            dilation,
+            False,
+            zeros,
+            self.groups,
+            (*needs, False),
+        )
+        if not needs[0] or data == patch.region:
+            return inner, taps
+        if inner.shape[2:] == patch.region.shape:
+            inside = data & patch.region
+            inner = inner[(..., *inside.slices(patch.region))]
+        if inner.shape == block.shape:
+            return inner, taps
+        outer = torch.zeros_like(block)
+        outer[patch.crop(data)] = inner
+        return outer, taps
+
+
+class Layer(Protocol):
+    """What the schedule needs of a layer."""
+
+    local: LocalConvolution
+    replica: Replica
+    plans: Plans[Any]
+    out_channels: int
+
+
+class SplitConvolution(torch.autograd.Function):
+    """The fused schedule of a distributed convolution; equal to the composed form, measurably faster."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        _anchor: torch.Tensor | None,
+        layer: Layer,
+        guess: HaloPlan | None,
+    ) -> torch.Tensor:
+        plans, local = layer.plans, layer.local
+        y = None
+        if guess is not None:
+            epoch = guess.start(x)
+            y = _core(layer, guess.tile, x, weight, bias)
+        plan, needs_grad = plans.settle()
+        if y is None or plan is not guess:
+            epoch = plan.start(x)
+            y = _core(layer, plan.tile, x, weight, bias)
+        strips = plan.strips(x, epoch)
+        for patch, block in zip(plan.tile.strips, strips, strict=True):
+            y[patch.place(plan.tile.outputs)] += local.convolve(patch, block, patch.region, weight, None)
+        if not any(ctx.needs_input_grad[:3]) and not needs_grad:
+            ctx.mark_non_differentiable(y)
+        ctx.layer, ctx.plan, ctx.needs_halo = layer, plan, needs_grad
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, weight, *strips)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        layer, plan, tile = ctx.layer, ctx.plan, ctx.plan.tile
+        x, weight, *strips = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        rim = [
+            layer.local.convolve_adjoint(
+                patch,
+                gradient[patch.place(tile.outputs)],
+                block,
+                patch.region,
+                weight,
+                (ctx.needs_halo, needs_weight),
+            )
+            for patch, block in zip(tile.strips, strips, strict=True)
+        ]
+        epoch = plan.start_adjoint([block for block, _ in rim], x) if ctx.needs_halo else 0
+        d_x = d_weight = d_bias = None
+        if tile.core is not None:
+            d_x, d_weight = layer.local.convolve_adjoint(
+                tile.core,
+                gradient[tile.core.place(tile.outputs)],
+                x,
+                tile.own,
+                weight,
+                (needs_x, needs_weight),
+            )
+        if needs_weight:
+            d_weight = _fuse(layer, weight, tile, d_weight, [taps for _, taps in rim])
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            d_bias = layer.replica.fill("bias", gradient.sum((0, *range(2, gradient.dim()))))
+        if ctx.needs_halo:
+            d_x = torch.zeros_like(x) if d_x is None else d_x
+            plan.add_adjoint(d_x, epoch)
+        return d_x if needs_x else None, d_weight, d_bias, None, None, None
+
+
+def _core(
+    layer: Layer, tile: Tile, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    # Full-speed local convolution, zeros where the neighbours' data would be.
+    core = tile.core
+    if core is not None and core.outputs == tile.outputs:
+        return layer.local.convolve(core, x, tile.own, weight, bias)
+    y = x.new_zeros((x.shape[0], layer.out_channels, *tile.outputs.shape))
+    if core is not None:
+        y[core.place(tile.outputs)] = layer.local.convolve(core, x, tile.own, weight, None)
+    return y if bias is None else y.add_(bias.view(-1, *(1,) * (x.dim() - 2)))
+
+
+def _fuse(
+    layer: Layer,
+    weight: torch.Tensor,
+    tile: Tile,
+    core: torch.Tensor | None,
+    strips: list[torch.Tensor | None],
+) -> torch.Tensor:
+    # Weight gradient of local and remote data, put straight into the segment where there is a place.
+    if core is not None and core.shape == weight.shape:
+        whole = core
+    else:
+        whole = torch.zeros_like(weight)
+        if tile.core is not None and core is not None:
+            whole[tile.core.weight] = core
+    total = layer.replica.fill("weight", whole)
+    for patch, part in zip(tile.strips, strips, strict=True):
+        if part is not None:
+            total[patch.weight] += part
+    return total

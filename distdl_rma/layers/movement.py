@@ -1,0 +1,215 @@
+"""Movements of tensors between ranks, as one pair of autograd operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from distdl_rma.errors import PartitionError, ProtocolError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.agreement import Facts, Plans
+from distdl_rma.layers.tensors import as_array, as_tensor, numpy_dtype, zero_volume_tensor
+from distdl_rma.machine import Machine
+from distdl_rma.segments.channel import Channel
+
+__all__ = ["Flight", "Movement", "Repartition", "anchor", "broadcast"]
+
+
+class Flight:
+    """One movement under way: made by ``Movement.start``, given to ``Movement.wait``."""
+
+    def __init__(self, movement: Movement, shape: torch.Size) -> None:
+        self.movement = movement
+        self.shape = shape
+        self.token = torch.empty(0)
+        self._sent: tuple[npt.NDArray[Any], int] | None = None
+
+    def depart(self, channel: Channel, x: torch.Tensor) -> None:
+        """Start a channel on ``x``, the local shard that goes in."""
+        array = as_array(x)
+        array = array.reshape(channel.exchange.own.shape) if array.size == 0 else array
+        self._sent = array, channel.start(channel.cut(array))
+
+    def arrive(self, channel: Channel) -> torch.Tensor:
+        """Receive what the channel was started for."""
+        if self._sent is None:
+            raise ProtocolError(f"{channel.name!r}: wait without a start")
+        (array, epoch), self._sent = self._sent, None
+        return as_tensor(channel.gather(array, epoch, np.add))
+
+
+class Movement:
+    """An exchange and its adjoint: ``start`` and ``wait``, in both directions of autograd.
+
+    Starting and waiting are two autograd operations, each the adjoint of the other: a forward ``start,
+    compute, wait`` becomes a backward ``start^T, compute^T, wait^T`` with the same overlap.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    exchange
+        This rank's part; shapes include all tensor dimensions.
+    dtype
+        Type of the elements.
+    name
+        For messages.
+    """
+
+    def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
+        kind = numpy_dtype(dtype, name)
+        self.name = name
+        self.forward = Channel(machine.segments, exchange, kind, name)
+        self.adjoint = Channel(machine.segments, exchange.T, kind, f"{name} (adjoint)")
+
+    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Flight:
+        """Put the pieces of ``x`` on their way; does not wait for the transfer.
+
+        Parameters
+        ----------
+        x
+            Local shard of shape ``exchange.own.shape``, or any tensor without elements if that is empty.
+            It must not change until ``wait``.
+        needs_grad
+            Whether some rank needs a gradient: then every rank takes part in the backward.
+        """
+        flight = Flight(self, x.shape)
+        flight.token = _Start.apply(x, anchor(needs_grad), flight)  # type: ignore[no-untyped-call]
+        return flight
+
+    def wait(self, flight: Flight) -> torch.Tensor:
+        """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
+        y: torch.Tensor = _Wait.apply(flight.token, flight)  # type: ignore[no-untyped-call]
+        return y
+
+    def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
+        """Start and wait."""
+        return self.wait(self.start(x, needs_grad))
+
+    def void(self) -> None:
+        """Give up a forward that some ranks may have started; on all ranks alike."""
+        self.forward.void()
+
+    def close(self) -> None:
+        """Give the memory back when no peer writes to it any more; local."""
+        self.forward.close()
+        self.adjoint.close()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+        ctx.flight = flight
+        flight.depart(flight.movement.forward, x)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
+        flight = ctx.flight
+        return flight.arrive(flight.movement.adjoint).reshape(flight.shape), None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _token: torch.Tensor, flight: Flight) -> torch.Tensor:
+        ctx.flight = flight
+        return flight.arrive(flight.movement.forward)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.flight.depart(ctx.flight.movement.adjoint, gradient)
+        return gradient.new_empty(0), None
+
+
+def anchor(needed: bool) -> torch.Tensor | None:
+    """Input that keeps an operation in the graph of a rank whose own inputs need no gradient."""
+    if not (needed and torch.is_grad_enabled()):
+        return None
+    return torch.empty(0, requires_grad=True)
+
+
+def broadcast(
+    machine: Machine, ranks: Sequence[int], shape: Sequence[int], dtype: torch.dtype, name: str
+) -> Movement:
+    """Movement of a tensor of the given shape from the first of some ranks to all of them."""
+    everyone = Partition(tuple(ranks), (len(ranks),), machine.rank)
+    root = Partition(tuple(ranks[:1]), (1,), machine.rank)
+    exchange = Exchange(
+        machine.rank, Decomposition.replicated(root, shape), Decomposition.replicated(everyone, shape)
+    )
+    return Movement(machine, exchange, dtype, name)
+
+
+class Repartition(nn.Module):
+    """Move a tensor from one Cartesian partition to another; the result is balanced.
+
+    Collective to construct over the machine; a call involves the ranks of both partitions. The local
+    input may have any size that forms a grid with the others; the local output is the balanced shard.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Input and output partition, with as many dimensions as the tensor.
+    preserve_batch
+        Whether outputs without elements keep the batch size, as shape (b, 0).
+    name
+        For messages.
+
+    Raises
+    ------
+    PartitionError
+        If the partitions differ in their number of dimensions.
+
+    Notes
+    -----
+    Repartition document; requirement B5.
+    """
+
+    def __init__(
+        self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, *, name: str | None = None
+    ) -> None:
+        super().__init__()
+        if P_x.dim != P_y.dim:
+            raise PartitionError(
+                f"P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim} {P_y.shape}"
+            )
+        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
+        self._machine = Machine.of(P_x)
+        self.name = name or self._machine.layer_name("Repartition")
+        members = (*P_x.ranks, *(rank for rank in P_y.ranks if rank not in P_x.ranks))
+        self._member = self._machine.rank in members
+        self._plans = Plans(self._machine, members, self.name, self._plan) if self._member else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Move ``x``, the local shard on P_x or a tensor without elements elsewhere."""
+        if self._plans is None:
+            return x.clone()
+        movement, needs_grad = self._plans.agree(x)
+        y = movement(x if self.P_x.active else x.new_empty(0), needs_grad)
+        if self.P_y.active:
+            return y
+        batch = x.shape[0] if self.preserve_batch and x.dim() else None
+        # Added to the empty result, so that a backward reaches the movement on this rank too.
+        return zero_volume_tensor(batch, y.dtype) + y.sum()
+
+    def _plan(self, facts: dict[int, Facts]) -> Movement:
+        first = self.P_x.ranks[0]
+        for rank, fact in facts.items():
+            if rank not in self.P_x.ranks and 0 not in fact.shape:
+                raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
+            if rank in self.P_x.ranks and fact.dtype != facts[first].dtype:
+                raise ShapeError(f"rank {first} passes {facts[first].dtype} but rank {rank} {fact.dtype}")
+        source = Decomposition.from_local_shapes(self.P_x, {r: facts[r].shape for r in self.P_x.ranks})
+        target = Decomposition.balanced(self.P_y, source.shape)
+        exchange = Exchange(self._machine.rank, source, target)
+        return Movement(self._machine, exchange, facts[first].dtype, self.name)

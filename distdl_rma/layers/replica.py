@@ -1,0 +1,119 @@
+"""Copies of a layer's weights on several ranks, kept equal."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from distdl_rma.layers.movement import broadcast
+from distdl_rma.layers.tensors import as_tensor, numpy_dtype
+from distdl_rma.machine import Machine
+from distdl_rma.segments.allreduce import Allreduce
+
+__all__ = ["Replica", "broadcast_from_first", "idle"]
+
+Sink = Callable[[], "torch.Tensor | None"]
+
+
+class Replica:
+    """The parameters of one layer, held by several ranks.
+
+    Until a :class:`GradientSync` takes over, the gradients are summed over the ranks in every backward,
+    before it returns. Afterwards the layer only computes them, straight into the memory that the
+    ``GradientSync`` offers.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    ranks
+        Rank ids that hold copies, this one included; the first one's initial values count.
+    parameters
+        Name to parameter, alike on all ranks.
+    name
+        Name of the layer.
+    """
+
+    def __init__(
+        self, machine: Machine, ranks: Sequence[int], parameters: dict[str, nn.Parameter], name: str
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.name = name
+        self.taken_over = False
+        self.sinks: dict[str, Sink] = {}
+        self._machine = machine
+        self._parameters = parameters
+        self._sum: Allreduce | None = None
+        if len(self.ranks) > 1:
+            broadcast_from_first(machine, self.ranks, list(parameters.values()), name)
+
+    def tie(self, *parameters: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the parameters for use in a forward, tied together for the sum of their gradients."""
+        used = [p for p in parameters if p is not None]
+        alone = len(self.ranks) == 1 or self.taken_over
+        if alone or not torch.is_grad_enabled() or not any(p.requires_grad for p in used):
+            return parameters
+        tied = iter(_Tie.apply(self, *used))  # type: ignore[no-untyped-call]
+        return tuple(None if p is None else next(tied) for p in parameters)
+
+    def sink(self, name: str) -> torch.Tensor | None:
+        """Memory in the segment to write a parameter's gradient to, or None if there is none now."""
+        offer = self.sinks.get(name)
+        return None if offer is None else offer()
+
+    def fill(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient in the place that it is wanted: in the segment if a ``GradientSync`` offers it."""
+        place = self.sink(name)
+        return gradient if place is None else place.copy_(gradient)
+
+    def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum gradients over the ranks; blocking. Returns memory of its own."""
+        count = sum(gradient.numel() for gradient in gradients)
+        if self._sum is None:
+            dtype = numpy_dtype(gradients[0].dtype, self.name)
+            self._sum = Allreduce(
+                self._machine.segments, self.ranks, count, dtype, name=f"{self.name} (gradients)"
+            )
+            weakref.finalize(self, self._sum.close)
+        flat = as_tensor(self._sum.active)
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
+        self._sum.start()
+        parts = torch.split(as_tensor(self._sum.wait()), [gradient.numel() for gradient in gradients])
+        return [p.clone().view(g.shape) for p, g in zip(parts, gradients, strict=True)]
+
+
+class _Tie(torch.autograd.Function):
+    # Identity forward; backward sums over the ranks: a parameter used on all of them.
+    @staticmethod
+    def forward(ctx: Any, replica: Replica, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.replica = replica
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, *ctx.replica.sum(gradients)
+
+
+def idle(x: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Clone of an idle rank's empty input, tied to the weights, whose gradients there are zero."""
+    y = x.clone()
+    for parameter in parameters:
+        y = y + parameter.flatten()[:0].sum()
+    return y
+
+
+def broadcast_from_first(
+    machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], name: str
+) -> None:
+    """Overwrite tensors on all ranks by those of the first one; collective over ``ranks``, blocking."""
+    for tensor in tensors:
+        movement = broadcast(machine, ranks, tensor.shape, tensor.dtype, f"{name} (initial weights)")
+        with torch.no_grad():
+            tensor.copy_(movement(tensor if machine.rank == ranks[0] else tensor.new_empty(0)))
+        movement.close()
