@@ -1,0 +1,9 @@
+"""Boxes, partitions and plans of data movement; the standard library is all they need."""
+
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange, Piece
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.stencil import Stencil, Window
+
+__all__ = ["Box", "Decomposition", "Exchange", "Partition", "Piece", "Stencil", "Window"]

@@ -107,6 +107,11 @@ class Plans(Generic[P]):
         self._mine: Facts | None = None
         weakref.finalize(self, _close_all, self._cache, self._round)
 
+    @property
+    def last(self) -> P | None:
+        """Plan of the last call, if there was one."""
+        return self._last[1] if self._last else None
+
     def begin(self, x: torch.Tensor) -> P | None:
         """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
         self._mine = mine = Facts.about(x)

@@ -131,14 +131,11 @@ class SplitConvolution(torch.autograd.Function):
         guess: HaloPlan | None,
     ) -> torch.Tensor:
         plans, local = layer.plans, layer.local
-        y = None
-        if guess is not None:
-            epoch = guess.start(x)
-            y = _core(layer, guess.tile, x, weight, bias)
+        started = None if guess is None else (guess.start(x), _core(layer, guess.tile, x, weight, bias))
         plan, needs_grad = plans.settle()
-        if y is None or plan is not guess:
-            epoch = plan.start(x)
-            y = _core(layer, plan.tile, x, weight, bias)
+        if started is None or plan is not guess:
+            started = plan.start(x), _core(layer, plan.tile, x, weight, bias)
+        epoch, y = started
         strips = plan.strips(x, epoch)
         for patch, block in zip(plan.tile.strips, strips, strict=True):
             y[patch.place(plan.tile.outputs)] += local.convolve(patch, block, patch.region, weight, None)

@@ -101,6 +101,10 @@ class Patience:
 
 def check_timeout(seconds: float) -> float:
     """Return a timeout in seconds, or raise if it is none."""
-    if not isinstance(seconds, (int, float)) or not seconds >= 0:
+    try:
+        value = float(seconds)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not value >= 0:
         raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
-    return float(seconds)
+    return value

@@ -1,0 +1,332 @@
+"""Gradients of replicated weights, summed while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ClosedError, ConfigurationError, ProtocolError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.replica import Replica, broadcast_from_first
+from distdl_rma.layers.tensors import as_tensor, numpy_dtype
+from distdl_rma.machine import Machine
+from distdl_rma.segments.allreduce import Allreduce
+
+__all__ = ["GradientSync"]
+
+_REDUCTIONS = ("sum", "mean")
+_BUCKET_NBYTES = 1 << 20
+
+
+@runtime_checkable
+class SynchronisedLayer(Protocol):
+    """A layer that says itself which ranks hold copies of its weights (requirement A9)."""
+
+    replica: Replica
+
+    def get_ranks_synch_weights(self) -> list[int]: ...
+
+
+class GradientSync:
+    """Makes the gradients of a training loop right: one line added to the loop.
+
+    When ``loss.backward()`` returns, every ``.grad`` is the gradient of the sum (or mean) of all ranks'
+    losses, on every rank, whatever the loop does next: clip, step, accumulate. The allreduces start as
+    soon as the last gradient of a bucket is there, while backward goes on. Distributed layers state their
+    ranks by ``get_ranks_synch_weights()``; every other module counts as copied on all ranks of the
+    machine, and its parameters and buffers are made equal at construction, the first rank's count.
+
+    A gradient lies in the segment, where the layers of this library put it without a copy. It stays valid
+    until the next but one backward, or ``close()``; clone it to keep it longer.
+
+    Collective to construct; every rank runs the same backwards, idle ranks included. Parameters that are
+    frozen at construction are left alone.
+
+    Parameters
+    ----------
+    model
+        The model, alike on all ranks.
+    machine
+        The machine, or a partition of it such as ``P_world``.
+    reduction
+        ``"sum"``, or ``"mean"`` to divide by the number of ranks that hold the copies.
+    bucket_nbytes
+        Gradients of consecutive layers travel together up to this many bytes; 0 for one allreduce per
+        layer.
+
+    Raises
+    ------
+    ConfigurationError
+        If an option is unknown, or the model is already synchronised by another ``GradientSync``.
+
+    Notes
+    -----
+    Interface document, sections 3.1 and 3.2; architecture of gradients: ``docs/concepts.md``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        machine: Machine | Partition,
+        *,
+        reduction: str = "sum",
+        bucket_nbytes: int = _BUCKET_NBYTES,
+    ) -> None:
+        if reduction not in _REDUCTIONS:
+            raise ConfigurationError(f"reduction is one of {_REDUCTIONS}, got {reduction!r}")
+        self._machine = Machine.of(machine)
+        self._paused = False
+        self._closed = False
+        self._running: list[_Bucket] = []
+        self._in_backward = False
+        self._handles: list[Any] = []
+        groups = _groups(model, self._machine)
+        self._replicas = [group.replica for group in groups if group.replica is not None]
+        if any(replica.taken_over for replica in self._replicas):
+            raise ConfigurationError(
+                "a layer of this model already belongs to another GradientSync; close that"
+            )
+        self._buckets = [
+            _Bucket(self._machine, number, members, reduction)
+            for number, members in enumerate(_bucketed(groups, bucket_nbytes))
+        ]
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                self._adopt(bucket, slot)
+        for replica in self._replicas:
+            replica.taken_over = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward only accumulates this rank's own gradients.
+
+        The next backward outside of it sums everything accumulated. Start it with gradients cleared.
+        """
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def close(self) -> None:
+        """Give the gradients memory of their own and stop; local, idempotent.
+
+        The layers then synchronise themselves again.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        for replica in self._replicas:
+            replica.taken_over = False
+            replica.sinks.clear()
+        for bucket in self._buckets:
+            bucket.close()
+
+    def _adopt(self, bucket: _Bucket, slot: _Slot) -> None:
+        parameter: Any = slot.parameter  # torch leaves its hooks untyped
+        self._handles.append(parameter.register_hook(lambda gradient: self._before(bucket, slot)))
+        self._handles.append(
+            parameter.register_post_accumulate_grad_hook(lambda _: self._after(bucket, slot))
+        )
+        if slot.replica is not None:
+            slot.replica.sinks[slot.key] = lambda: None if self._paused else bucket.claim(slot)
+
+    def _before(self, bucket: _Bucket, slot: _Slot) -> None:
+        # Runs with the gradient of this backward complete and not yet accumulated.
+        if self._closed:
+            raise ClosedError("GradientSync: already closed")
+        gradient = slot.parameter.grad
+        if self._paused:
+            if gradient is not None and gradient is slot.synced:
+                if bool(gradient.any()):
+                    raise ProtocolError(
+                        "no_sync: .grad already holds a synchronised gradient, which this rank's own cannot"
+                        " be added to; call optimizer.zero_grad() first"
+                    )
+                slot.synced = None
+            return
+        if slot.ready:
+            raise ProtocolError(
+                f"a gradient of {bucket.name!r} came twice in one backward, or an earlier backward failed:"
+                " use checkpoint(use_reentrant=False), or make a new GradientSync"
+            )
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if gradient is not None and gradient is slot.synced:
+            # Summed already: kept aside, so that only what is new is summed.
+            slot.base = gradient.clone()
+            slot.parameter.grad = None
+
+    def _after(self, bucket: _Bucket, slot: _Slot) -> None:
+        if self._paused:
+            return
+        bucket.put(slot)
+        if bucket.complete:
+            self._launch(bucket)
+        # What travels advances while backward computes the next gradients.
+        for running in self._running:
+            running.allreduce.test()
+
+    def _launch(self, bucket: _Bucket) -> None:
+        bucket.launch()
+        self._running.append(bucket)
+
+    def _finish(self) -> None:
+        # End of backward: what no gradient came for on this rank may have come on others.
+        try:
+            for bucket in self._buckets:
+                if bucket not in self._running:
+                    self._launch(bucket)
+            for bucket in self._buckets:
+                bucket.land()
+        finally:
+            self._running.clear()
+            self._in_backward = False
+
+
+class _Slot:
+    """A parameter, its place in a bucket, and what is known of its gradient."""
+
+    def __init__(self, parameter: nn.Parameter, key: str, replica: Replica | None) -> None:
+        self.parameter, self.key, self.replica = parameter, key, replica
+        self.start = 0
+        self.claimed = self.ready = False
+        self.base: torch.Tensor | None = None
+        self.synced: torch.Tensor | None = None
+
+
+class _Group:
+    """Parameters of one layer that the same ranks hold."""
+
+    def __init__(self, ranks: tuple[int, ...], slots: list[_Slot], replica: Replica | None) -> None:
+        self.ranks, self.slots, self.replica = ranks, slots, replica
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.ranks, self.slots[0].parameter.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.parameter.numel() * s.parameter.element_size() for s in self.slots)
+
+
+class _Bucket:
+    """Gradients that travel together in one double-buffered allreduce."""
+
+    def __init__(self, machine: Machine, number: int, groups: Sequence[_Group], reduction: str) -> None:
+        self.slots = [slot for group in groups for slot in group.slots]
+        ranks, dtype = groups[0].kind
+        self.name = f"gradients {number}"
+        self.numel = 0
+        for slot in self.slots:
+            slot.start = self.numel
+            self.numel += slot.parameter.numel()
+        # Behind the gradients one flag per parameter: on how many ranks it had a gradient at all.
+        count = self.numel + len(self.slots)
+        kind = numpy_dtype(dtype, self.name)
+        self.allreduce = Allreduce(machine.segments, ranks, count, kind, reduction, self.name)
+
+    @property
+    def complete(self) -> bool:
+        return all(slot.ready for slot in self.slots)
+
+    def claim(self, slot: _Slot) -> torch.Tensor | None:
+        """Place for a layer to write a gradient to, once per backward."""
+        fresh = slot.parameter.grad is None or slot.parameter.grad is slot.synced
+        if slot.claimed or not fresh or not slot.parameter.requires_grad:
+            return None
+        slot.claimed = True
+        return self._view(slot, as_tensor(self.allreduce.active))
+
+    def put(self, slot: _Slot) -> None:
+        """Make sure that a gradient lies in the active buffer."""
+        gradient = slot.parameter.grad
+        place = self._view(slot, as_tensor(self.allreduce.active))
+        if gradient is not None and gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
+        slot.ready = True
+
+    def launch(self) -> None:
+        """Start the allreduce; gradients that did not come count as zero."""
+        active = as_tensor(self.allreduce.active)
+        for i, slot in enumerate(self.slots):
+            if not slot.ready and slot.parameter.grad is not None and slot.parameter.grad is not slot.synced:
+                # Accumulated under no_sync, and not touched by this backward.
+                self.put(slot)
+            if not slot.ready:
+                self._view(slot, active).zero_()
+            active[self.numel + i] = float(slot.ready)
+        self.allreduce.start()
+
+    def land(self) -> None:
+        """Wait, and hand the sums to the parameters."""
+        result = as_tensor(self.allreduce.wait())
+        present = result[self.numel :].tolist()
+        for slot, ranks_with_gradient in zip(self.slots, present, strict=True):
+            if ranks_with_gradient:
+                if not slot.ready and slot.parameter.grad is not None:
+                    slot.base = slot.parameter.grad.clone()
+                gradient = self._view(slot, result)
+                slot.synced = gradient if slot.base is None else slot.base.add_(gradient)
+                slot.parameter.grad = slot.synced
+            elif slot.parameter.grad is not None and slot.parameter.grad is slot.synced:
+                # Untouched on all ranks: moved out of the segment before its buffer is used again.
+                slot.synced = slot.parameter.grad = slot.parameter.grad.clone()
+            slot.base, slot.claimed, slot.ready = None, False, False
+
+    def close(self) -> None:
+        for slot in self.slots:
+            if slot.parameter.grad is not None and slot.parameter.grad is slot.synced:
+                slot.parameter.grad = slot.parameter.grad.clone()
+            slot.synced = slot.base = None
+        self.allreduce.close()
+
+    @staticmethod
+    def _view(slot: _Slot, flat: torch.Tensor) -> torch.Tensor:
+        count = slot.parameter.numel()
+        return flat[slot.start : slot.start + count].view(slot.parameter.shape)
+
+
+def _groups(model: nn.Module, machine: Machine) -> list[_Group]:
+    """Parameters of a model by layer; plain modules are made equal on all ranks on the way."""
+    groups, seen = [], set()
+    for name, module in model.named_modules():
+        own = isinstance(module, SynchronisedLayer)
+        ranks = tuple(module.get_ranks_synch_weights()) if own else machine.ranks
+        replica = module.replica if own else None
+        slots = []
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if not own and len(ranks) > 1:
+                broadcast_from_first(machine, ranks, [parameter.data], f"{name}.{key}")
+            if parameter.requires_grad and len(ranks) > 1:
+                slots.append(_Slot(parameter, key, replica))
+        if not own and len(ranks) > 1:
+            buffers = [b for b in module.buffers(recurse=False) if b.numel()]
+            broadcast_from_first(machine, ranks, buffers, f"{name} (buffers)")
+        by_dtype: dict[torch.dtype, list[_Slot]] = {}
+        for slot in slots:
+            by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
+        groups += [_Group(ranks, members, replica) for members in by_dtype.values()]
+    return groups
+
+
+def _bucketed(groups: list[_Group], limit: int) -> list[list[_Group]]:
+    """Layers fused up to a size, the last layer first: the order in which backward reaches them."""
+    buckets: list[list[_Group]] = []
+    for group in reversed(groups):
+        last = buckets[-1] if buckets else None
+        if last and last[0].kind == group.kind and sum(g.nbytes for g in last) + group.nbytes <= limit:
+            last.append(group)
+        else:
+            buckets.append([group])
+    return buckets
