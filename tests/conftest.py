@@ -1,0 +1,122 @@
+"""What all tests share: the communicator, and one outcome per test under MPI, however many ranks run it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+from tests.lockstep import Lockstep, Outcome
+
+if TYPE_CHECKING:
+    import pytest_timeout
+    from mpi4py import MPI
+
+LOCKSTEP = pytest.StashKey[Lockstep]()
+
+# The same examples on every run and every rank; no database, so that nothing is left in the working tree.
+hypothesis.settings.register_profile("distdl_rma", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("distdl_rma")
+
+
+@pytest.fixture(scope="session")
+def comm() -> MPI.Intracomm:
+    """All ranks of the run; importing MPI only here keeps it out of the tests that need none."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("--with-mpi"):
+        from mpi4py import MPI
+
+        session.config.stash[LOCKSTEP] = Lockstep(MPI.COMM_WORLD)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    lockstep = session.config.stash.get(LOCKSTEP, None)
+    if lockstep is None:
+        return
+    outcome = Outcome.FAILED if session.testsfailed else Outcome.PASSED
+    problem = lockstep.agree("collection", outcome)
+    if problem and outcome is Outcome.PASSED:
+        pytest.exit(f"collection {problem}", returncode=pytest.ExitCode.INTERRUPTED)
+    if not problem:
+        checksum = zlib.crc32(" ".join(item.nodeid for item in session.items).encode())
+        lockstep.agree(f"start of {len(session.items)} tests, checksum {checksum:x}", outcome)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from in_step(item, "set-up"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from in_step(item, "call"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from in_step(item, "tear-down"))
+
+
+def in_step(item: pytest.Item, phase: str) -> Generator[None, object, object]:
+    """Run one phase of a test, then make its outcome that of all ranks."""
+    lockstep = item.config.stash.get(LOCKSTEP, None)
+    if lockstep is None:
+        return (yield)
+    step = f"{phase} of {item.nodeid}"
+    try:
+        result = yield
+    except (KeyboardInterrupt, pytest.exit.Exception):
+        raise
+    except pytest.skip.Exception:
+        fail_for(lockstep.agree(step, Outcome.SKIPPED))
+        raise
+    except BaseException as error:
+        lockstep.agree(step, Outcome.FAILED, error)
+        raise
+    fail_for(lockstep.agree(step, Outcome.PASSED))
+    return result
+
+
+def fail_for(problem: str | None) -> None:
+    """Fail the test on this rank for what happened on another."""
+    if problem:
+        pytest.fail(problem, pytrace=False)
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
+    """Under MPI a test that takes too long ends the job: its other ranks wait for this one."""
+    lockstep = item.config.stash.get(LOCKSTEP, None)
+    if lockstep is None:
+        return None
+    lockstep.start_timer(item.nodeid, settings.timeout)
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
+    lockstep = item.config.stash.get(LOCKSTEP, None)
+    if lockstep is None:
+        return None
+    lockstep.cancel_timer()
+    return True
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    lockstep = session.config.stash.get(LOCKSTEP, None)
+    if lockstep is not None and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        lockstep.claim_innocence()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave together: the first rank to exit with a failure takes the others with it."""
+    lockstep = config.stash.get(LOCKSTEP, None)
+    if lockstep is not None:
+        lockstep.agree("end of the session", Outcome.PASSED)

@@ -1,0 +1,154 @@
+"""Run the MPI tests under several numbers of ranks: ``tests/run_mpi.py --ranks 1 2 3 4``.
+
+Every run is one ``mpiexec`` of pytest on all ranks. Rank 0 reports on this terminal; the other ranks write to
+files, which are shown when something went wrong there. A run that exceeds its time limit is asked for the
+tracebacks of all ranks before it is ended. What keeps the ranks in step is in ``lockstep.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+AS_RANK = "--as-rank"
+FOLDER_VARIABLE = "RUN_MPI_FOLDER"
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+SECONDS_TO_DUMP = 2
+SECONDS_TO_END = 10
+# Frames that every traceback has, whatever the test does.
+MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", "/threading.py")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run pytest once per number of ranks; return the exit status, 0 when all passed on all ranks."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--ranks N ...] [--limit SECONDS] [--mpiexec COMMAND] [-- PYTEST_OPTION ...]",
+        description="Run the MPI tests under several numbers of ranks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="a run for each number")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that one run may take")
+    parser.add_argument("--mpiexec", default=default_mpiexec(), help="the launcher, with its options")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options, pytest_options = parser.parse_args(arguments[:end]), arguments[end + 1 :]
+
+    failures = []
+    for ranks in options.ranks:
+        heading = f" MPI tests, {ranks} rank{'s' * (ranks > 1)} "
+        print(f"\n{heading:#^100}", flush=True)
+        problem = run(shlex.split(options.mpiexec), ranks, options.limit, pytest_options)
+        if problem:
+            failures.append(f"with {ranks} rank{'s' * (ranks > 1)}: {problem}")
+    for failure in failures:
+        print(f"run_mpi: failed {failure}", flush=True)
+    return 1 if failures else 0
+
+
+def default_mpiexec() -> str:
+    """Return the launcher that is installed beside this Python, else the one on the path."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return shlex.quote(str(beside)) if beside.exists() else "mpiexec"
+
+
+def run(mpiexec: Sequence[str], ranks: int, limit: float, pytest_options: Sequence[str]) -> str | None:
+    """Run pytest on this many ranks, and return what went wrong, None when nothing did."""
+    with tempfile.TemporaryDirectory(prefix="run-mpi-") as name:
+        folder = Path(name)
+        command = [*mpiexec, "-n", str(ranks), sys.executable, __file__, AS_RANK, name, *pytest_options]
+        problem = None
+        with launched(command) as launcher:
+            try:
+                status = launcher.wait(timeout=limit)
+                if status:
+                    problem = f"exit status {status}"
+            except subprocess.TimeoutExpired:
+                problem = f"not finished after {limit:g} s"
+                ask_for_tracebacks(folder)
+        if problem:
+            show_outputs(folder, ranks)
+            show_tracebacks(folder, ranks)
+        return problem
+
+
+@contextlib.contextmanager
+def launched(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the launcher, and end it on the way out: it takes its ranks with it, also when it is killed."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) as launcher:
+        try:
+            yield launcher
+        finally:
+            if launcher.poll() is None:
+                launcher.terminate()
+                try:
+                    launcher.wait(timeout=SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    launcher.kill()
+
+
+def ask_for_tracebacks(folder: Path) -> None:
+    """Ask every rank of the running job for the tracebacks of its threads, and wait while it writes them."""
+    for file in sorted(folder.glob("*.pid")):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGUSR1)
+    time.sleep(SECONDS_TO_DUMP)
+
+
+def show_outputs(folder: Path, ranks: int) -> None:
+    """Print what the ranks other than 0 wrote, but for those that say that nothing went wrong there."""
+    for rank in range(1, ranks):
+        output = folder / f"rank-{rank}.output"
+        if output.exists() and not (folder / f"rank-{rank}.innocent").exists():
+            heading = f" output of rank {rank} of {ranks} "
+            print(f"\n{heading:-^100}\n{output.read_text(errors='replace').strip()}", flush=True)
+
+
+def show_tracebacks(folder: Path, ranks: int) -> None:
+    """Print where each rank was when it was asked, without the frames of pytest."""
+    for rank in range(ranks):
+        file = folder / f"rank-{rank}.tracebacks"
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        if lines:
+            heading = f" where rank {rank} of {ranks} was "
+            telling = [line for line in lines if not any(part in line for part in MACHINERY)]
+            print(f"\n{heading:-^100}", *telling, sep="\n", flush=True)
+
+
+def become_rank(folder: Path, pytest_options: Sequence[str]) -> None:
+    """Turn this process into pytest on its rank: rank 0 keeps the terminal, the others write to a file."""
+    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+    if rank is None:
+        raise SystemExit(f"run_mpi: {', '.join(RANK_VARIABLES)}: the launcher must set one of these")
+    # Until conftest.py has installed its handler, a request for tracebacks must not end the process.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    if rank != 0:
+        output = os.open(folder / f"rank-{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(output, sys.stdout.fileno())
+        os.dup2(output, sys.stderr.fileno())
+    # -m mpi4py: an exception that escapes on one rank ends the job. No cache: ranks would share its files.
+    pytest = ["-m", "pytest", "--with-mpi", "-m", "mpi", "-p", "no:cacheprovider", "--no-header"]
+    os.execv(sys.executable, [sys.executable, "-m", "mpi4py", *pytest, *pytest_options])
+
+
+def end_on_signal(number: int, frame: FrameType | None) -> None:
+    """Leave by an exception, so that the launcher is ended on the way out."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [AS_RANK]:
+        become_rank(Path(sys.argv[2]), sys.argv[3:])
+    signal.signal(signal.SIGTERM, end_on_signal)
+    raise SystemExit(main(sys.argv[1:]))
