@@ -8,88 +8,20 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
-from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Stencil, WindowSplit
+from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Facts, Plans
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
+from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.movement import Movement, anchor, broadcast
 from distdl_rma.layers.replica import Replica, idle
-from distdl_rma.layers.tensors import as_array, as_tensor
-from distdl_rma.layers.tile import Tile
 from distdl_rma.machine import Machine
 
 __all__ = ["DistributedConv", "DistributedConv1d", "DistributedConv2d", "DistributedConv3d"]
 
 _WEIGHTS = ("replicated", "root")
 _TORCH_LAYERS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-
-class _ConvPlan:
-    """What one global input shape means for this rank."""
-
-    def __init__(self, layer: DistributedConv, source: Decomposition, dtype: torch.dtype) -> None:
-        extents = source.shape[2:]
-        outputs = layer.local.stencil.outputs(extents)
-        y_splits = [Balanced(n, p) for n, p in zip(outputs, layer.group.shape[2:], strict=True)]
-        reads = {
-            2 + d: WindowSplit(split, window, n)
-            for d, (split, window, n) in enumerate(
-                zip(y_splits, layer.local.stencil.windows, extents, strict=True)
-            )
-        }
-        rank = layer.machine.rank
-        exchange = Exchange(rank, source, source.with_splits(reads))
-        self.halo = Movement(layer.machine, exchange, dtype, layer.name)
-        index = layer.group.index_of(rank)[2:]
-        y_box = Box(tuple(split.interval(i) for split, i in zip(y_splits, index, strict=True)))
-        self.tile = Tile(layer.local.stencil, Box(source.box(rank).bounds[2:]), y_box)
-        # A halo arrives where the adjoint sends from: the same landings serve both directions.
-        self.landings = [self.tile.landing(piece) for piece in exchange.receives]
-
-    def void(self) -> None:
-        self.halo.void()
-
-    def close(self) -> None:
-        self.halo.close()
-
-    def start(self, x: torch.Tensor) -> int:
-        """Put this rank's edges into the neighbours' slots."""
-        channel = self.halo.forward
-        return channel.start(channel.cut(as_array(x)))
-
-    def strips(self, x: torch.Tensor, epoch: int) -> list[torch.Tensor]:
-        """Remote data, one block per strip, zero where the domain ends; blocking."""
-        blocks = [x.new_zeros((*x.shape[:2], *strip.region.shape)) for strip in self.tile.strips]
-        arrays = [as_array(block) for block in blocks]
-        received = self.halo.forward.receive(epoch)
-        for (_, view), landing in zip(received, self.landings, strict=True):
-            for number, there, here in landing:
-                arrays[number][there] = view[here]
-        return blocks
-
-    def start_adjoint(self, gradients: list[torch.Tensor | None], x: torch.Tensor) -> int:
-        """Put the gradients of the strips on their way back to the owners of the data."""
-        channel = self.halo.adjoint
-        parts = []
-        for piece, landing in zip(channel.exchange.sends, self.landings, strict=True):
-            part = x.new_zeros(piece.box.shape)
-            for number, there, here in landing:
-                block = gradients[number]
-                if block is not None:
-                    part[here] = block[there]
-            parts.append(as_array(part))
-        return channel.start(parts)
-
-    def add_adjoint(self, gradient: torch.Tensor, epoch: int) -> None:
-        """Add what the readers of this rank's data send back; blocking."""
-        channel = self.halo.adjoint
-        target = as_array(gradient)
-        for piece, view in channel.receive(epoch):
-            target[piece.box.slices(channel.exchange.need)] += view
 
 
 class DistributedConv(nn.Module):
@@ -105,7 +37,9 @@ class DistributedConv(nn.Module):
     ----------
     P_x
         Partition of the input and of the output, as many dimensions as the tensor, 1 for channels.
-    in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+    in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias
+        As in torch.
+    padding_mode, device, dtype
         As in torch. ``padding_mode`` must be ``"zeros"``.
     weights
         ``"replicated"``: on all ranks of the machine, gradients summed. ``"root"``: on the first rank of
@@ -257,7 +191,7 @@ class DistributedConv(nn.Module):
         used = {key: self._broadcasts[key].wait(flight) for key, flight in flights.items()}
         return used["weight"], used.get("bias")
 
-    def _plan(self, facts: dict[int, Facts]) -> _ConvPlan:
+    def _plan(self, facts: dict[int, Facts]) -> HaloPlan:
         first = self.group.ranks[0]
         for rank, fact in facts.items():
             if fact.dtype != facts[first].dtype:
@@ -267,7 +201,7 @@ class DistributedConv(nn.Module):
             raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {self.in_channels}")
         if facts[first].dtype != self.weight.dtype:
             raise ShapeError(f"input is {facts[first].dtype}, the weights are {self.weight.dtype}")
-        return _ConvPlan(self, source, facts[first].dtype)
+        return HaloPlan(self.machine, self.local.stencil, source, facts[first].dtype, self.name)
 
 
 class DistributedConv1d(DistributedConv):

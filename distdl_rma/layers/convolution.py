@@ -12,23 +12,11 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Plans
+from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.replica import Replica
 from distdl_rma.layers.tile import Patch, Tile
 
-__all__ = ["HaloPlan", "LocalConvolution", "SplitConvolution"]
-
-
-class HaloPlan(Protocol):
-    """What the schedule needs of a plan."""
-
-    tile: Tile
-
-    def void(self) -> None: ...
-    def close(self) -> None: ...
-    def start(self, x: torch.Tensor) -> int: ...
-    def strips(self, x: torch.Tensor, epoch: int) -> list[torch.Tensor]: ...
-    def start_adjoint(self, gradients: list[torch.Tensor | None], x: torch.Tensor) -> int: ...
-    def add_adjoint(self, gradient: torch.Tensor, epoch: int) -> None: ...
+__all__ = ["LocalConvolution", "SplitConvolution"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +101,7 @@ class Layer(Protocol):
 
     local: LocalConvolution
     replica: Replica
-    plans: Plans[Any]
+    plans: Plans[HaloPlan]
     out_channels: int
 
 
@@ -130,6 +118,7 @@ class SplitConvolution(torch.autograd.Function):
         layer: Layer,
         guess: HaloPlan | None,
     ) -> torch.Tensor:
+        """Start the halo, convolve local data, wait, convolve remote strips, fuse."""
         plans, local = layer.plans, layer.local
         started = None if guess is None else (guess.start(x), _core(layer, guess.tile, x, weight, bias))
         plan, needs_grad = plans.settle()
@@ -149,6 +138,7 @@ class SplitConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Start the strips' gradients on their way, local gradients, wait, fuse."""
         layer, plan, tile = ctx.layer, ctx.plan, ctx.plan.tile
         x, weight, *strips = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]

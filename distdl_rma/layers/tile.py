@@ -108,6 +108,8 @@ class Tile:
     ----------
     stencil
         The sliding windows.
+    domain
+        All inputs there are; beyond lies the padding.
     own
         Inputs of this rank.
     outputs
@@ -115,6 +117,7 @@ class Tile:
     """
 
     stencil: Stencil
+    domain: Box
     own: Box
     outputs: Box
 
@@ -125,11 +128,11 @@ class Tile:
 
     @cached_property
     def sides(self) -> tuple[Box, ...]:
-        """Disjoint boxes that make up all inputs read beyond the own ones.
+        """Disjoint boxes that make up all inputs of the domain that are read beyond the own ones.
 
         The two sides of the first dimension take the corners, those of the next what is left.
         """
-        rest = self.stencil.reads(self.outputs)
+        rest = self.stencil.reads(self.outputs) & self.domain
         sides = []
         for d, ((start, stop), (low, high)) in enumerate(zip(rest.bounds, self.own.bounds, strict=True)):
             low, high = min(max(low, start), stop), min(max(high, start), stop)

@@ -276,7 +276,7 @@ class _DirectLoad:
         job = self._job
         peers = [rank for rank in job.ranks if rank != self._manager.rank]
         fingerprint = job.count * 64 + _DTYPES.index(job.dtype) * 4 + list(_OPERATIONS).index(job.op)
-        self._remotes = self._memory.exchange({peer: () for peer in peers}, job.name, fingerprint)
+        self._remotes = self._memory.exchange(dict.fromkeys(peers, ()), job.name, fingerprint)
         for which, mine in enumerate(self.buffers):
             offset = which * mine.nbytes
             rows = [

@@ -99,7 +99,8 @@ class SegmentBuffer:
                 describe
                 or (
                     lambda: (
-                        f"rank {self._manager.rank} for notification {index} to reach {value}, it is {words[word]}"
+                        f"rank {self._manager.rank} for notification {index}"
+                        f" to reach {value}, it is {words[word]}"
                     )
                 ),
                 timeout,

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from distdl_rma.segments.transport import Bytes, Link, RemoteLink, SharedLink, f
 __all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
 
 SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
-_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_DEFAULT = 4 << 30
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TRANSPORTS = ("auto", "remote")
@@ -129,7 +130,7 @@ def _as_array(memory: MPI.buffer) -> Bytes:
 
 def _free_shared_memory() -> int | None:
     # None where shared memory is no file system of its own.
-    return shutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
 
 
 def _size_for(node: MPI.Intracomm, nbytes: int | str | None) -> int:
@@ -149,6 +150,7 @@ def _check_room(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int) -> None:
     lacking = [said for said in comm.allgather(short if free is not None and wanted > free else "") if said]
     if lacking:
         raise SegmentError(
-            f"not enough shared memory: {lacking[0]}; set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...)"
-            f" to less, or give the node or container more shared memory (for example --shm-size)"
+            f"not enough shared memory: {lacking[0]}; set {SEGMENT_SIZE_VARIABLE} or"
+            " Machine(segment_size=...) to less, or give the node or container more shared memory"
+            " (for example --shm-size)"
         )

@@ -124,7 +124,7 @@ class RemoteLink:
 
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
-        while self._pending and all([request.Test() for request in self._pending[0].requests]):
+        while self._pending and MPI.Request.Testall(self._pending[0].requests):
             done = self._pending.popleft()
             if done.requests:
                 # Local completion came first, so that this flush only awaits the peer's answer.

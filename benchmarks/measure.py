@@ -1,0 +1,92 @@
+"""Interleaved timing of variants in one process group."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from mpi4py import MPI
+
+COMM = MPI.COMM_WORLD
+REPETITIONS = 41
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result table; times in microseconds, the slowest rank counts."""
+
+    what: str
+    baseline: str
+    ours_us: float
+    ours_spread_us: float
+    baseline_us: float
+    baseline_spread_us: float
+    target: float | None
+
+    @property
+    def ratio(self) -> float:
+        return self.ours_us / self.baseline_us
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "ratio": round(self.ratio, 3)}
+
+
+def compare(
+    what: str,
+    ours: Callable[[], object],
+    baseline: Callable[[], object],
+    *,
+    against: str,
+    target: float | None = None,
+    inner: int = 1,
+    repetitions: int = REPETITIONS,
+) -> Row:
+    """Time two variants in turn, after a warm-up, and compare their medians.
+
+    Parameters
+    ----------
+    what, against
+        Names of the measurement and of the baseline.
+    ours, baseline
+        Called on all ranks alike.
+    target
+        Ratio to reach.
+    inner
+        Calls per sample; a sample is the time per call on the slowest rank.
+    repetitions
+        Samples of each variant.
+    """
+    samples: dict[bool, list[float]] = {True: [], False: []}
+    for repetition in range(repetitions + 3):
+        # The order alternates, so that neither variant always runs behind the other.
+        for mine in (True, False) if repetition % 2 else (False, True):
+            seconds = _time(ours if mine else baseline, inner)
+            if repetition >= 3:
+                samples[mine].append(seconds * 1e6)
+    return Row(
+        what,
+        against,
+        statistics.median(samples[True]),
+        _spread(samples[True]),
+        statistics.median(samples[False]),
+        _spread(samples[False]),
+        target,
+    )
+
+
+def _time(call: Callable[[], object], inner: int) -> float:
+    COMM.Barrier()
+    begin = time.perf_counter()
+    for _ in range(inner):
+        call()
+    mine = (time.perf_counter() - begin) / inner
+    slowest: float = COMM.allreduce(mine, op=MPI.MAX)
+    return slowest
+
+
+def _spread(values: list[float]) -> float:
+    # Half the distance between the quartiles.
+    low, _, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2
