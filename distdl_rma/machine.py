@@ -149,6 +149,7 @@ class Machine:
         while not everyone.Test():
             if time.monotonic() > deadline:
                 return
+            self.segments.progress()
             time.sleep(1e-3)
         self.close()
 

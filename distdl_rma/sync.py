@@ -81,7 +81,6 @@ class GradientSync:
         self._machine = Machine.of(machine)
         self._paused = False
         self._closed = False
-        self._running: list[_Bucket] = []
         self._in_backward = False
         self._handles: list[Any] = []
         groups = _groups(model, self._machine)
@@ -169,25 +168,19 @@ class GradientSync:
             return
         bucket.put(slot)
         if bucket.complete:
-            self._launch(bucket)
+            bucket.launch()
         # What travels advances while backward computes the next gradients.
-        for running in self._running:
-            running.allreduce.test()
-
-    def _launch(self, bucket: _Bucket) -> None:
-        bucket.launch()
-        self._running.append(bucket)
+        self._machine.segments.progress()
 
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.
         try:
             for bucket in self._buckets:
-                if bucket not in self._running:
-                    self._launch(bucket)
+                if not bucket.allreduce.running:
+                    bucket.launch()
             for bucket in self._buckets:
                 bucket.land()
         finally:
-            self._running.clear()
             self._in_backward = False
 
 

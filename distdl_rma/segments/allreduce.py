@@ -95,7 +95,9 @@ class Allreduce:
         self._algorithm = _choose(manager, self, nbytes)
         self._buffers = self._algorithm.buffers
         self._steps = 0
-        self._running = False
+        self._running = False  # started and not yet waited for by the caller
+        self._complete = True  # nothing left to do for the step
+        self._advancing = False
         self._closed = False
 
     @property
@@ -124,14 +126,15 @@ class Allreduce:
             raise ProtocolError(f"{self.name!r}: started while a step is running; wait for it first")
         self._algorithm.start(self._steps % _BUFFERS)
         self._steps += 1
-        self._running = True
+        self._running, self._complete = True, False
+        # Every wait advances every running step: ranks may wait for their steps in different orders.
+        self._manager.defer(self._advance)
 
     def test(self) -> bool:
         """Advance the running step; return whether it is complete. Does not block."""
         self._check()
-        if self._running and self._algorithm.advance():
-            self._running = False
-        return not self._running
+        self._manager.progress()
+        return self._arrived()
 
     def wait(self, timeout: float | None = None) -> Array:
         """Wait for the running step and return ``result``; blocking.
@@ -147,7 +150,7 @@ class Allreduce:
         if not self._steps:
             raise ProtocolError(f"{self.name!r}: wait without a start")
         if self._running:
-            self._manager.patience.until(self.test, self._algorithm.describe, timeout)
+            self._manager.patience.until(self._arrived, self._algorithm.describe, timeout)
         return self.result
 
     def close(self) -> None:
@@ -155,6 +158,21 @@ class Allreduce:
         if not self._closed:
             self._closed = True
             self._algorithm.close()
+
+    def _arrived(self) -> bool:
+        if self._running and self._advance():
+            self._running = False
+        return not self._running
+
+    def _advance(self) -> bool:
+        # An advance may wait, and that wait comes back here to advance everything that is running.
+        if not (self._complete or self._closed or self._advancing):
+            self._advancing = True
+            try:
+                self._complete = self._algorithm.advance()
+            finally:
+                self._advancing = False
+        return self._complete or self._closed
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
@@ -327,6 +345,9 @@ class _TwoRounds:
         self._round: tuple[Channel, int] = (self._scatter, 0)
 
     def start(self, which: int) -> None:
+        # Both in the first start, in the same order on all ranks.
+        self._scatter.connect()
+        self._gather.connect()
         self._which = which
         x = self.buffers[which]
         self._round = (self._scatter, self._scatter.start(self._scatter.cut(x)))

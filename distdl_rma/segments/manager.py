@@ -60,10 +60,12 @@ class SegmentManager:
         crowded = len(self.segment.node_ranks) > len(os.sched_getaffinity(0))
         self.patience = Patience(
             timeout,
-            0 if crowded else _SPINS,
-            self.segment.progress if self.segment.has_remote else None,
+            0 if crowded or self.segment.has_remote else _SPINS,
+            self.progress,
             self.counters,
         )
+        self._work: list[Callable[[], bool]] = []
+        self._advancing = False
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self.closed = False
 
@@ -165,10 +167,21 @@ class SegmentManager:
             remotes[peer] = RemoteBuffer(self, self.segment.link(peer), peer, there, note_there)
         return remotes
 
+    def defer(self, advance: Callable[[], bool]) -> None:
+        """Have ``advance()`` called by every wait and every ``progress()`` until it returns True."""
+        self._work.append(advance)
+
     def progress(self) -> None:
-        """Advance pending deliveries; needed only while nothing waits. Does not block."""
-        if self.segment.has_remote:
-            self.segment.progress()
+        """Advance deliveries and collectives under way; does not block. Every wait does so too."""
+        self.segment.progress()
+        if self._work and not self._advancing:
+            # Work may wait itself, for an acknowledgement: that wait must not come back here.
+            self._advancing = True
+            try:
+                work, self._work = self._work, []
+                self._work += [advance for advance in work if not advance()]
+            finally:
+                self._advancing = False
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` after the close."""
@@ -177,7 +190,10 @@ class SegmentManager:
 
     def close(self) -> None:
         """Free the segment; collective, idempotent. All buffers and views of them end here."""
-        if not self.closed:
-            self._reclaim()
-            self.closed = True
-            self.segment.close()
+        if self.closed:
+            return
+        # Peers may still wait for what this rank began to send.
+        self.patience.until(self.segment.progress, lambda: f"rank {self.rank} for its last puts to arrive")
+        self._reclaim()
+        self.closed = True
+        self.segment.close()

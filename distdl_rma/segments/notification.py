@@ -33,7 +33,7 @@ class Patience:
     timeout
         Default deadline of a wait in seconds.
     spins
-        Turns of the busy loop before the core is yielded; 0 where ranks outnumber cores.
+        Turns of the busy loop at the start; 0 where ranks outnumber cores or MPI must make progress.
     progress
         Called on every turn after the busy loop; advances pending work and MPI.
     counters
@@ -41,7 +41,7 @@ class Patience:
     """
 
     def __init__(
-        self, timeout: float, spins: int, progress: Callable[[], None] | None, counters: Counters
+        self, timeout: float, spins: int, progress: Callable[[], object], counters: Counters
     ) -> None:
         self.timeout = check_timeout(timeout)
         self._spins = spins
@@ -79,14 +79,12 @@ class Patience:
     def _wait(
         self, ready: Callable[[], bool], describe: Callable[[], str], timeout: float, begin: float
     ) -> None:
-        progress = self._progress
-        for _ in range(0 if progress else self._spins):
+        for _ in range(self._spins):
             if ready():
                 return
         pause = _SLEEP_SECONDS[0]
         while True:
-            if progress:
-                progress()
+            self._progress()
             if ready():
                 return
             elapsed = time.perf_counter() - begin

@@ -90,7 +90,7 @@ class Segment:
             else:
                 self._links[rank] = RemoteLink(self._window, position)
         self._remote = [link for link in self._links.values() if isinstance(link, RemoteLink)]
-        self._poke = comm.Dup() if self._remote else None
+        self._poke = comm.Dup()
         node.Free()
 
     def link(self, rank: int) -> Link:
@@ -102,13 +102,14 @@ class Segment:
         """Whether any peer is reached through MPI."""
         return bool(self._remote)
 
-    def progress(self) -> None:
-        """Let MPI and all pending deliveries advance; does not block."""
-        for link in self._remote:
-            link.advance()
-        if self._poke is not None:
-            self._poke.Iprobe()
+    def progress(self) -> bool:
+        """Let MPI and all pending deliveries advance; return whether none is left. Does not block."""
+        left = [link for link in self._remote if not link.advance()]
+        # Also without remote peers: a handshake's message may still sit in this rank's MPI.
+        self._poke.Iprobe()
+        if self._remote:
             self._window.Sync()
+        return not left
 
     def close(self) -> None:
         """Free both windows; collective. Every view of the memory dangles afterwards."""
@@ -119,8 +120,7 @@ class Segment:
         for window in (self._window, self._shared):
             window.Unlock_all()
             window.Free()
-        if self._poke is not None:
-            self._poke.Free()
+        self._poke.Free()
 
 
 def _as_array(memory: MPI.buffer) -> Bytes:
