@@ -24,9 +24,7 @@ def rows(machine: Machine) -> Iterator[Row]:
         x = torch.randn(1, channels, EXTENT // machine.size, EXTENT, requires_grad=True)
         gradient = torch.randn_like(x)
 
-        def step(
-            module: torch.nn.Module, x: torch.Tensor = x, gradient: torch.Tensor = gradient
-        ) -> None:
+        def step(module: torch.nn.Module, x: torch.Tensor = x, gradient: torch.Tensor = gradient) -> None:
             x.grad = None
             module.zero_grad(set_to_none=True)
             module(x).backward(gradient)

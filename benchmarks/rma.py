@@ -14,13 +14,14 @@ from distdl_rma.segments import Allreduce
 
 def rows(machine: Machine) -> Iterator[Row]:
     """All rows of this file; on 2 ranks."""
-    for nbytes, label, target, inner in ((8, "8 B", 1.2, 500), (64 << 10, "64 KiB", 0.4, 200)):
-        yield notified_put(machine, nbytes, label, target, inner)
-    for count, label, target, inner in (
+    for nbytes, label, put_target, repeats in ((8, "8 B", 1.2, 500), (64 << 10, "64 KiB", 0.4, 200)):
+        yield notified_put(machine, nbytes, label, put_target, repeats)
+    sizes: tuple[tuple[int, str, float | None, int], ...] = (
         (512, "2 KiB", None, 200),
         ((256 << 10) // 4, "256 KiB", None, 50),
         ((25 << 20) // 4, "25 MiB", 0.85, 2),
-    ):
+    )
+    for count, label, target, inner in sizes:
         yield allreduce(machine, count, label, target, inner)
 
 
@@ -66,9 +67,9 @@ def notified_put(machine: Machine, nbytes: int, label: str, target: float, inner
 def allreduce(machine: Machine, count: int, label: str, target: float | None, inner: int) -> Row:
     """Sum of float32 from segment to segment against MPI in place."""
     job = Allreduce(machine.segments, machine.ranks, count, np.float32, name=label)
-    private = np.ones(count, np.float32)
+    private = np.zeros(count, np.float32)
     for _ in range(2):
-        job.active[:] = 1.0
+        job.active[:] = 0.0
         job.start()
         job.wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import weakref
 from collections.abc import Iterable
 from operator import index as as_int
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Home, Partition
 from distdl_rma.segments.manager import SegmentManager
 
 __all__ = ["TIMEOUT_VARIABLE", "MPIPartition", "Machine"]
@@ -74,6 +75,7 @@ class Machine:
         self.timeout = _timeout(timeout)
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._layers = 0
+        self._tenants: weakref.WeakSet[Home] = weakref.WeakSet()
         self.closed = False
         self.segments = SegmentManager(self.comm, self.ranks, segment_size, self.timeout, transport)
         atexit.register(self._close_at_exit)
@@ -127,10 +129,16 @@ class Machine:
         self._layers += 1
         return f"{kind}#{self._layers}"
 
+    def before_close(self, tenant: Home) -> None:
+        """Have ``tenant.close()`` called before the segment goes; kept by a weak reference."""
+        self._tenants.add(tenant)
+
     def close(self) -> None:
         """Free the segment and the communicator; collective, idempotent."""
         if self.closed:
             return
+        for tenant in tuple(self._tenants):
+            tenant.close()
         self.closed = True
         atexit.unregister(self._close_at_exit)
         if self._origin is not None:

@@ -84,6 +84,7 @@ class GradientSync:
         self._in_backward = False
         self._handles: list[Any] = []
         groups = _groups(model, self._machine)
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._replicas = [group.replica for group in groups if group.replica is not None]
         if any(replica.taken_over for replica in self._replicas):
             raise ConfigurationError(
@@ -98,6 +99,8 @@ class GradientSync:
                 self._adopt(bucket, slot)
         for replica in self._replicas:
             replica.taken_over = True
+        # The gradients must leave the segment before it goes.
+        self._machine.before_close(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,6 +161,7 @@ class GradientSync:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        slot.seen = True
         if gradient is not None and gradient is slot.synced:
             # Summed already: kept aside, so that only what is new is summed.
             slot.base = gradient.clone()
@@ -175,6 +179,7 @@ class GradientSync:
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.
         try:
+            self._refuse()
             for bucket in self._buckets:
                 if not bucket.allreduce.running:
                     bucket.launch()
@@ -182,6 +187,20 @@ class GradientSync:
                 bucket.land()
         finally:
             self._in_backward = False
+            for bucket in self._buckets:
+                bucket.forget()
+
+    def _refuse(self) -> None:
+        # A gradient is never silently local.
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ProtocolError(
+                    f"parameter {name!r} was unfrozen after its GradientSync was made; make a new one"
+                )
+        if any(slot.seen and not slot.ready for bucket in self._buckets for slot in bucket.slots):
+            raise ProtocolError(
+                "GradientSync: torch.autograd.grad would return local gradients; use backward()"
+            )
 
 
 class _Slot:
@@ -190,7 +209,7 @@ class _Slot:
     def __init__(self, parameter: nn.Parameter, key: str, replica: Replica | None) -> None:
         self.parameter, self.key, self.replica = parameter, key, replica
         self.start = 0
-        self.claimed = self.ready = False
+        self.claimed = self.seen = self.ready = False
         self.base: torch.Tensor | None = None
         self.synced: torch.Tensor | None = None
 
@@ -225,6 +244,8 @@ class _Bucket:
         count = self.numel + len(self.slots)
         kind = numpy_dtype(dtype, self.name)
         self.allreduce = Allreduce(machine.segments, ranks, count, kind, reduction, self.name)
+        # Now, in one order: ranks may complete their buckets in different ones.
+        self.allreduce.connect()
 
     @property
     def complete(self) -> bool:
@@ -272,7 +293,12 @@ class _Bucket:
             elif slot.parameter.grad is not None and slot.parameter.grad is slot.synced:
                 # Untouched on all ranks: moved out of the segment before its buffer is used again.
                 slot.synced = slot.parameter.grad = slot.parameter.grad.clone()
-            slot.base, slot.claimed, slot.ready = None, False, False
+
+    def forget(self) -> None:
+        """Be ready for the next backward."""
+        for slot in self.slots:
+            slot.base = None
+            slot.claimed = slot.seen = slot.ready = False
 
     def close(self) -> None:
         for slot in self.slots:

@@ -142,6 +142,10 @@ class Decomposition:
             )
         )
 
+    def slices(self, rank: int | None = None) -> tuple[slice, ...]:
+        """Slices that cut a rank's shard out of the global tensor; of this process if None."""
+        return self.box(self.partition.me if rank is None else rank).slices(Box.of_shape(self.shape))
+
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Ranks whose box meets ``box``, row-major, each with the intersection."""
         ranges = [range(extent) for extent in self.partition.shape]

@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -63,9 +63,6 @@ class Plan(Protocol):
     def void(self) -> None:
         """Give up the exchange that some ranks may have started on this plan."""
 
-    def close(self) -> None:
-        """Give up the memory; local."""
-
 
 P = TypeVar("P", bound=Plan)
 
@@ -102,10 +99,10 @@ class Plans(Generic[P]):
         self._round: AllGather | None = None
         if len(self._ranks) > 1:
             self._round = AllGather(machine.segments, self._ranks, _WORDS, np.int64, f"{name} (shapes)")
+            weakref.finalize(self, self._round.close)
         self._cache: OrderedDict[tuple[tuple[tuple[int, ...], torch.dtype], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None
         self._mine: Facts | None = None
-        weakref.finalize(self, _close_all, self._cache, self._round)
 
     @property
     def last(self) -> P | None:
@@ -150,17 +147,11 @@ class Plans(Generic[P]):
         self._cache.move_to_end(key)
         self._last = (mine, plan)
         if len(self._cache) > _KEPT_PLANS:
-            self._cache.popitem(last=False)[1].close()
+            # Its memory goes with the last graph that still needs it.
+            self._cache.popitem(last=False)
         return plan, any(fact.needs_grad for fact in facts.values())
 
     def agree(self, x: torch.Tensor) -> tuple[P, bool]:
         """Begin and settle at once, for layers that have nothing to compute in between."""
         self.begin(x)
         return self.settle()
-
-
-def _close_all(cache: OrderedDict[Any, Any], round_: AllGather | None) -> None:
-    for plan in cache.values():
-        plan.close()
-    if round_ is not None:
-        round_.close()

@@ -12,9 +12,10 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Facts, Plans
+from distdl_rma.layers.autograd import anchor
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
-from distdl_rma.layers.movement import Movement, anchor, broadcast
+from distdl_rma.layers.movement import Movement, broadcast
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.machine import Machine
 
@@ -143,9 +144,7 @@ class DistributedConv(nn.Module):
             self.replica = Replica(self.machine, self.machine.ranks, parameters, self.name)
             return
         self.replica = Replica(self.machine, (self.machine.rank,), parameters, self.name)
-        if not self.P_x.active:
-            return
-        for key, parameter in parameters.items():
+        for key, parameter in parameters.items() if self.P_x.active else ():
             self._broadcasts[key] = broadcast(
                 self.machine, self.P_x.ranks, parameter.shape, parameter.dtype, f"{self.name} ({key})"
             )
@@ -172,7 +171,7 @@ class DistributedConv(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Convolve; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         if self.plans is None:
-            return idle(x, self.parameters() if self.weights == "replicated" else ())
+            return idle(x, self.parameters())
         weight, bias = self._weights_for_use()
         if weight is None:
             raise ShapeError(f"{self.name!r}: has no weight")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Plans
+from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.replica import Replica
 from distdl_rma.layers.tile import Patch, Tile
@@ -136,7 +136,7 @@ class SplitConvolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Start the strips' gradients on their way, local gradients, wait, fuse."""
         layer, plan, tile = ctx.layer, ctx.plan, ctx.plan.tile

@@ -59,10 +59,6 @@ class HaloPlan:
         """Give up a halo exchange that some ranks may have started."""
         self.halo.void()
 
-    def close(self) -> None:
-        """Give the memory back; local."""
-        self.halo.close()
-
     def start(self, x: torch.Tensor) -> int:
         """Put this rank's edges into the neighbours' slots."""
         channel = self.halo.forward

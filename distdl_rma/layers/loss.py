@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
@@ -87,7 +87,7 @@ class _GlobalSquares(torch.autograd.Function):
         return difference.new_tensor(value)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (difference,) = ctx.saved_tensors
         return difference * (gradient * ctx.factor), None, None

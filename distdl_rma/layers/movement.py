@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from distdl_rma.errors import PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Plans
+from distdl_rma.layers.autograd import anchor, first_derivative
 from distdl_rma.layers.tensors import as_array, as_tensor, numpy_dtype, zero_volume_tensor
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
-__all__ = ["Flight", "Movement", "Repartition", "anchor", "broadcast"]
+__all__ = ["Flight", "Movement", "Repartition", "broadcast"]
 
 
 class Flight:
@@ -69,6 +70,8 @@ class Movement:
         self.name = name
         self.forward = Channel(machine.segments, exchange, kind, name)
         self.adjoint = Channel(machine.segments, exchange.T, kind, f"{name} (adjoint)")
+        # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
+        self._finalizer = weakref.finalize(self, _close_both, self.forward, self.adjoint)
 
     def start(self, x: torch.Tensor, needs_grad: bool = False) -> Flight:
         """Put the pieces of ``x`` on their way; does not wait for the transfer.
@@ -100,8 +103,12 @@ class Movement:
 
     def close(self) -> None:
         """Give the memory back when no peer writes to it any more; local."""
-        self.forward.close()
-        self.adjoint.close()
+        self._finalizer()
+
+
+def _close_both(forward: Channel, adjoint: Channel) -> None:
+    forward.close()
+    adjoint.close()
 
 
 class _Start(torch.autograd.Function):
@@ -112,7 +119,7 @@ class _Start(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
         flight = ctx.flight
         return flight.arrive(flight.movement.adjoint).reshape(flight.shape), None, None
@@ -125,17 +132,10 @@ class _Wait(torch.autograd.Function):
         return flight.arrive(flight.movement.forward)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         ctx.flight.depart(ctx.flight.movement.adjoint, gradient)
         return gradient.new_empty(0), None
-
-
-def anchor(needed: bool) -> torch.Tensor | None:
-    """Input that keeps an operation in the graph of a rank whose own inputs need no gradient."""
-    if not (needed and torch.is_grad_enabled()):
-        return None
-    return torch.empty(0, requires_grad=True)
 
 
 def broadcast(

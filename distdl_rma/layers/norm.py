@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Plans
-from distdl_rma.layers.movement import anchor
+from distdl_rma.layers.autograd import anchor, first_derivative
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.layers.tensors import as_array, as_tensor
 from distdl_rma.machine import Machine
@@ -43,16 +42,17 @@ class _NormPlan:
             raise ShapeError(f"more than 1 spatial element is needed, the global input is {source.shape}")
         elements = _SUMS * source.shape[0] * source.shape[1]
         segments, ranks = layer.machine.segments, layer.group.ranks
-        name = f"{layer.name} (norm)"
-        self.forward_sums = Allreduce(segments, ranks, elements, _NORM_DTYPE, name=name)
-        self.backward_sums = Allreduce(segments, ranks, elements, _NORM_DTYPE, name=name)
+        name = layer.name
+        self.forward_sums, self.backward_sums = (
+            Allreduce(segments, ranks, elements, _NORM_DTYPE, name=f"{name} ({what})", one_round=True)
+            for what in ("norm", "norm, adjoint")
+        )
+        for sums in (self.forward_sums, self.backward_sums):
+            weakref.finalize(self, sums.close)
 
     def void(self) -> None:
+        # Nothing is started before all ranks agree.
         pass
-
-    def close(self) -> None:
-        self.forward_sums.close()
-        self.backward_sums.close()
 
 
 class DistributedInstanceNorm(nn.Module):
@@ -268,7 +268,7 @@ class _InstanceNorm(torch.autograd.Function):
         return _scale(x, mean, variance, layer.eps, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         layer, plan, inverse = ctx.layer, ctx.plan, ctx.inverse

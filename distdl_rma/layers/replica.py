@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from distdl_rma.errors import ProtocolError
+from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.layers.movement import broadcast
 from distdl_rma.layers.tensors import as_tensor, numpy_dtype
 from distdl_rma.machine import Machine
@@ -55,11 +56,20 @@ class Replica:
     def tie(self, *parameters: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the parameters for use in a forward, tied together for the sum of their gradients."""
         used = [p for p in parameters if p is not None]
+        if self.taken_over:
+            self._check_adopted()
         alone = len(self.ranks) == 1 or self.taken_over
         if alone or not torch.is_grad_enabled() or not any(p.requires_grad for p in used):
             return parameters
         tied = iter(_Tie.apply(self, *used))  # type: ignore[no-untyped-call]
         return tuple(None if p is None else next(tied) for p in parameters)
+
+    def _check_adopted(self) -> None:
+        for key, parameter in self._parameters.items():
+            if parameter.requires_grad and key not in self.sinks:
+                raise ProtocolError(
+                    f"{self.name!r}: {key} was unfrozen after its GradientSync was made; make a new one"
+                )
 
     def sink(self, name: str) -> torch.Tensor | None:
         """Memory in the segment to write a parameter's gradient to, or None if there is none now."""
@@ -95,7 +105,7 @@ class _Tie(torch.autograd.Function):
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         return None, *ctx.replica.sum(gradients)
 

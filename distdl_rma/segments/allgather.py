@@ -57,6 +57,10 @@ class AllGather:
         self._epoch = 0
         self._row: npt.NDArray[Any] = np.empty(0, dtype)
 
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses with the other ranks, once; blocking."""
+        self._channel.connect(timeout)
+
     def start(self, row: npt.NDArray[Any]) -> None:
         """Push this rank's vector, which must stay unchanged until it was received; does not wait."""
         self._row = row

@@ -57,7 +57,9 @@ class Allreduce:
     op
         ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
     name
-        For messages.
+        For messages, alike on all ranks.
+    one_round
+        Whether everyone's vector goes to everyone at any size, for latency; otherwise only if it is small.
 
     Notes
     -----
@@ -72,6 +74,8 @@ class Allreduce:
         dtype: npt.DTypeLike = np.float32,
         op: str = "sum",
         name: str = "allreduce",
+        *,
+        one_round: bool = False,
     ) -> None:
         self.ranks, self.count, self.dtype, self.op, self.name = (
             tuple(ranks),
@@ -92,7 +96,7 @@ class Allreduce:
             )
         self._manager = manager
         nbytes = count * self.dtype.itemsize
-        self._algorithm = _choose(manager, self, nbytes)
+        self._algorithm = _choose(manager, self, nbytes, one_round)
         self._buffers = self._algorithm.buffers
         self._steps = 0
         self._running = False  # started and not yet waited for by the caller
@@ -118,6 +122,14 @@ class Allreduce:
     def running(self) -> bool:
         """Whether a step was started and not yet waited for."""
         return self._running
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses with the other ranks, once, blocking; the first ``start`` does it otherwise.
+
+        Ranks that may start several allreduces in different orders connect them first, in the same order.
+        """
+        self._check()
+        self._algorithm.connect(timeout)
 
     def start(self) -> None:
         """Begin to reduce ``active`` and flip it; does not wait for any rank."""
@@ -183,15 +195,16 @@ class _Algorithm(Protocol):
     # One way to reduce buffer k in place; advance() is true when it is done.
     buffers: list[Array]
 
+    def connect(self, timeout: float | None) -> None: ...
     def start(self, which: int) -> None: ...
     def advance(self) -> bool: ...
     def describe(self) -> str: ...
     def close(self) -> None: ...
 
 
-def _choose(manager: SegmentManager, job: Allreduce, nbytes: int) -> _Algorithm:
+def _choose(manager: SegmentManager, job: Allreduce, nbytes: int, one_round: bool) -> _Algorithm:
     alone = len(job.ranks) == 1
-    if alone or nbytes * (len(job.ranks) - 1) <= _ONE_ROUND_BYTES:
+    if alone or one_round or nbytes * (len(job.ranks) - 1) <= _ONE_ROUND_BYTES:
         return _OneRound(manager, job)
     if all(manager.segment.link(rank).memory is not None for rank in job.ranks):
         return _DirectLoad(manager, job)
@@ -219,6 +232,9 @@ class _OneRound:
         self._memory = manager.get_segment_buffer(_BUFFERS * job.count * job.dtype.itemsize)
         self.buffers = list(self._memory.view(job.dtype, (_BUFFERS, job.count)))
         self._which = 0
+
+    def connect(self, timeout: float | None) -> None:
+        self._gather.connect(timeout)
 
     def start(self, which: int) -> None:
         self._which = which
@@ -257,8 +273,7 @@ class _DirectLoad:
         self._reduced = True
 
     def start(self, which: int) -> None:
-        if not self._remotes:
-            self._connect()
+        self.connect(None)
         self._which = which
         self._step += 1
         self._reduced = False
@@ -268,13 +283,13 @@ class _DirectLoad:
         if not self._reduced:
             if self._behind(0):
                 return False
-            self._manager.segment.fence()
+            self._manager.segment.acquire()
             self._reduce_share()
             self._reduced = True
             self._tell(len(self._job.ranks))
         if self._behind(len(self._job.ranks)):
             return False
-        self._manager.segment.fence()
+        self._manager.segment.acquire()
         return True
 
     def describe(self) -> str:
@@ -290,11 +305,13 @@ class _DirectLoad:
                 self._memory, lambda: self._reduced and not self._behind(len(self._job.ranks))
             )
 
-    def _connect(self) -> None:
+    def connect(self, timeout: float | None) -> None:
+        if self._remotes:
+            return
         job = self._job
         peers = [rank for rank in job.ranks if rank != self._manager.rank]
         fingerprint = job.count * 64 + _DTYPES.index(job.dtype) * 4 + list(_OPERATIONS).index(job.op)
-        self._remotes = self._memory.exchange(dict.fromkeys(peers, ()), job.name, fingerprint)
+        self._remotes = self._memory.exchange(dict.fromkeys(peers, ()), job.name, fingerprint, timeout)
         for which, mine in enumerate(self.buffers):
             offset = which * mine.nbytes
             rows = [
@@ -344,10 +361,12 @@ class _TwoRounds:
         self.buffers = list(self._memory.view(job.dtype, (_BUFFERS, job.count)))
         self._round: tuple[Channel, int] = (self._scatter, 0)
 
+    def connect(self, timeout: float | None) -> None:
+        self._scatter.connect(timeout)
+        self._gather.connect(timeout)
+
     def start(self, which: int) -> None:
-        # Both in the first start, in the same order on all ranks.
-        self._scatter.connect()
-        self._gather.connect()
+        self.connect(None)
         self._which = which
         x = self.buffers[which]
         self._round = (self._scatter, self._scatter.start(self._scatter.cut(x)))

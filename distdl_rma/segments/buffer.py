@@ -13,6 +13,7 @@ from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.transport import Bytes, Link
 
 if TYPE_CHECKING:
+    from distdl_rma.segments.handshake import Handshake
     from distdl_rma.segments.manager import SegmentManager
 
 __all__ = ["RemoteBuffer", "SegmentBuffer"]
@@ -40,11 +41,17 @@ class SegmentBuffer:
         self._first_word = (self.offset + aligned(nbytes)) // 8 if nbytes else self.offset // 8
         self._words = manager.segment.words
         self._words_array()[:] = 0
+        self._handshake: Handshake | None = None
         self._freed = False
 
     def _words_array(self) -> npt.NDArray[np.int64]:
         start = self._first_word * 8
         return self._manager.segment.memory[start : start + self.notifications * 8].view(np.int64)
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """What a peer must know: offset and bytes of the data, first word and number of notifications."""
+        return self.offset, self.nbytes, self._first_word, self.notifications
 
     @property
     def address(self) -> int:
@@ -105,7 +112,7 @@ class SegmentBuffer:
                 ),
                 timeout,
             )
-        self._manager.segment.fence()
+        self._manager.segment.acquire()
 
     def exchange(
         self,
@@ -124,7 +131,7 @@ class SegmentBuffer:
         notes
             For every peer's rank id up to four integers that it shall find in its ``RemoteBuffer.note``.
         label, fingerprint
-            What the buffer is for; a peer with another fingerprint is a mismatch.
+            What the buffer is for; a peer with another label or fingerprint is a mismatch.
         timeout
             Seconds; None for the machine's default.
 
@@ -133,10 +140,14 @@ class SegmentBuffer:
         MismatchError
             On both sides, if a peer's call was for something else; names both.
         ExchangeTimeout
-            If a peer does not call; names it.
+            If a peer does not call; names it. The call can be repeated.
         """
         self._check()
-        return self._manager.handshake(self, notes, label, fingerprint, timeout)
+        if self._handshake is None:
+            self._handshake = self._manager.call(self, notes, label, fingerprint)
+        remotes = self._handshake.finish(timeout)
+        self._handshake = None
+        return remotes
 
     def free(self) -> None:
         """Give the memory back; local. The caller knows that no peer writes to it any more."""
@@ -213,6 +224,14 @@ class RemoteBuffer:
         self._inside(offset, count * kind.itemsize)
         start = self._offset + offset
         return memory[start : start + count * kind.itemsize].view(kind)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all puts and notifications from here to this peer have arrived; blocking."""
+        self._manager.patience.until(
+            self._link.advance,
+            lambda: f"rank {self._manager.rank} for its puts to reach rank {self.peer}",
+            timeout,
+        )
 
     def put_stable(self, data: Bytes, offset: int) -> None:
         """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""

@@ -218,6 +218,10 @@ class Channel:
         if self._connected:
             for lane in self._receives:
                 self._acknowledge(lane, epoch)
+            for lane in self._sends:
+                if lane.staged and lane.remote is not None:
+                    # Acknowledged without being read: the put must be over before its memory is used again.
+                    lane.remote.flush()
         self._started = self._finished = epoch
 
     def move(self, x: Array) -> Array:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from operator import index as as_int
 
-import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, MismatchError, SegmentError
-from distdl_rma.segments.buffer import RemoteBuffer, SegmentBuffer
+from distdl_rma.errors import ClosedError, SegmentError
+from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.handshake import Handshake
 from distdl_rma.segments.heap import Heap
 from distdl_rma.segments.notification import Counters, Patience
 from distdl_rma.segments.segment import Segment
@@ -18,9 +17,6 @@ from distdl_rma.segments.segment import Segment
 __all__ = ["SegmentManager"]
 
 _SPINS = 2000
-_HANDSHAKE_TAG = 1
-_NOTE = 4
-_LABEL = 120
 
 
 class SegmentManager:
@@ -57,10 +53,9 @@ class SegmentManager:
         self.segment = Segment(comm, ranks, nbytes, transport)
         self.heap = Heap(self.segment.nbytes)
         self.counters = Counters()
-        crowded = len(self.segment.node_ranks) > len(os.sched_getaffinity(0))
         self.patience = Patience(
             timeout,
-            0 if crowded or self.segment.has_remote else _SPINS,
+            0 if self.segment.crowded or self.segment.has_remote else _SPINS,
             self.progress,
             self.counters,
         )
@@ -122,50 +117,11 @@ class SegmentManager:
         if not self.closed:
             self.heap.free(offset)
 
-    def handshake(
-        self,
-        buffer: SegmentBuffer,
-        notes: dict[int, tuple[int, ...]],
-        label: str,
-        fingerprint: int,
-        timeout: float | None,
-    ) -> dict[int, RemoteBuffer]:
-        """Carry out :meth:`SegmentBuffer.exchange`."""
-        place = (buffer.offset, buffer.nbytes, buffer._first_word, buffer.notifications)
-        text = label.encode()[:_LABEL]
-        incoming = {peer: np.zeros(5 + _NOTE + _LABEL // 8, dtype=np.int64) for peer in notes}
-        outgoing, requests = [], {}
-        for peer, note in notes.items():
-            message = np.zeros_like(incoming[peer])
-            message[: 5 + len(note)] = (fingerprint, *place, *note)
-            message[5 + _NOTE :].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
-            position = self.ranks.index(peer)
-            outgoing.append((self._comm.Isend(message, position, _HANDSHAKE_TAG), message))
-            requests[peer] = self._comm.Irecv(incoming[peer], position, _HANDSHAKE_TAG)
-        for peer, request in requests.items():
-            self.patience.until(
-                request.Test,
-                lambda peer=peer: (  # type: ignore[misc]
-                    f"rank {self.rank} for rank {peer} to connect {label!r}: did every rank build and call"
-                    " the same layers in the same order?"
-                ),
-                timeout,
-            )
-        for request, _ in outgoing:
-            self.patience.until(request.Test, lambda: f"rank {self.rank} to connect {label!r}", timeout)
-        remotes = {}
-        for peer, reply in incoming.items():
-            if int(reply[0]) != fingerprint:
-                theirs = reply[5 + _NOTE :].tobytes().rstrip(b"\0").decode(errors="replace")
-                raise MismatchError(
-                    f"rank {self.rank} connects {label!r} but rank {peer} connects {theirs!r}"
-                    f" (plans {fingerprint:014x} and {int(reply[0]):014x}): do all ranks build the same"
-                    " layers in the same order, with the same arguments?"
-                )
-            there = (int(reply[1]), int(reply[2]), int(reply[3]), int(reply[4]))
-            note_there = tuple(int(value) for value in reply[5 : 5 + _NOTE])
-            remotes[peer] = RemoteBuffer(self, self.segment.link(peer), peer, there, note_there)
-        return remotes
+    def call(
+        self, buffer: SegmentBuffer, notes: dict[int, tuple[int, ...]], label: str, fingerprint: int
+    ) -> Handshake:
+        """Begin :meth:`SegmentBuffer.exchange`."""
+        return Handshake(self, self._comm, buffer, notes, label, fingerprint)
 
     def defer(self, advance: Callable[[], bool]) -> None:
         """Have ``advance()`` called by every wait and every ``progress()`` until it returns True."""
@@ -178,8 +134,9 @@ class SegmentManager:
             # Work may wait itself, for an acknowledgement: that wait must not come back here.
             self._advancing = True
             try:
-                work, self._work = self._work, []
-                self._work += [advance for advance in work if not advance()]
+                for advance in tuple(self._work):
+                    if advance():
+                        self._work.remove(advance)
             finally:
                 self._advancing = False
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -80,6 +81,8 @@ class Segment:
         self._shared.Lock_all()
         self._window.Lock_all()
         self.fence = fence_for(self._shared)
+        cores = set().union(*node.allgather(os.sched_getaffinity(0)))
+        self.crowded = node.size > len(cores)
         self.memory: Bytes = _as_array(memory)
         self.words = self.memory.data.cast("q")
         self._links: dict[int, Link] = {}
@@ -91,6 +94,8 @@ class Segment:
                 self._links[rank] = RemoteLink(self._window, position)
         self._remote = [link for link in self._links.values() if isinstance(link, RemoteLink)]
         self._poke = comm.Dup()
+        # What MPI put here is only visible to loads after a Sync, on any processor.
+        self.acquire: Callable[[], None] = self._window.Sync if self._remote else self.fence
         node.Free()
 
     def link(self, rank: int) -> Link:

@@ -88,7 +88,7 @@ class RemoteLink:
     """Peer on another node: request-based puts, a flush, then an atomic notification.
 
     Nothing here blocks for the length of a transfer: ``notify`` leaves the remaining steps to
-    ``advance``, which every wait calls.
+    ``advance``, which every wait calls and a start never does.
     """
 
     def __init__(self, window: MPI.Win, position: int) -> None:
@@ -120,7 +120,6 @@ class RemoteLink:
         self._open.notice = (word, value)
         self._pending.append(self._open)
         self._open = _Delivery()
-        self.advance()
 
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
