@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import pytest_timeout
     from mpi4py import MPI
 
+    from distdl_rma import Machine, Partition
+
 LOCKSTEP = pytest.StashKey[Lockstep]()
 
 # The same examples on every run and every rank; no database, so that nothing is left in the working tree.
@@ -28,6 +30,25 @@ def comm() -> MPI.Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session", params=["auto", "remote"])
+def machine(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Generator[Machine, None, None]:
+    """Machine of all ranks, once by load and store and once by MPI RMA."""
+    from distdl_rma import Machine
+
+    with Machine(comm, segment_size="64MiB", timeout=15, transport=request.param) as machine:
+        yield machine
+
+
+@pytest.fixture(scope="session")
+def P_world(comm: MPI.Intracomm) -> Partition:  # noqa: N802
+    """Partition of all ranks, as the layer documents make it."""
+    from distdl_rma import Machine, MPIPartition
+
+    world = MPIPartition(comm)
+    Machine.of(world).segments.patience.timeout = 15
+    return world
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.box import Box
@@ -39,6 +40,11 @@ class Decomposition:
     def __post_init__(self) -> None:
         if len(self.axes) != self.partition.dim:
             raise PartitionError(f"{len(self.axes)} axes given for grid {self.partition.shape}")
+        cut = [axis for axis in self.axes if axis is not None]
+        if len(set(cut)) != len(cut) or not set(cut) <= set(range(len(self.splits))):
+            raise PartitionError(
+                f"axes {self.axes} must name each of {len(self.splits)} tensor dimensions at most once"
+            )
         for d, split in enumerate(self.splits):
             grid = self.axes.index(d) if d in self.axes else None
             places = 1 if grid is None else self.partition.shape[grid]
@@ -70,12 +76,12 @@ class Decomposition:
             )
         axes = tuple(None if d in replicate else d for d in range(partition.dim))
         parts = tuple(1 if d in replicate else partition.shape[d] for d in range(partition.dim))
-        return cls(partition, tuple(Balanced(n, p) for n, p in zip(shape, parts, strict=True)), axes)
+        return cls(partition, tuple(Balanced(as_int(n), p) for n, p in zip(shape, parts, strict=True)), axes)
 
     @classmethod
     def replicated(cls, partition: Partition, shape: Sequence[int]) -> Decomposition:
         """Every rank holds the whole tensor, whatever the dimensions of the grid."""
-        return cls(partition, tuple(Balanced(n, 1) for n in shape), (None,) * partition.dim)
+        return cls(partition, tuple(Balanced(as_int(n), 1) for n in shape), (None,) * partition.dim)
 
     @classmethod
     def from_local_shapes(
@@ -101,7 +107,9 @@ class Decomposition:
         first_seen: dict[tuple[int, int], int] = {}
         lengths = [[0] * (1 if d in replicate else p) for d, p in enumerate(partition.shape)]
         for rank in partition.ranks:
-            shape, index = tuple(shapes[rank]), partition.index_of(rank)
+            if rank not in shapes:
+                raise ShapeError(f"rank {rank} of the partition has no local shape")
+            shape, index = tuple(as_int(n) for n in shapes[rank]), partition.index_of(rank)
             if len(shape) != partition.dim:
                 raise ShapeError(
                     f"rank {rank} has a tensor of {len(shape)} dimensions, shape {shape}, but grid"
@@ -132,7 +140,7 @@ class Decomposition:
 
     def box(self, rank: int) -> Box:
         """Box of a rank id; an empty box at the origin for ranks that are not members."""
-        if rank not in self.partition._positions:
+        if rank not in self.partition:
             return Box(((0, 0),) * len(self.splits))
         index = self.partition.index_of(rank)
         return Box(

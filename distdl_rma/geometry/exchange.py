@@ -61,9 +61,12 @@ class Exchange:
 
     @cached_property
     def _forward(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        sends = tuple(Piece(*found) for found in self.target.meeting(self.source.box(self.rank)))
-        receives = tuple(Piece(*found) for found in self.source.meeting(self.target.box(self.rank)))
-        return sends, receives
+        return self._pieces(self.source, self.target), self._pieces(self.target, self.source)
+
+    def _pieces(self, mine: Decomposition, theirs: Decomposition) -> tuple[Piece, ...]:
+        if self.rank not in mine.partition:
+            return ()
+        return tuple(Piece(*found) for found in theirs.meeting(mine.box(self.rank)))
 
     @cached_property
     def sends(self) -> tuple[Piece, ...]:

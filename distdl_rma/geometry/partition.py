@@ -74,7 +74,11 @@ class Partition:
     @property
     def active(self) -> bool:
         """Whether this process is a member."""
-        return self.me in self._positions
+        return self.me in self
+
+    def __contains__(self, rank: object) -> bool:
+        """Whether a rank id is a member."""
+        return rank in self._positions
 
     @property
     def rank(self) -> int | None:
@@ -98,7 +102,7 @@ class Partition:
         PartitionError
             If the rank is not a member.
         """
-        if rank not in self._positions:
+        if rank not in self:
             raise PartitionError(f"rank {rank} is not in the partition of ranks {self.ranks}")
         remainder = self._positions[rank]
         index = []

@@ -114,6 +114,7 @@ class DistributedConv(nn.Module):
         self.weights = weights
         self.weight: nn.Parameter = like.weight
         self.bias: nn.Parameter | None = like.bias
+        self._weight_shape = like.weight.shape
         self._place_weights()
         self.group = P_x.slab({0: P_x.index_of(self.machine.rank)[0]}) if P_x.active else P_x
         self.plans = Plans(self.machine, self.group.ranks, self.name, self._plan) if P_x.active else None
@@ -184,11 +185,11 @@ class DistributedConv(nn.Module):
         if not self._broadcasts:
             return self.replica.tie(self.weight, self.bias)
         flights = {
-            key: movement.start(getattr(self, key), getattr(self, key).requires_grad)
+            key: movement.start(getattr(self, key).flatten(), getattr(self, key).requires_grad)
             for key, movement in self._broadcasts.items()
         }
         used = {key: self._broadcasts[key].wait(flight) for key, flight in flights.items()}
-        return used["weight"], used.get("bias")
+        return used["weight"].view(self._weight_shape), used.get("bias")
 
     def _plan(self, facts: dict[int, Facts]) -> HaloPlan:
         first = self.group.ranks[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -141,11 +142,12 @@ class _Wait(torch.autograd.Function):
 def broadcast(
     machine: Machine, ranks: Sequence[int], shape: Sequence[int], dtype: torch.dtype, name: str
 ) -> Movement:
-    """Movement of a tensor of the given shape from the first of some ranks to all of them."""
+    """Movement of a flattened tensor of the given shape from the first of some ranks to all of them."""
+    flat = (prod(shape),)
     everyone = Partition(tuple(ranks), (len(ranks),), machine.rank)
     root = Partition(tuple(ranks[:1]), (1,), machine.rank)
     exchange = Exchange(
-        machine.rank, Decomposition.replicated(root, shape), Decomposition.replicated(everyone, shape)
+        machine.rank, Decomposition.replicated(root, flat), Decomposition.replicated(everyone, flat)
     )
     return Movement(machine, exchange, dtype, name)
 

@@ -125,5 +125,6 @@ def broadcast_from_first(
     for tensor in tensors:
         movement = broadcast(machine, ranks, tensor.shape, tensor.dtype, f"{name} (initial weights)")
         with torch.no_grad():
-            tensor.copy_(movement(tensor if machine.rank == ranks[0] else tensor.new_empty(0)))
+            flat = tensor.reshape(-1) if machine.rank == ranks[0] else tensor.new_empty(0)
+            tensor.copy_(movement(flat).view(tensor.shape))
         movement.close()

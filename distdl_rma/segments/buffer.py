@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.errors import ClosedError, SegmentError, ShapeError
+from distdl_rma.errors import ClosedError, ExchangeTimeout, SegmentError, ShapeError
 from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.transport import Bytes, Link
 
@@ -143,11 +143,14 @@ class SegmentBuffer:
             If a peer does not call; names it. The call can be repeated.
         """
         self._check()
-        if self._handshake is None:
-            self._handshake = self._manager.call(self, notes, label, fingerprint)
-        remotes = self._handshake.finish(timeout)
+        handshake = self._handshake or self._manager.call(self, notes, label, fingerprint)
         self._handshake = None
-        return remotes
+        try:
+            return handshake.finish(timeout)
+        except ExchangeTimeout:
+            # Its messages are still under way: the next call waits for these same ones.
+            self._handshake = handshake
+            raise
 
     def free(self) -> None:
         """Give the memory back; local. The caller knows that no peer writes to it any more."""

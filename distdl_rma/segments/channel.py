@@ -198,6 +198,10 @@ class Channel:
             )
             yield from zip(lane.pieces, lane.views[epoch % _SLOTS], strict=True)
             self._acknowledge(lane, epoch)
+        for lane in self._sends:
+            if lane.staged and lane.remote is not None:
+                # Nothing would send this rank's notification on if it now left for something else.
+                lane.remote.flush(timeout)
         self._finished = epoch
 
     def missing(self, epoch: int) -> str:

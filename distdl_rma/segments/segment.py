@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, SegmentError
-from distdl_rma.segments.heap import aligned
+from distdl_rma.segments.heap import ALIGNMENT, aligned
 from distdl_rma.segments.transport import Bytes, Link, RemoteLink, SharedLink, fence_for
 
 __all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
@@ -65,31 +65,30 @@ class Segment:
     def __init__(
         self, comm: MPI.Intracomm, ranks: tuple[int, ...], nbytes: int | str | None, transport: str
     ) -> None:
-        if transport not in _TRANSPORTS:
-            raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {transport!r}")
         node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
-        self.nbytes = aligned(_size_for(node, nbytes))
-        largest = comm.allreduce(self.nbytes, op=MPI.MAX)
-        if comm.allreduce(self.nbytes, op=MPI.MIN) != largest:
-            # Different nodes may have different defaults; the smallest fits everywhere.
-            self.nbytes = comm.allreduce(self.nbytes, op=MPI.MIN)
+        self.nbytes = _agree_on_size(comm, node, nbytes, transport)
         _check_room(comm, node, self.nbytes)
-        self._shared = MPI.Win.Allocate_shared(self.nbytes, 1, comm=node)
-        memory = self._shared.Shared_query(node.rank)[0]
-        self._window = MPI.Win.Create(memory, 1, comm=comm)
+        self._shared = MPI.Win.Allocate_shared(self.nbytes + ALIGNMENT, 1, comm=node)
+        memories = [_as_array(self._shared.Shared_query(at)[0]) for at in range(node.size)]
+        # MPI aligns to less than a cache line; each owner says where its first whole one begins.
+        begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
+        views = {
+            rank: memory[begin : begin + self.nbytes]
+            for rank, memory, begin in zip(self.node_ranks, memories, begins, strict=True)
+        }
+        self.memory: Bytes = views[ranks[comm.rank]]
+        self._window = MPI.Win.Create(self.memory, 1, comm=comm)
         self._shared.Lock_all()
         self._window.Lock_all()
         self.fence = fence_for(self._shared)
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
         self.crowded = node.size > len(cores)
-        self.memory: Bytes = _as_array(memory)
         self.words = self.memory.data.cast("q")
         self._links: dict[int, Link] = {}
         for position, rank in enumerate(ranks):
-            if rank in self.node_ranks and (transport == "auto" or position == comm.rank):
-                peer_memory = self._shared.Shared_query(self.node_ranks.index(rank))[0]
-                self._links[rank] = SharedLink(_as_array(peer_memory), self.fence)
+            if rank in views and (transport == "auto" or position == comm.rank):
+                self._links[rank] = SharedLink(views[rank], self.fence)
             else:
                 self._links[rank] = RemoteLink(self._window, position)
         self._remote = [link for link in self._links.values() if isinstance(link, RemoteLink)]
@@ -136,6 +135,25 @@ def _as_array(memory: MPI.buffer) -> Bytes:
 def _free_shared_memory() -> int | None:
     # None where shared memory is no file system of its own.
     return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+
+
+def _agree_on_size(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int | str | None, transport: str) -> int:
+    # A wrong option on one rank only is an error on all of them, before anything is reserved.
+    size, problem = 0, ""
+    try:
+        if transport not in _TRANSPORTS:
+            raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {transport!r}")
+        size = aligned(_size_for(node, nbytes))
+    except ConfigurationError as error:
+        problem = str(error)
+    said = comm.allgather((problem, size, transport))
+    for rank, (theirs, _, way) in enumerate(said):
+        if theirs:
+            raise ConfigurationError(f"rank {rank}: {theirs}")
+        if way != transport:
+            raise ConfigurationError(f"transport is {way!r} on rank {rank} and {transport!r} here")
+    # Different nodes may have different defaults; the smallest fits everywhere.
+    return min(int(size) for _, size, _ in said)
 
 
 def _size_for(node: MPI.Intracomm, nbytes: int | str | None) -> int:

@@ -1,0 +1,220 @@
+"""Exchanges: every rank plans for itself, and together the plans are one linear movement and its adjoint."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.geometry.stencil import Window, WindowSplit
+from tests.geometry.counting import Counting
+from tests.geometry.simulation import equal, everywhere, execute, inputs, product_of, sum_of_owners
+from tests.geometry.strategies import MOVEMENTS, RANKS, decompositions, shapes
+
+seeds = st.integers(0, 99)
+# Of each of the twelve movements, for each of the laws.
+several = settings(max_examples=25)
+each_movement = pytest.mark.parametrize("movement", MOVEMENTS.values(), ids=MOVEMENTS)
+
+
+class TestEveryMovement:
+    @each_movement
+    @several
+    @given(data=st.data(), seed=seeds)
+    def test_adds_what_is_owned_to_what_is_needed(self, movement, data, seed):
+        plans = everywhere(*data.draw(movement))
+        x = inputs(plans, seed)
+        assert equal(execute(plans, x), sum_of_owners(plans, x))
+
+    @each_movement
+    @several
+    @given(data=st.data(), seed=seeds)
+    def test_adjoint_adds_what_is_needed_to_what_is_owned(self, movement, data, seed):
+        plans = {rank: plan.T for rank, plan in everywhere(*data.draw(movement)).items()}
+        y = inputs(plans, seed)
+        assert equal(execute(plans, y), sum_of_owners(plans, y))
+
+    @each_movement
+    @several
+    @given(data=st.data(), seed=seeds)
+    def test_adjoint_identity_holds_exactly(self, movement, data, seed):
+        plans = everywhere(*data.draw(movement))
+        adjoint = {rank: plan.T for rank, plan in plans.items()}
+        x, y = inputs(plans, seed), inputs(adjoint, seed + 1)
+        assert product_of(execute(plans, x), y) == product_of(x, execute(adjoint, y))
+
+    @each_movement
+    @several
+    @given(data=st.data())
+    def test_has_a_piece_for_every_pair_of_boxes_that_meet(self, movement, data):
+        source, target = data.draw(movement)
+        meeting = {
+            (a, b): source.box(a) & target.box(b)
+            for a, b in itertools.product(range(RANKS), repeat=2)
+            if not (source.box(a) & target.box(b)).empty
+        }
+        for rank, plan in everywhere(source, target).items():
+            receivers = [b for b in target.partition.ranks if (rank, b) in meeting]
+            senders = [a for a in source.partition.ranks if (a, rank) in meeting]
+            assert plan.sends == tuple(Piece(b, meeting[rank, b]) for b in receivers if b != rank)
+            assert plan.receives == tuple(Piece(a, meeting[a, rank]) for a in senders if a != rank)
+            assert plan.local == tuple(Piece(a, meeting[a, rank]) for a in senders if a == rank)
+            assert plan.peers == tuple(sorted({*receivers, *senders} - {rank}))
+
+    @each_movement
+    @several
+    @given(data=st.data())
+    def test_sends_to_a_peer_are_its_receives_in_the_same_order(self, movement, data):
+        plans = everywhere(*data.draw(movement))
+        for a, b in itertools.permutations(range(RANKS), 2):
+            sent = [piece.box for piece in plans[a].sends if piece.peer == b]
+            assert sent == [piece.box for piece in plans[b].receives if piece.peer == a]
+            assert sent == [piece.box for piece in plans[b].T.sends if piece.peer == a]
+            assert (b in plans[a].peers) == (a in plans[b].peers)
+
+    @each_movement
+    @several
+    @given(data=st.data())
+    def test_adjoint_swaps_the_ends_and_its_adjoint_is_the_movement_itself(self, movement, data):
+        for plan in everywhere(*data.draw(movement)).values():
+            adjoint = plan.T
+            assert (adjoint.sends, adjoint.receives, adjoint.local) == (plan.receives, plan.sends, plan.local)
+            assert (adjoint.own, adjoint.need, adjoint.peers) == (plan.need, plan.own, plan.peers)
+            assert adjoint != plan
+            assert plan == adjoint.T
+            assert hash(adjoint.T) == hash(plan)
+            assert (adjoint.T.sends, adjoint.T.receives) == (plan.sends, plan.receives)
+
+    @each_movement
+    @several
+    @given(data=st.data())
+    def test_pieces_are_not_empty_and_lie_in_both_ends(self, movement, data):
+        for plan in everywhere(*data.draw(movement)).values():
+            for piece in (*plan.sends, *plan.receives, *plan.local):
+                assert not piece.box.empty
+            assert all(piece.box & plan.own == piece.box for piece in (*plan.sends, *plan.local))
+            assert all(piece.box & plan.need == piece.box for piece in (*plan.receives, *plan.local))
+
+    @each_movement
+    @several
+    @given(data=st.data())
+    def test_fingerprint_is_one_number_of_all_ranks_and_another_for_the_adjoint(self, movement, data):
+        plans = everywhere(*data.draw(movement))
+        found = {plan.fingerprint for plan in plans.values()}
+        assert len(found) == 1
+        # It travels as a signed 64-bit number.
+        assert 0 <= found.pop() < 1 << 63
+        assert plans[0].T.fingerprint != plans[0].fingerprint
+        assert plans[0].T.T.fingerprint == plans[0].fingerprint
+
+    @each_movement
+    @several
+    @given(data=st.data())
+    def test_ranks_in_neither_partition_have_nothing_to_do(self, movement, data):
+        source, target = data.draw(movement)
+        for rank in set(range(RANKS)) - {*source.partition.ranks, *target.partition.ranks}:
+            plan = Exchange(rank, source, target)
+            assert plan.own.empty
+            assert plan.need.empty
+            assert (plan.sends, plan.receives, plan.local, plan.peers) == ((), (), (), ())
+
+
+def test_ranks_in_neither_partition_have_nothing_to_do_with_scalars_either():
+    root, everyone = Partition((0,), (1,), me=0), Partition((0, 1), (2,), me=0)
+    plans = everywhere(Decomposition.replicated(root, ()), Decomposition.replicated(everyone, ()))
+    assert {rank: plan.sends for rank, plan in plans.items() if plan.sends} == {0: (Piece(1, Box(())),)}
+    assert {rank: plan.receives for rank, plan in plans.items() if plan.receives} == {1: (Piece(0, Box(())),)}
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_fingerprints_of_other_movements_differ(data):
+    shape = data.draw(shapes(2).filter(prod))
+    ends = [data.draw(decompositions(shape)) for _ in range(3)]
+    first, second = Exchange(0, ends[0], ends[1]), Exchange(0, ends[0], ends[2])
+    assert (first.fingerprint == second.fingerprint) == (first == second)
+
+
+def test_fingerprints_tell_apart_whatever_two_layers_may_differ_in():
+    grid = Partition((0, 1, 2, 3, 4, 5), (2, 3), me=0)
+    halves, whole = Balanced(12, 2), Balanced(12, 1)
+    ends = [
+        Decomposition(grid, (halves, whole), (0, None)),
+        Decomposition(Partition((0, 1, 2, 3, 5, 4), (2, 3), me=0), (halves, whole), (0, None)),
+        Decomposition(grid.create_cartesian_topology_partition((3, 2)), (halves, whole), (None, 0)),
+        Decomposition(grid.create_cartesian_topology_partition((2, 3, 1)), (halves, whole), (0, None, None)),
+        Decomposition(grid, (whole, halves), (1, None)),
+        Decomposition(grid, (Balanced(13, 2), whole), (0, None)),
+        Decomposition(grid, (Listed((5, 7)), whole), (0, None)),
+        Decomposition(grid, (WindowSplit(halves, Window(3), 12), whole), (0, None)),
+        Decomposition(grid, (WindowSplit(halves, Window(3, left=1), 12), whole), (0, None)),
+        Decomposition(grid, (whole, whole), (None, None)),
+        Decomposition(grid.create_cartesian_topology_partition((3, 2)), (whole, whole), (None, None)),
+    ]
+    plans = [Exchange(0, *pair) for pair in itertools.product(ends, repeat=2)]
+    assert len({plan.fingerprint for plan in [*plans, *(plan.T for plan in plans)]}) == 2 * len(ends) ** 2
+
+
+def test_plans_know_nothing_of_the_process_that_looks_at_the_partition():
+    plans = [
+        Exchange(1, *(Decomposition.balanced(Partition((0, 1, 2), (3,), me), (n,)) for n in (7, 7)))
+        for me in range(4)
+    ]
+    assert len(set(plans)) == 1
+    assert len({plan.fingerprint for plan in plans}) == 1
+
+
+def test_pieces_are_grouped_by_peer():
+    boxes = [Box(((i, i + 1),)) for i in range(3)]
+    pieces = (Piece(4, boxes[0]), Piece(2, boxes[1]), Piece(2, boxes[2]))
+    assert by_peer(pieces) == [(4, pieces[:1]), (2, pieces[1:])]
+    assert by_peer(()) == []
+
+
+LINE = Partition(tuple(range(4096)), (4096,), me=0)
+SQUARE = LINE.create_cartesian_topology_partition((64, 64))
+
+
+def counted(base, splits):
+    """A decomposition that cuts along all its dimensions, and what its splits were asked for."""
+    counting = [Counting(split) for split in splits]
+    return Decomposition(base, tuple(counting), tuple(range(base.dim))), counting
+
+
+@pytest.mark.parametrize("rank", [0, 63, 2080, 4095])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (
+            (SQUARE, [Balanced(1000, 64)] * 2),
+            (SQUARE, [Listed((10,) * 36 + (20,) * 14 + (0,) * 4 + (36,) * 10)] * 2),
+        ),
+        (
+            (SQUARE, [Balanced(1000, 64)] * 2),
+            (SQUARE, [WindowSplit(Balanced(1000, 64), Window(5, left=2, right=2), 1000)] * 2),
+        ),
+        ((LINE, [Balanced(100_000, 4096)]), (LINE, [Listed((25,) * 4000 + (0,) * 96)])),
+    ],
+    ids=["repartition", "halo exchange", "rebalancing"],
+)
+def test_planning_for_one_rank_among_thousands_looks_at_few(source, target, rank):
+    (source, owned), (target, needed) = counted(*source), counted(*target)
+    plan = Exchange(rank, source, target)
+    pieces = (*plan.sends, *plan.receives, *plan.local)
+    looks = sum(len(split.asked) for split in (*owned, *needed))
+    # Per dimension and direction two bisections, then the boxes found, and a few empty ones beside them.
+    assert looks <= 2 * source.partition.dim * (2 * 13 + 2 + 2 * len(pieces)) + 4
+    assert list(plan.peers) == sorted(plan.peers)
+    assert plan.receives == tuple(
+        Piece(other, source.box(other) & plan.need)
+        for other in range(4096)
+        if other != rank and not (source.box(other) & plan.need).empty
+    )

@@ -1,0 +1,218 @@
+"""Partitions: ranks on a row-major grid, the same value on every process."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distdl_rma.errors import PartitionError
+from distdl_rma.geometry.partition import Partition
+from tests.geometry.strategies import RANKS, partitions
+
+some = settings(max_examples=60)
+any_partition = st.integers(1, 3).flatmap(partitions)
+
+
+def world(size, me=0, home=None):
+    return Partition(tuple(range(size)), (size,), me, home)
+
+
+def seen_by(partition, me):
+    return Partition(partition.ranks, partition.shape, me)
+
+
+class Home:
+    def __init__(self):
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+@some
+@given(any_partition)
+def test_ranks_lie_on_the_grid_in_row_major_order(partition):
+    places = np.array(partition.ranks).reshape(partition.shape)
+    for index in np.ndindex(partition.shape):
+        assert partition.rank_at(index) == places[index]
+        assert partition.index_of(places[index]) == index
+
+
+@some
+@given(any_partition)
+def test_every_process_finds_its_own_place(partition):
+    for me in range(RANKS):
+        here = seen_by(partition, me)
+        assert here.active == (me in partition.ranks)
+        assert (here.rank is None) == (here.index is None) == (not here.active)
+        if here.active:
+            assert here.ranks[here.rank] == me
+            assert here.rank == np.ravel_multi_index(here.index, here.shape)
+
+
+@some
+@given(any_partition)
+def test_size_is_the_product_of_the_grid(partition):
+    assert partition.size == len(partition.ranks) == np.prod(partition.shape)
+    assert partition.dim == len(partition.shape)
+
+
+@some
+@given(any_partition)
+def test_equality_and_hash_ignore_who_looks(partition):
+    views = {seen_by(partition, me) for me in range(RANKS)} | {
+        Partition(partition.ranks, partition.shape, 0, Home())
+    }
+    assert views == {partition}
+
+
+def test_other_order_or_other_grid_is_another_partition():
+    row = world(4).create_cartesian_topology_partition((1, 4))
+    assert row != world(4).create_cartesian_topology_partition((4, 1))
+    assert row != world(4)
+    assert world(2) != world(4).create_partition_inclusive([1, 0])
+
+
+@some
+@given(any_partition, st.data())
+def test_ranks_in_a_box_of_indices_come_row_major(partition, data):
+    ranges = []
+    for extent in partition.shape:
+        start = data.draw(st.integers(0, extent))
+        ranges.append(range(start, data.draw(st.integers(start, extent))))
+    places = np.array(partition.ranks).reshape(partition.shape)
+    inside = places[tuple(slice(places.start, places.stop) for places in ranges)]
+    assert list(partition.ranks_in(ranges)) == inside.flatten().tolist()
+
+
+@some
+@given(any_partition, st.data())
+def test_slab_holds_the_members_with_the_given_indices(partition, data):
+    dims = data.draw(st.sets(st.integers(0, partition.dim - 1)))
+    fixed = {d: data.draw(st.integers(0, partition.shape[d] - 1)) for d in dims}
+    slab = partition.slab(fixed)
+    assert slab.ranks == tuple(
+        rank for rank in partition.ranks if all(partition.index_of(rank)[d] == i for d, i in fixed.items())
+    )
+    assert slab.shape == tuple(1 if d in fixed else n for d, n in enumerate(partition.shape))
+
+
+@some
+@given(any_partition, st.data())
+def test_sub_partition_names_ranks_by_their_position(partition, data):
+    positions = data.draw(st.lists(st.integers(0, partition.size - 1), min_size=1, unique=True))
+    part = partition.create_partition_inclusive(positions)
+    assert part.ranks == tuple(partition.ranks[p] for p in positions)
+    assert part.shape == (len(positions),)
+    assert part.me == partition.me
+
+
+@some
+@given(any_partition)
+def test_cartesian_topology_keeps_the_ranks(partition):
+    line = partition.create_cartesian_topology_partition((partition.size,))
+    assert line == partition.create_partition_inclusive(range(partition.size))
+    assert line.create_cartesian_topology_partition(partition.shape) == partition
+
+
+def test_ranks_that_are_not_members_build_the_same_partitions():
+    everyone = [world(6, me).create_partition_inclusive([4, 1, 0, 3]) for me in range(6)]
+    grids = [partition.create_cartesian_topology_partition((2, 2)) for partition in everyone]
+    assert len(set(grids)) == 1
+    assert [grid.active for grid in grids] == [True, True, False, True, True, False]
+    assert [grid.rank for grid in grids] == [2, 1, None, 3, 0, None]
+    assert [grid.index for grid in grids] == [(1, 0), (0, 1), None, (1, 1), (0, 0), None]
+    assert [grid.size for grid in grids] == [4] * 6
+    assert [grid.create_partition_inclusive([0]).active for grid in grids] == [me == 4 for me in range(6)]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, iter, lambda ranks: np.array(ranks, dtype=np.uint8)])
+def test_ranks_and_grids_may_be_of_any_integer_sequence(kind):
+    part = world(8).create_partition_inclusive(kind([5, 2, 7, 0]))
+    grid = part.create_cartesian_topology_partition(kind([2, 2]))
+    assert grid == Partition((5, 2, 7, 0), (2, 2), 0)
+    # Plain integers: an array's own would print, and so fingerprint, differently.
+    assert {type(number) for number in (*grid.ranks, *grid.shape)} == {int}
+    assert world(8).create_partition_inclusive(np.arange(4, 8)).ranks == (4, 5, 6, 7)
+
+
+def test_fractions_are_no_ranks_and_no_extents():
+    with pytest.raises(TypeError):
+        world(4).create_partition_inclusive([0.0, 1.0])
+    with pytest.raises(TypeError):
+        world(4).create_cartesian_topology_partition([2.0, 2.0])
+
+
+def test_derived_partitions_belong_to_the_same_home():
+    home = Home()
+    part = world(4, me=1, home=home).create_partition_inclusive([0, 1, 2, 3])
+    grid = part.create_cartesian_topology_partition((2, 2))
+    assert [p.home for p in (part, grid, grid.slab({0: 1}))] == [home] * 3
+    assert [p.me for p in (part, grid, grid.slab({0: 1}))] == [1] * 3
+
+
+def test_deactivate_closes_the_home_once_for_each_call_and_needs_none():
+    home = Home()
+    world(2, home=home).deactivate()
+    assert home.closed == 1
+    world(2).deactivate()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Partition((0, 1, 2), (2, 2), 0), "partition has 3 ranks but grid (2, 2) needs 4"),
+        (
+            lambda: world(1).create_cartesian_topology_partition((2,)),
+            "partition has 1 rank but grid (2,) needs 2",
+        ),
+        (lambda: Partition((0, 1), (2, -1), 0), "every extent of a grid must be at least 1, got (2, -1)"),
+        (
+            lambda: world(4).create_cartesian_topology_partition((4, 0)),
+            "every extent of a grid must be at least 1, got (4, 0)",
+        ),
+        (
+            lambda: world(4).create_partition_inclusive([1, 3, 1]),
+            "rank 1 is listed more than once in (1, 3, 1)",
+        ),
+        (lambda: world(4).create_partition_inclusive([0, 4]), "rank 4 is not in a partition of 4 ranks"),
+        (lambda: world(1).create_partition_inclusive([-1]), "rank -1 is not in a partition of 1 rank"),
+        (lambda: world(4).create_partition_inclusive([]), "a partition needs at least one rank, got none"),
+        (lambda: world(2).index_of(5), "rank 5 is not in the partition of ranks (0, 1)"),
+        (lambda: world(2).rank_at((2,)), "index (2,) is outside of grid (2,)"),
+        (lambda: world(2).rank_at((-1,)), "index (-1,) is outside of grid (2,)"),
+        (lambda: world(2).slab({0: 2}), "index (2,) is outside of grid (2,)"),
+    ],
+)
+def test_errors_say_what_came_and_what_was_wanted(build, message):
+    with pytest.raises(PartitionError) as caught:
+        build()
+    assert str(caught.value) == message
+    assert isinstance(caught.value, ValueError)
+
+
+def test_errors_are_the_same_on_members_and_others():
+    texts = set()
+    for me in range(4):
+        part = world(4, me).create_partition_inclusive([0, 2])
+        with pytest.raises(PartitionError) as caught:
+            part.create_cartesian_topology_partition((3, 1))
+        texts.add(str(caught.value))
+    assert texts == {"partition has 2 ranks but grid (3, 1) needs 3"}
+
+
+def test_partition_without_dimensions_has_one_place():
+    point = Partition((3,), (), me=3)
+    assert (point.size, point.dim, point.rank, point.index) == (1, 0, 0, ())
+    assert point.rank_at(()) == 3
+
+
+def test_large_grids_are_row_major_too():
+    grid = world(4096).create_cartesian_topology_partition((16, 4, 64))
+    for position, index in enumerate(product(range(16), range(4), range(64))):
+        assert grid.index_of(position) == index
+        assert grid.rank_at(index) == position

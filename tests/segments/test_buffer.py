@@ -1,0 +1,124 @@
+"""Buffers, puts and notifications between ranks."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, SegmentError, ShapeError
+
+pytestmark = pytest.mark.mpi
+
+
+def test_buffer_has_address_offset_size_and_view(machine):
+    buffer = machine.segments.get_segment_buffer(1000)
+    assert buffer.nbytes == 1000 and buffer.array.shape == (1000,) and buffer.array.dtype == np.uint8
+    assert buffer.address == buffer.array.ctypes.data and buffer.address % 64 == 0
+    buffer.view(np.float64, (5, 3), 40)[:] = 7.0
+    assert (buffer.array[40:160].view(np.float64) == 7.0).all()
+    buffer.free()
+
+
+def test_size_zero_is_legal(machine):
+    with_words = machine.segments.get_segment_buffer(0, notifications=2)
+    assert with_words.array.size == 0 and with_words.notification(1) == 0
+    with_words.free()
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "8", None, True])
+def test_size_that_is_no_number_of_bytes_is_refused(machine, size):
+    with pytest.raises(SegmentError, match="bytes"):
+        machine.segments.get_segment_buffer(size)
+
+
+def test_exhausted_segment_says_asked_free_largest_and_what_to_set(machine):
+    with pytest.raises(SegmentError, match=r"asked for \d+ bytes, .* free, largest block .*SEGMENT_SIZE"):
+        machine.segments.get_segment_buffer(1 << 40)
+
+
+def test_freed_buffer_is_closed_and_its_memory_used_again(machine):
+    before = machine.segments.heap.used
+    buffer = machine.segments.get_segment_buffer(100_000)
+    buffer.free()
+    buffer.free()
+    assert machine.segments.heap.used == before
+    with pytest.raises(ClosedError, match="already freed"):
+        buffer.notification(0)
+
+
+def test_notified_puts_go_round_a_ring_with_random_delays(machine, comm):
+    delays = random.Random(comm.rank)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    buffer = machine.segments.get_segment_buffer(2 * 800, notifications=2)
+    remotes = buffer.exchange(dict.fromkeys({after, before}, ()), "ring")
+    for epoch in range(1, 200):
+        slot = epoch % 2
+        if delays.random() < 0.05:
+            time.sleep(delays.random() * 2e-3)
+        data = np.arange(100) + 1000 * comm.rank + epoch
+        buffer.notify_wait(1, epoch - 2)
+        remotes[after].put_notify(data, 0, epoch, offset=slot * 800)
+        data[:] = -1
+        buffer.notify_wait(0, epoch)
+        assert (buffer.view(np.int64, (100,), slot * 800) == np.arange(100) + 1000 * before + epoch).all()
+        remotes[before].notify(1, epoch)
+    for remote in remotes.values():
+        remote.flush()
+    comm.Barrier()
+    buffer.free()
+
+
+def test_put_outside_of_the_peers_buffer_is_refused_before_data_moves(machine, comm):
+    buffer = machine.segments.get_segment_buffer(64, notifications=1)
+    remote = buffer.exchange({comm.rank: ()}, "self")[comm.rank]
+    with pytest.raises(ShapeError, match="not inside rank"):
+        remote.put(np.zeros(9), 0)
+    with pytest.raises(ShapeError, match="not inside rank"):
+        remote.put(np.zeros(1), -8)
+    with pytest.raises(SegmentError, match="notification 1 of a buffer that has 1"):
+        remote.notify(1, 1)
+    with pytest.raises(ShapeError, match="contiguous"):
+        remote.put(np.zeros((4, 4))[:, 0], 0)
+    with pytest.raises(ShapeError, match="numpy array, got bytes"):
+        remote.put(b"12345678", 0)
+    buffer.free()
+
+
+def test_wait_that_times_out_can_be_repeated(machine, comm):
+    buffer = machine.segments.get_segment_buffer(8, notifications=1)
+    remote = buffer.exchange({comm.rank: ()}, "self")[comm.rank]
+    with pytest.raises(ExchangeTimeout, match=f"rank {comm.rank} for notification 0 to reach 5, it is 0"):
+        buffer.notify_wait(0, 5, timeout=0.01)
+    remote.put_notify(np.array([3.0]), 0, 5)
+    buffer.notify_wait(0, 5, timeout=5)
+    assert buffer.view(np.float64, (1,))[0] == 3.0
+    buffer.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_address_exchange_that_times_out_can_be_repeated(machine, comm):
+    if comm.rank < 2:
+        peer = 1 - comm.rank
+        buffer = machine.segments.get_segment_buffer(8, notifications=1)
+        if comm.rank == 0:
+            with pytest.raises(ExchangeTimeout, match="rank 0 for rank 1 to connect 'late'"):
+                buffer.exchange({peer: (comm.rank, 7)}, "late", timeout=0.05)
+            comm.send(None, peer)
+        else:
+            comm.recv(source=peer)
+        remote = buffer.exchange({peer: (comm.rank, 7)}, "late")[peer]
+        assert remote.note[:2] == (peer, 7) and remote.nbytes == 8 and remote.peer == peer
+        buffer.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exchange_of_different_things_raises_on_both_sides(machine, comm):
+    if comm.rank < 2:
+        buffer = machine.segments.get_segment_buffer(8)
+        mine, theirs = f"thing of {comm.rank}", f"thing of {1 - comm.rank}"
+        with pytest.raises(MismatchError, match=f"{mine}.*{theirs}"):
+            buffer.exchange({1 - comm.rank: ()}, mine)
+        with pytest.raises(MismatchError, match="the same name, another plan"):
+            buffer.exchange({1 - comm.rank: ()}, "same", fingerprint=comm.rank)
+        buffer.free()

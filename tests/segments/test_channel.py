@@ -1,0 +1,231 @@
+"""The two-slot protocol, under delays, ranks that run ahead, and misuse."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, ProtocolError, ShapeError
+from distdl_rma.geometry import Decomposition, Exchange
+from distdl_rma.segments import Channel
+
+pytestmark = pytest.mark.mpi
+
+
+def line(machine):
+    return machine.partition((machine.size,))
+
+
+def halo(machine, extent=23):
+    """Each rank needs its block and two elements on either side."""
+    own = Decomposition.balanced(line(machine), (extent,))
+    need = Decomposition.from_local_shapes(line(machine), {r: (own.box(r).shape) for r in machine.ranks})
+    from distdl_rma.geometry.split import Balanced
+    from distdl_rma.geometry.stencil import Window, WindowSplit
+
+    wide = WindowSplit(Balanced(extent, machine.size), Window(5, left=2, right=2), extent)
+    return Exchange(machine.rank, own, need.with_splits({0: wide}))
+
+
+def movements(machine):
+    P = line(machine)
+    root = P.create_partition_inclusive([0])
+    whole, blocks = Decomposition.replicated(P, (12,)), Decomposition.balanced(P, (12,))
+    at_root = Decomposition.replicated(root, (12,))
+    pairs = {
+        "broadcast": (at_root, whole),
+        "sum_reduce": (whole, at_root),
+        "all_gather": (blocks, whole),
+        "reduce_scatter": (whole, blocks),
+        "all_sum_reduce": (whole, whole),
+    }
+    made = {name: Exchange(machine.rank, *pair) for name, pair in pairs.items()}
+    return {**made, "halo": halo(machine)}
+
+
+NAMES = ["broadcast", "sum_reduce", "all_gather", "reduce_scatter", "all_sum_reduce", "halo"]
+
+
+def values(exchange, rank, epoch):
+    """Integers that tell rank and epoch, as local tensor x of a rank."""
+    box = (exchange.target if exchange.transposed else exchange.source).box(rank)
+    return np.arange(box.volume).reshape(box.shape) + 100 * rank + 1000 * epoch
+
+
+def expected(exchange, epoch):
+    """y = 0; y[box] += x[box] for all ranks, by brute force."""
+    source = exchange.target if exchange.transposed else exchange.source
+    need = exchange.need
+    y = np.zeros(need.shape, np.int64)
+    for rank in source.partition.ranks:
+        own = source.box(rank)
+        common = own & need
+        if not common.empty:
+            y[common.slices(need)] += values(exchange, rank, epoch)[common.slices(own)]
+    return y
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_movement_is_right_for_hundreds_of_epochs_with_random_delays(machine, name, transposed):
+    exchange = movements(machine)[name]
+    exchange = exchange.T if transposed else exchange
+    channel = Channel(machine.segments, exchange, np.int64, f"{name}{transposed}")
+    delays = random.Random(machine.rank)
+    for epoch in range(1, 201):
+        if delays.random() < 0.03:
+            time.sleep(delays.random() * 3e-3)
+        y = channel.move(values(exchange, machine.rank, epoch))
+        assert (y == expected(exchange, epoch)).all(), epoch
+    channel.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_epochs_may_be_in_flight(machine, name):
+    exchange = movements(machine)[name]
+    channel = Channel(machine.segments, exchange, np.int64, name)
+    for epoch in range(1, 40, 2):
+        first, second = (values(exchange, machine.rank, e) for e in (epoch, epoch + 1))
+        flights = channel.start(channel.cut(first)), channel.start(channel.cut(second))
+        for x, flight, e in ((first, flights[0], epoch), (second, flights[1], epoch + 1)):
+            assert (channel.gather(x, flight, np.add) == expected(exchange, e)).all()
+    channel.close()
+
+
+def test_adjoint_identity_holds_exactly(machine, comm):
+    rng = np.random.default_rng(machine.rank)
+    for name, exchange in movements(machine).items():
+        there = Channel(machine.segments, exchange, np.int64, name)
+        back = Channel(machine.segments, exchange.T, np.int64, f"{name} adjoint")
+        x, y = (rng.integers(-9, 9, box.shape) for box in (exchange.own, exchange.need))
+        left = comm.allreduce(int((there.move(x) * y).sum()))
+        right = comm.allreduce(int((x * back.move(y)).sum()))
+        assert left == right, name
+        there.close()
+        back.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_broadcast_root_cannot_run_away(machine):
+    # Nothing but the acknowledgements holds the root back: it never receives anything.
+    exchange = movements(machine)["broadcast"]
+    channel = Channel(machine.segments, exchange, np.int64, "run away")
+    for epoch in range(1, 101):
+        if machine.rank == machine.size - 1 and epoch % 10 == 0:
+            time.sleep(5e-3)
+        assert (channel.move(values(exchange, machine.rank, epoch)) == expected(exchange, epoch)).all()
+    channel.close()
+
+
+def test_third_start_without_a_receive_raises_at_once(machine):
+    exchange = halo(machine)
+    channel = Channel(machine.segments, exchange, np.int64, "third")
+    x = values(exchange, machine.rank, 0)
+    flights = [channel.start(channel.cut(x)) for _ in range(2)]
+    with pytest.raises(ProtocolError, match="'third': third start without a receive"):
+        channel.start(channel.cut(x))
+    for flight in flights:
+        channel.gather(x, flight, np.add)
+    with pytest.raises(ProtocolError, match="cannot be received"):
+        list(channel.receive(2))
+    channel.close()
+
+
+def test_epochs_are_received_in_order(machine):
+    channel = Channel(machine.segments, halo(machine), np.int64, "order")
+    x = values(channel.exchange, machine.rank, 0)
+    first, second = (channel.start(channel.cut(x)) for _ in range(2))
+    with pytest.raises(ProtocolError, match="epoch 2 cannot be received"):
+        list(channel.receive(second))
+    channel.gather(x, first, np.add)
+    channel.gather(x, second, np.add)
+    channel.close()
+
+
+def test_voided_epoch_leaves_no_trace(machine, comm):
+    exchange = halo(machine)
+    channel = Channel(machine.segments, exchange, np.int64, "void")
+    for epoch in range(1, 60):
+        if epoch % 3 == 0:
+            # Some ranks had started already, others had not.
+            if machine.rank % 2:
+                channel.start(channel.cut(values(exchange, machine.rank, -1)))
+            comm.Barrier()
+            channel.void()
+        y = channel.move(values(exchange, machine.rank, epoch))
+        assert (y == expected(exchange, epoch)).all(), epoch
+    channel.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machine, comm):
+    exchange = movements(machine)["broadcast"]
+    channel = Channel(machine.segments, exchange, np.int64, "slow layer")
+    channel.connect()
+    x = values(exchange, machine.rank, 1)
+    if machine.rank == 0:
+        comm.Barrier()
+        channel.move(x)
+    else:
+        epoch = channel.start([])
+        with pytest.raises(
+            ExchangeTimeout,
+            match=rf"rank {machine.rank} for rank 0 to send in 'slow layer' \(epoch 1, last seen 0\)",
+        ):
+            list(channel.receive(epoch, timeout=0.02))
+        comm.Barrier()
+        assert (channel.gather(x, epoch, np.add) == expected(exchange, 1)).all()
+    channel.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_different_plans_raise_on_both_sides_naming_both_layers(machine, comm):
+    if machine.rank < 2:
+        pair = machine.partition().create_partition_inclusive([0, 1])
+        own = Decomposition.balanced(pair, (4,))
+        exchange = Exchange(machine.rank, own, Decomposition.replicated(pair, (4,)))
+        channel = Channel(machine.segments, exchange, np.float64, f"layer{machine.rank}")
+        with pytest.raises(MismatchError, match=r"layer[01].*layer[01]"):
+            channel.connect()
+
+
+def test_wrong_shape_and_dtype_are_refused_before_data_moves(machine):
+    channel = Channel(machine.segments, halo(machine), np.float32, "picky")
+    with pytest.raises(ShapeError, match="local shape is"):
+        channel.cut(np.zeros(99, np.float32))
+    if not channel.idle:
+        with pytest.raises(TypeError):
+            channel.start(channel.cut(np.zeros(channel.exchange.own.shape, np.float64)))
+    assert channel._started == 0
+    channel.close()
+
+
+def test_closed_channel_says_so_and_gives_its_memory_back(machine, comm):
+    before = machine.segments.heap.used
+    channel = Channel(machine.segments, halo(machine), np.int64, "closing")
+    channel.move(values(channel.exchange, machine.rank, 0))
+    channel.close()
+    channel.close()
+    with pytest.raises(ClosedError, match="'closing': already closed"):
+        channel.start([])
+    comm.Barrier()
+    deadline = time.monotonic() + 5
+    while machine.segments.heap.used > before and time.monotonic() < deadline:
+        machine.segments.progress()
+        machine.segments.get_segment_buffer(0).free()
+    assert machine.segments.heap.used == before
+
+
+def test_segment_holds_two_slots_of_what_is_received(machine):
+    exchange = movements(machine)["all_gather"]
+    channel = Channel(machine.segments, exchange, np.float64, "memory")
+    received = sum(piece.box.volume for piece in exchange.receives) * 8
+    lines = 2 * 64 * (len(exchange.receives) + len(exchange.sends))
+    remote = sum(
+        piece.box.volume * 8
+        for piece in exchange.sends
+        if machine.segments.segment.link(piece.peer).memory is None
+    )
+    assert channel.nbytes <= 2 * (received + remote) + lines
+    channel.close()

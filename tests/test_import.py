@@ -1,0 +1,128 @@
+"""What importing the package loads, and what it does not; each import in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import distdl_rma
+
+# The process prints the top-level modules that the import has brought, one per line.
+SCRIPT = """
+import sys
+before = set(sys.modules)
+{prepare}
+import {module}
+print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}), sep="\\n")
+"""
+# A job of one process would do as well, but these tests need no MPI.
+WITHOUT_MPI_START = "import mpi4py; mpi4py.rc.initialize = False"
+
+
+def run(script):
+    """Run a script with warnings as errors; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def loaded_by(module, prepare=""):
+    """Top-level modules that importing a module brings."""
+    return set(run(SCRIPT.format(module=module, prepare=prepare)).split())
+
+
+@pytest.mark.parametrize("module", ["distdl_rma", "distdl_rma.errors"])
+def test_the_package_alone_brings_only_the_standard_library(module):
+    assert loaded_by(module) <= sys.stdlib_module_names | {"distdl_rma"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "distdl_rma.geometry",
+        "distdl_rma.geometry.box",
+        "distdl_rma.geometry.decomposition",
+        "distdl_rma.geometry.exchange",
+        "distdl_rma.geometry.partition",
+        "distdl_rma.geometry.split",
+        "distdl_rma.geometry.stencil",
+    ],
+)
+def test_geometry_needs_only_the_standard_library(module):
+    assert loaded_by(module) <= sys.stdlib_module_names | {"distdl_rma"}
+
+
+def test_segments_work_without_torch():
+    found = loaded_by("distdl_rma.segments", WITHOUT_MPI_START)
+    assert {"numpy", "mpi4py"} <= found
+    assert "torch" not in found
+
+
+def test_the_machine_works_without_torch():
+    assert "torch" not in loaded_by("distdl_rma.machine", WITHOUT_MPI_START)
+
+
+def test_names_are_loaded_when_they_are_first_used():
+    script = """
+import sys
+import distdl_rma
+assert "distdl_rma.geometry" not in sys.modules
+distdl_rma.Partition((0, 1), (2,), 0)
+from distdl_rma import PartitionError
+assert not {"torch", "mpi4py", "numpy"} & set(sys.modules)
+"""
+    assert run(script) == ""
+
+
+def test_importing_prints_nothing_and_starts_no_thread_and_no_process():
+    script = """
+import threading
+import distdl_rma
+import distdl_rma.geometry
+assert threading.active_count() == 1
+"""
+    assert run(script) == ""
+
+
+def test_every_public_name_can_be_loaded():
+    script = f"""
+{WITHOUT_MPI_START}
+import distdl_rma
+for name in distdl_rma.__all__:
+    assert getattr(distdl_rma, name) is not None, name
+"""
+    assert run(script) == ""
+
+
+def test_all_public_names_are_listed():
+    assert set(distdl_rma.__all__) <= set(dir(distdl_rma))
+    assert len(set(distdl_rma.__all__)) == len(distdl_rma.__all__)
+    assert list(dir(distdl_rma)) == sorted(dir(distdl_rma))
+
+
+def test_names_that_do_not_exist_are_attribute_errors():
+    with pytest.raises(AttributeError) as caught:
+        distdl_rma.Communicator  # noqa: B018
+    assert str(caught.value) == "module 'distdl_rma' has no attribute 'Communicator'"
+    assert not hasattr(distdl_rma, "segment_size")
+
+
+def test_every_error_is_also_the_standard_one_it_resembles():
+    kinds = {
+        "ClosedError": RuntimeError,
+        "ConfigurationError": ValueError,
+        "ExchangeTimeout": TimeoutError,
+        "MismatchError": RuntimeError,
+        "PartitionError": ValueError,
+        "ProtocolError": RuntimeError,
+        "SegmentError": MemoryError,
+        "ShapeError": ValueError,
+        "UnsupportedError": NotImplementedError,
+    }
+    for name, standard in kinds.items():
+        assert issubclass(getattr(distdl_rma, name), standard)
+        assert issubclass(getattr(distdl_rma, name), distdl_rma.DistdlError)

@@ -1,0 +1,94 @@
+"""The machine: its ranks, options, and end."""
+
+import pytest
+
+from distdl_rma import (
+    ClosedError,
+    ConfigurationError,
+    Machine,
+    MPIPartition,
+    PartitionError,
+    SegmentError,
+)
+
+pytestmark = pytest.mark.mpi
+
+
+def test_same_communicator_gives_the_same_machine(comm):
+    here = comm.Dup()
+    first, second = MPIPartition(here), MPIPartition(here)
+    assert first.home is second.home and first == second
+    first.deactivate()
+    again = MPIPartition(here)
+    assert again.home is not first.home
+    with pytest.raises(ClosedError, match="machine: already closed"):
+        Machine.of(first)
+    again.deactivate()
+    here.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_may_be_permuted_and_a_subset(comm):
+    ranks = tuple(reversed(range(1, comm.size)))
+    if comm.rank in ranks:
+        with Machine(comm, ranks, segment_size="1MiB") as machine:
+            assert machine.ranks == ranks and machine.rank == comm.rank
+            assert machine.partition().rank == ranks.index(comm.rank)
+
+
+def test_wrong_list_of_ranks_names_the_entry(comm):
+    with pytest.raises(PartitionError, match=f"rank {comm.size} of M is out of range"):
+        Machine(comm, [0, comm.size])
+    with pytest.raises(PartitionError, match="rank 0 is listed more than once"):
+        Machine(comm, [0, 0])
+    if comm.size > 1:
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        with pytest.raises(PartitionError, match=f"rank {comm.rank} made this call but is not in M"):
+            Machine(comm, others)
+
+
+def test_close_is_idempotent_and_use_after_close_says_so(comm):
+    machine = Machine(comm, segment_size="1MiB")
+    buffer = machine.segments.get_segment_buffer(8)
+    machine.close()
+    machine.close()
+    with pytest.raises(ClosedError, match="already closed"):
+        machine.segments.get_segment_buffer(8)
+    with pytest.raises(ClosedError, match="already"):
+        _ = buffer.array
+
+
+@pytest.mark.parametrize("size", ["2 GB", "-1", "0", "many"])
+def test_unknown_segment_size_is_an_error(comm, monkeypatch, size):
+    monkeypatch.setenv("DISTDL_RMA_SEGMENT_SIZE", size)
+    with pytest.raises(ConfigurationError, match="a segment size is"):
+        Machine(comm)
+
+
+def test_segment_size_comes_from_the_environment(comm, monkeypatch):
+    monkeypatch.setenv("DISTDL_RMA_SEGMENT_SIZE", "3MiB")
+    with Machine(comm) as machine:
+        assert machine.segments.heap.nbytes == 3 << 20
+
+
+def test_too_little_shared_memory_says_both_numbers_and_the_remedy(comm):
+    with pytest.raises(SegmentError, match=r"\d+ bytes .* wanted, \d+ bytes free .*SEGMENT_SIZE"):
+        Machine(comm, segment_size="900TiB")
+
+
+@pytest.mark.parametrize("value", ["soon", "-3", "nan"])
+def test_unknown_timeout_is_an_error(comm, monkeypatch, value):
+    monkeypatch.setenv("DISTDL_RMA_TIMEOUT", value)
+    with pytest.raises(ConfigurationError, match="DISTDL_RMA_TIMEOUT is a number of seconds"):
+        Machine(comm)
+
+
+def test_unknown_transport_is_an_error(comm):
+    with pytest.raises(ConfigurationError, match="transport is one of"):
+        Machine(comm, transport="carrier pigeon")
+
+
+def test_many_machines_one_after_the_other_leak_nothing(comm):
+    for _ in range(40):
+        with Machine(comm, segment_size="1MiB") as machine:
+            machine.segments.get_segment_buffer(100)
