@@ -172,7 +172,7 @@ class DistributedConv(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Convolve; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         if self.plans is None:
-            return idle(x, self.parameters())
+            return idle(x, self.replica.tie(self.weight, self.bias))
         weight, bias = self._weights_for_use()
         if weight is None:
             raise ShapeError(f"{self.name!r}: has no weight")

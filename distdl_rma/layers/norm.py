@@ -160,11 +160,11 @@ class DistributedInstanceNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         use_running = self.track_running_stats and not self.training
+        weight, bias = self.replica.tie(self.weight, self.bias)
         if self._plans is None:
             self._update_running(None, 0)
-            return idle(x, self.parameters())
+            return idle(x, (weight, bias))
         plan, needs_grad = self._plans.agree(x)
-        weight, bias = self.replica.tie(self.weight, self.bias)
         if use_running:
             mean, variance = (
                 t.to(torch.float64).expand(x.shape[0], -1) for t in (self.running_mean, self.running_var)

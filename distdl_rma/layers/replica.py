@@ -110,11 +110,12 @@ class _Tie(torch.autograd.Function):
         return None, *ctx.replica.sum(gradients)
 
 
-def idle(x: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+def idle(x: torch.Tensor, parameters: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """Clone of an idle rank's empty input, tied to the weights, whose gradients there are zero."""
     y = x.clone()
     for parameter in parameters:
-        y = y + parameter.flatten()[:0].sum()
+        if parameter is not None:
+            y = y + parameter.flatten()[:0].sum()
     return y
 
 

@@ -1,0 +1,55 @@
+"""Comparison of distributed layers with their sequential torch twins."""
+
+import itertools
+import random
+
+import torch
+from torch import nn
+
+from distdl_rma.geometry import Decomposition
+
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+
+
+def shard(P_x, tensor):
+    """This rank's balanced shard of a global tensor, in memory of its own."""
+    if not P_x.active:
+        return tensor.new_empty(0)
+    return tensor[Decomposition.balanced(P_x, tensor.shape).slices()].detach().clone()
+
+
+def grids(size, dims):
+    """All grids of a number of ranks: batch, one channel block, spatial dimensions."""
+    extents = [n for n in range(1, size + 1) if size % n == 0]
+    for grid in itertools.product(extents, repeat=dims + 1):
+        if torch.tensor(grid).prod() == size:
+            yield (grid[0], 1, *grid[1:])
+
+
+def agree(actual, expected, what=""):
+    """Equal to float64 rounding, in shape and dtype too."""
+    assert actual is not None, what
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}")
+
+
+def random_convolution(rng: random.Random):
+    """Arguments of a random convolution and a random global input shape that it fits."""
+    dims = rng.choice([1, 2, 2, 3])
+    kernel, stride, dilation = (tuple(rng.randint(1, high) for _ in range(dims)) for high in (5, 3, 3))
+    padding = tuple(rng.randint(0, 4) for _ in range(dims))
+    smallest = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    groups = rng.choice([1, 1, 2])
+    arguments = {
+        "in_channels": 2 * groups,
+        "out_channels": groups * rng.randint(1, 2),
+        "kernel_size": kernel,
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+        "bias": rng.random() < 0.5,
+        "dtype": torch.float64,
+    }
+    shape = (rng.randint(1, 4), 2 * groups, *(n + rng.randint(0, 9) for n in smallest))
+    return dims, arguments, shape
