@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -30,6 +31,13 @@ def comm() -> MPI.Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(autouse=True)
+def same_seed() -> None:
+    """Random tensors are the same on all ranks, unless a test wants it otherwise."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(20)
 
 
 @pytest.fixture(scope="session", params=["auto", "remote"])

@@ -201,8 +201,9 @@ class Repartition(nn.Module):
         if self.P_y.active:
             return y
         batch = x.shape[0] if self.preserve_batch and x.dim() else None
+        empty = zero_volume_tensor(batch, y.dtype)
         # Added to the empty result, so that a backward reaches the movement on this rank too.
-        return zero_volume_tensor(batch, y.dtype) + y.sum()
+        return empty + y.sum() if y.requires_grad else empty
 
     def _plan(self, facts: dict[int, Facts]) -> Movement:
         first = self.P_x.ranks[0]

@@ -1,0 +1,283 @@
+"""Gradients of a whole training loop against the sequential loop."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError
+from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
+from distdl_rma.layers.tensors import as_tensor
+from tests.layers.sequential import grids, shard
+
+pytestmark = pytest.mark.mpi
+
+
+class Scale(nn.Module):
+    """A plain torch module with a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def network(conv, norm):
+    torch.manual_seed(3)
+    return nn.Sequential(
+        conv(3, 6, 3, padding=1, bias=False, dtype=torch.float64),
+        norm(6, affine=True, dtype=torch.float64),
+        nn.ReLU(inplace=True),
+        conv(6, 6, 3, padding=2, dilation=2, dtype=torch.float64),
+        nn.ReLU(inplace=True),
+        Scale(),
+        conv(6, 2, 3, stride=2, padding=1, dtype=torch.float64),
+    )
+
+
+def distributed(P_x):
+    def conv(*arguments, **options):
+        return DistributedConv2d(P_x, *arguments, **options)
+
+    def norm(*arguments, **options):
+        return DistributedInstanceNorm2d(P_x, *arguments, **options)
+
+    return network(conv, norm)
+
+
+def sequential_losses_and_weights(steps=4):
+    model = network(nn.Conv2d, nn.InstanceNorm2d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x in inputs()[:steps]:
+        optimizer.zero_grad()
+        loss = nn.MSELoss()(model(x), target())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 3, 17, 13, dtype=torch.float64, generator=generator) for _ in range(4)]
+
+
+def target():
+    return torch.randn(3, 2, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def make(P_world, comm, grid=None, **options):
+    P_x = P_world.create_cartesian_topology_partition(grid or (1, 1, comm.size, 1))
+    model = distributed(P_x)
+    return P_x, model, GradientSync(model, P_world, **options), DistributedMSELoss(P_x)
+
+
+def close_to(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("bucket_nbytes", [0, 1 << 10, 1 << 20])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_equals_the_sequential_run_on_every_grid(P_world, comm, bucket_nbytes, set_to_none):
+    losses, weights = sequential_losses_and_weights()
+    for grid in grids(comm.size, 2):
+        P_x, model, sync, criterion = make(P_world, comm, grid, bucket_nbytes=bucket_nbytes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for x, expected in zip(inputs(), losses, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = criterion(model(shard(P_x, x)), shard(P_x, target()))
+            loss.backward()
+            optimizer.step()
+            assert loss.item() == pytest.approx(expected, rel=1e-12)
+        close_to(model.parameters(), weights)
+        sync.close()
+
+
+def test_distributed_layers_train_right_without_the_line_too(P_world, comm):
+    losses, _ = sequential_losses_and_weights(1)
+    sequential = network(nn.Conv2d, nn.InstanceNorm2d)
+    nn.MSELoss()(sequential(inputs()[0]), target()).backward()
+    P_x = P_world.create_cartesian_topology_partition((1, 1, 1, comm.size))
+    model = distributed(P_x)
+    loss = DistributedMSELoss(P_x)(model(shard(P_x, inputs()[0])), shard(P_x, target()))
+    loss.backward()
+    assert loss.item() == pytest.approx(losses[0], rel=1e-12)
+    for (name, parameter), twin in zip(model.named_parameters(), sequential.parameters(), strict=True):
+        # The plain module in between is not the library's to synchronise without a GradientSync.
+        if "factor" not in name:
+            torch.testing.assert_close(parameter.grad, twin.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("way", ["accumulate", "no_sync", "no_sync twice, cleared to zero"])
+def test_accumulated_gradients_are_the_sequential_sum(P_world, comm, way):
+    P_x, model, sync, criterion = make(P_world, comm)
+    sequential = network(nn.Conv2d, nn.InstanceNorm2d)
+
+    def backward(x):
+        criterion(model(shard(P_x, x)), shard(P_x, target())).backward()
+
+    first, second, third, fourth = inputs()
+    if way == "no_sync twice, cleared to zero":
+        backward(fourth)
+        model.zero_grad(set_to_none=False)
+    if way == "accumulate":
+        backward(first)
+        backward(second)
+    else:
+        with sync.no_sync():
+            backward(first)
+            backward(second)
+    backward(third)
+    for x in (first, second, third):
+        nn.MSELoss()(sequential(x), target()).backward()
+    close_to((p.grad for p in model.parameters()), (p.grad for p in sequential.parameters()))
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_no_sync_on_top_of_a_synchronised_gradient_is_refused(P_world, comm):
+    P_x, model, sync, criterion = make(P_world, comm)
+    criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
+    loss = criterion(model(shard(P_x, inputs()[0])), shard(P_x, target()))
+    with pytest.raises(ProtocolError, match=r"call optimizer.zero_grad\(\) first"), sync.no_sync():
+        loss.backward()
+    model.zero_grad()
+    comm.Barrier()
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_lie_in_the_segment(P_world, comm):
+    P_x, model, sync, criterion = make(P_world, comm)
+    memory = Machine.of(P_world).segments.segment.memory
+    begin = memory.ctypes.data
+    taken = []
+    offered = model[0].replica.sinks["weight"]
+    model[0].replica.sinks["weight"] = lambda: taken.append(offered()) or taken[-1]
+    for _ in range(3):
+        model.zero_grad()
+        criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
+        for parameter in model.parameters():
+            assert begin <= parameter.grad.data_ptr() < begin + memory.nbytes
+        # The layer wrote where the allreduce summed: no copy in between.
+        assert taken[-1].data_ptr() == model[0].weight.grad.data_ptr()
+    assert taken[0].data_ptr() == taken[2].data_ptr() != taken[1].data_ptr(), "double buffered"
+    sync.close()
+    for parameter in model.parameters():
+        assert not begin <= parameter.grad.data_ptr() < begin + memory.nbytes
+
+
+def test_mean_divides_by_the_ranks(P_world, comm):
+    plain = nn.Linear(3, 2)
+    sync = GradientSync(plain, P_world, reduction="mean")
+    plain(torch.full((1, 3), float(comm.rank))).sum().backward()
+    assert plain.weight.grad[0, 0].item() == pytest.approx(sum(range(comm.size)) / comm.size)
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_plain_modules_start_equal_buffers_included(P_world, comm):
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model[1].running_mean.fill_(comm.rank + 5.0)
+    sync = GradientSync(model, P_world)
+    assert len({str(p.tolist()) for p in comm.allgather(model[0].weight.detach().numpy())}) == 1
+    assert model[1].running_mean[0] == 5.0
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_layers_that_only_some_ranks_use(P_world, comm):
+    # Ranks complete their buckets in different orders, and one gets no gradient for a layer at all.
+    torch.manual_seed(0)
+    a, b, unused = (nn.Linear(8, 8) for _ in range(3))
+    model = nn.ModuleList([a, b, unused])
+    sync = GradientSync(model, P_world, bucket_nbytes=0)
+    for _ in range(3):
+        model.zero_grad()
+        x = torch.full((1, 8), comm.rank + 1.0)
+        order = [a] if comm.rank == 1 else [b, a] if comm.rank % 2 else [a, b]
+        y = x
+        for layer in order:
+            y = layer(y) + x
+        y.sum().backward()
+        local = {}
+        twin = copy.deepcopy(model)
+        for parameter in twin.parameters():
+            parameter.grad = None
+        y = x
+        for layer in order:
+            y = twin[0 if layer is a else 1](y) + x
+        y.sum().backward()
+        for name, parameter in twin.named_parameters():
+            local[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        everyones = comm.allgather({name: gradient.numpy() for name, gradient in local.items()})
+        for name, parameter in model.named_parameters():
+            total = sum(torch.from_numpy(theirs[name]) for theirs in everyones)
+            if name.startswith("2"):
+                assert parameter.grad is None
+            else:
+                torch.testing.assert_close(parameter.grad, total)
+    sync.close()
+
+
+def test_works_next_to_clipping(P_world, comm):
+    P_x, model, sync, criterion = make(P_world, comm)
+    sequential = network(nn.Conv2d, nn.InstanceNorm2d)
+    criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
+    nn.MSELoss()(sequential(inputs()[0]), target()).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01) for net in (model, sequential)]
+    assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-10)
+    close_to((p.grad for p in model.parameters()), (p.grad for p in sequential.parameters()))
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_would_be_silently_local_is_refused(P_world, comm):
+    P_x, model, sync, criterion = make(P_world, comm)
+    loss = criterion(model(shard(P_x, inputs()[0])), shard(P_x, target()))
+    with pytest.raises(ProtocolError, match=r"autograd.grad would return local gradients"):
+        torch.autograd.grad(loss, model[0].weight)
+    comm.Barrier()
+    sync.close()
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plain[0].requires_grad_(False)
+    sync = GradientSync(plain, P_world)
+    plain[0].requires_grad_(True)
+    with pytest.raises(ProtocolError, match=r"'0.weight' was unfrozen after its GradientSync"):
+        plain(torch.ones(1, 2)).sum().backward()
+    comm.Barrier()
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_model_has_one_sync(P_world, comm):
+    _, model, sync, _ = make(P_world, comm)
+    with pytest.raises(ConfigurationError, match="already belongs to another GradientSync"):
+        GradientSync(model, P_world)
+    sync.close()
+    GradientSync(model, P_world).close()
+    with pytest.raises(ConfigurationError, match="reduction is one of"):
+        GradientSync(model, P_world, reduction="product")
+
+
+def test_gradients_outlive_the_machine(comm):
+    with Machine(comm, segment_size="4MiB") as machine:
+        plain = nn.Linear(3, 2)
+        sync = GradientSync(plain, machine)
+        plain(torch.ones(1, 3)).sum().backward()
+    assert plain.weight.grad[0, 0].item() == comm.size
+    sync.close()
+
+
+def test_adaptor_makes_a_view(P_world):
+    buffer = Machine.of(P_world).segments.get_segment_buffer(16)
+    tensor = as_tensor(buffer.array)
+    tensor.fill_(7)
+    assert (buffer.array == 7).all()
+    buffer.free()
