@@ -1,0 +1,117 @@
+"""What users see when something goes wrong; every case runs in processes of its own, with a time limit."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+PREAMBLE = """
+import os, signal, sys, time
+import torch
+from mpi4py import MPI
+import distdl_rma
+from distdl_rma import *
+from distdl_rma.layers import *
+comm = MPI.COMM_WORLD
+"""
+
+
+def run(ranks, body, limit=40, **environment):
+    """Run a script on some ranks; its exit status, standard output and standard error."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), **environment}
+    command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-c", PREAMBLE + body]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=limit, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+CONV = """
+P_x = MPIPartition(comm).create_cartesian_topology_partition((1, 1, comm.size))
+layer = DistributedConv1d(P_x, 1, 1, 3, padding=1, name="enc1.conv")
+x = torch.ones(1, 1, 4)
+layer(x)
+"""
+
+
+def test_rank_that_never_comes_is_named_with_the_layer():
+    code, _, err = run(3, CONV + "if comm.rank == 1: time.sleep(15)\nlayer(x)", DISTDL_RMA_TIMEOUT="1.5")
+    assert code != 0
+    assert "ExchangeTimeout: waited 1.5 s: rank " in err
+    assert "for rank 1 to send in 'enc1.conv" in err
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSEGV"])
+def test_killed_rank_ends_the_job(signal):
+    begin = time.monotonic()
+    kill = f"if comm.rank == 1: os.kill(os.getpid(), signal.{signal})\nlayer(x)"
+    code, _, _ = run(3, CONV + kill, DISTDL_RMA_TIMEOUT="20")
+    assert code != 0
+    assert time.monotonic() - begin < 35
+
+
+def test_exception_on_one_rank_ends_the_job():
+    code, _, err = run(3, CONV + "if comm.rank == 2: raise OSError('disk on fire')\nlayer(x)")
+    assert code != 0
+    assert "disk on fire" in err
+
+
+def test_different_layers_on_two_ranks_are_named():
+    body = """
+P_x = MPIPartition(comm).create_cartesian_topology_partition((1, 1, comm.size))
+layer = DistributedConv1d(P_x, 1, 1, 3 if comm.rank else 5, padding=1, name=f"conv of {comm.rank}")
+"""
+    code, _, err = run(2, body, DISTDL_RMA_TIMEOUT="5")
+    assert code != 0
+    assert "MismatchError" in err
+    assert "conv of 0" in err and "conv of 1" in err
+
+
+def test_wrong_option_on_one_rank_is_an_error_on_all():
+    body = """
+try:
+    Machine(comm, segment_size="2 parsecs" if comm.rank == 1 else None)
+except ConfigurationError as error:
+    sys.stdout.write(f"refused: {error}\\n")
+"""
+    code, out, _ = run(3, body)
+    assert code == 0
+    assert out.count("refused: rank 1: a segment size is") == 3
+
+
+def test_segment_larger_than_shared_memory_is_refused_at_start():
+    code, _, err = run(2, "Machine(comm)", DISTDL_RMA_SEGMENT_SIZE="100TiB")
+    assert code != 0
+    assert "not enough shared memory" in err and "DISTDL_RMA_SEGMENT_SIZE" in err
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "P_x.deactivate()"])
+def test_leaving_without_close_is_clean(ending):
+    code, out, err = run(2, CONV + "sys.stdout.write('done\\n')\n" + ending)
+    assert code == 0
+    assert out.count("done") == 2
+    assert "Traceback" not in err and "WARN" not in err
+
+
+def test_leaving_in_the_middle_of_an_exchange_does_not_hang():
+    code, _, _ = run(2, CONV + "if comm.rank == 0: layer(x)\n", DISTDL_RMA_TIMEOUT="2")
+    assert code != 0
+
+
+def test_run_leaves_no_shared_memory_behind():
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("shared memory is no file system here")
+    before = set(Path("/dev/shm").iterdir())
+    pids = "print(os.getpid())"
+    code, _, _ = run(2, CONV + pids)
+    assert code == 0
+    fresh = {path for path in set(Path("/dev/shm").iterdir()) - before if path.stat().st_uid == os.getuid()}
+    # Runs of other people on this machine come and go; what is left for long would be ours.
+    deadline = time.monotonic() + 5
+    while any(path.exists() for path in fresh) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(path.exists() for path in fresh)
