@@ -13,11 +13,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import conv, rma
+from benchmarks import conv, planning, rma
 from benchmarks.measure import COMM, Row
 from distdl_rma import Machine
 
-SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {"rma": rma.rows, "conv": conv.rows}
+SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
+    "rma": rma.rows,
+    "conv": conv.rows,
+    "planning": planning.rows,
+}
 RESULTS = Path("bench-output/results.json")
 
 

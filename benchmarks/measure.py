@@ -68,10 +68,8 @@ def compare(
     return Row(
         what,
         against,
-        statistics.median(samples[True]),
-        _spread(samples[True]),
-        statistics.median(samples[False]),
-        _spread(samples[False]),
+        *summary(samples[True]),
+        *summary(samples[False]),
         target,
     )
 
@@ -86,7 +84,7 @@ def _time(call: Callable[[], object], inner: int) -> float:
     return slowest
 
 
-def _spread(values: list[float]) -> float:
-    # Half the distance between the quartiles.
-    low, _, high = statistics.quantiles(values, n=4)
-    return (high - low) / 2
+def summary(values: list[float]) -> tuple[float, float]:
+    """Median, and half the distance between the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return middle, (high - low) / 2

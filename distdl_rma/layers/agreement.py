@@ -16,9 +16,10 @@ from distdl_rma.layers.tensors import DTYPES
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allgather import AllGather
 
-__all__ = ["Facts", "Plan", "Plans"]
+__all__ = ["Facts", "Plan", "Plans", "common_dtype"]
 
 _DTYPE_CODES = list(DTYPES)
+_NO_DTYPE = -1
 _MAX_DIMS = 8
 _WORDS = _MAX_DIMS + 3
 _KEPT_PLANS = 16
@@ -29,7 +30,7 @@ class Facts:
     """What one rank says of its input before data moves."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     needs_grad: bool
 
     @classmethod
@@ -37,24 +38,22 @@ class Facts:
         """Facts about a local tensor."""
         return cls(tuple(x.shape), x.dtype, x.requires_grad and torch.is_grad_enabled())
 
-    def encode(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Vector of numbers that travels."""
-        if len(self.shape) > _MAX_DIMS or self.dtype not in DTYPES:
-            raise ShapeError(f"{name!r}: cannot take a tensor of shape {self.shape} and dtype {self.dtype}")
+    def encode(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Vector of numbers that travels; what cannot be told becomes a tensor of no type."""
         words = np.zeros(_WORDS, np.int64)
-        words[: 3 + len(self.shape)] = (
-            len(self.shape),
-            _DTYPE_CODES.index(self.dtype),
-            self.needs_grad,
-            *self.shape,
-        )
+        if len(self.shape) > _MAX_DIMS or self.dtype not in DTYPES:
+            words[1] = _NO_DTYPE
+            return words
+        code = _DTYPE_CODES.index(self.dtype)
+        words[: 3 + len(self.shape)] = (len(self.shape), code, self.needs_grad, *self.shape)
         return words
 
     @classmethod
     def decode(cls, words: Sequence[int]) -> Facts:
         """Facts from the vector of numbers."""
         dims, code, needs_grad = words[:3]
-        return cls(tuple(words[3 : 3 + dims]), _DTYPE_CODES[code], bool(needs_grad))
+        dtype = None if code == _NO_DTYPE else _DTYPE_CODES[code]
+        return cls(tuple(words[3 : 3 + dims]), dtype, bool(needs_grad))
 
 
 class Plan(Protocol):
@@ -100,7 +99,7 @@ class Plans(Generic[P]):
         if len(self._ranks) > 1:
             self._round = AllGather(machine.segments, self._ranks, _WORDS, np.int64, f"{name} (shapes)")
             weakref.finalize(self, self._round.close)
-        self._cache: OrderedDict[tuple[tuple[tuple[int, ...], torch.dtype], ...], P] = OrderedDict()
+        self._cache: OrderedDict[tuple[tuple[tuple[int, ...], torch.dtype | None], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None
         self._mine: Facts | None = None
 
@@ -113,7 +112,7 @@ class Plans(Generic[P]):
         """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
         self._mine = mine = Facts.about(x)
         if self._round is not None:
-            self._round.start(mine.encode(self._name))
+            self._round.start(mine.encode())
         if self._last is None:
             return None
         before, plan = self._last
@@ -129,7 +128,7 @@ class Plans(Generic[P]):
         if mine is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
         if self._round is None:
-            facts = {self._rank: mine}
+            facts = {self._rank: Facts.decode(mine.encode().tolist())}
         else:
             rows = self._round.wait().tolist()
             facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
@@ -140,6 +139,7 @@ class Plans(Generic[P]):
             last.void()
         if plan is None:
             try:
+                _check_types(facts)
                 plan = self._build(facts)
             except DistdlError as error:
                 raise type(error)(f"{self._name!r}: {error}") from None
@@ -155,3 +155,29 @@ class Plans(Generic[P]):
         """Begin and settle at once, for layers that have nothing to compute in between."""
         self.begin(x)
         return self.settle()
+
+
+def _check_types(facts: dict[int, Facts]) -> None:
+    for rank, fact in facts.items():
+        if fact.dtype is None:
+            raise ShapeError(
+                f"rank {rank} passes a tensor of more than {_MAX_DIMS} dimensions or of an unsupported dtype;"
+                f" supported are {_DTYPE_CODES}"
+            )
+
+
+def common_dtype(facts: dict[int, Facts]) -> torch.dtype:
+    """Type that all ranks pass.
+
+    Raises
+    ------
+    ShapeError
+        If two ranks differ; names both.
+    """
+    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
+    for rank, dtype in others:
+        if dtype != expected:
+            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
+    if expected is None:
+        raise ShapeError(f"rank {first} passes an unsupported dtype")
+    return expected

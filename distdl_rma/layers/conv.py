@@ -11,7 +11,7 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.layers.agreement import Facts, Plans
+from distdl_rma.layers.agreement import Facts, Plans, common_dtype
 from distdl_rma.layers.autograd import anchor
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
@@ -192,16 +192,13 @@ class DistributedConv(nn.Module):
         return used["weight"].view(self._weight_shape), used.get("bias")
 
     def _plan(self, facts: dict[int, Facts]) -> HaloPlan:
-        first = self.group.ranks[0]
-        for rank, fact in facts.items():
-            if fact.dtype != facts[first].dtype:
-                raise ShapeError(f"rank {first} passes {facts[first].dtype} but rank {rank} {fact.dtype}")
+        dtype = common_dtype(facts)
         source = Decomposition.from_local_shapes(self.group, {r: f.shape for r, f in facts.items()})
         if source.shape[1] != self.in_channels:
             raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {self.in_channels}")
-        if facts[first].dtype != self.weight.dtype:
-            raise ShapeError(f"input is {facts[first].dtype}, the weights are {self.weight.dtype}")
-        return HaloPlan(self.machine, self.local.stencil, source, facts[first].dtype, self.name)
+        if dtype != self.weight.dtype:
+            raise ShapeError(f"input is {dtype}, the weights are {self.weight.dtype}")
+        return HaloPlan(self.machine, self.local.stencil, source, dtype, self.name)
 
 
 class DistributedConv1d(DistributedConv):

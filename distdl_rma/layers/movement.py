@@ -16,7 +16,7 @@ from distdl_rma.errors import PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.agreement import Facts, Plans
+from distdl_rma.layers.agreement import Facts, Plans, common_dtype
 from distdl_rma.layers.autograd import anchor, first_derivative
 from distdl_rma.layers.tensors import as_array, as_tensor, numpy_dtype, zero_volume_tensor
 from distdl_rma.machine import Machine
@@ -206,13 +206,12 @@ class Repartition(nn.Module):
         return empty + y.sum() if y.requires_grad else empty
 
     def _plan(self, facts: dict[int, Facts]) -> Movement:
-        first = self.P_x.ranks[0]
         for rank, fact in facts.items():
-            if rank not in self.P_x.ranks and 0 not in fact.shape:
+            if rank not in self.P_x and 0 not in fact.shape:
                 raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
-            if rank in self.P_x.ranks and fact.dtype != facts[first].dtype:
-                raise ShapeError(f"rank {first} passes {facts[first].dtype} but rank {rank} {fact.dtype}")
-        source = Decomposition.from_local_shapes(self.P_x, {r: facts[r].shape for r in self.P_x.ranks})
+        given = {rank: facts[rank] for rank in self.P_x.ranks}
+        dtype = common_dtype(given)
+        source = Decomposition.from_local_shapes(self.P_x, {r: fact.shape for r, fact in given.items()})
         target = Decomposition.balanced(self.P_y, source.shape)
         exchange = Exchange(self._machine.rank, source, target)
-        return Movement(self._machine, exchange, facts[first].dtype, self.name)
+        return Movement(self._machine, exchange, dtype, self.name)

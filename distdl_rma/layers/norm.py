@@ -13,7 +13,7 @@ from torch import nn
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.agreement import Facts, Plans
+from distdl_rma.layers.agreement import Facts, Plans, common_dtype
 from distdl_rma.layers.autograd import anchor, first_derivative
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.layers.tensors import as_array, as_tensor
@@ -197,10 +197,7 @@ class DistributedInstanceNorm(nn.Module):
             running.lerp_(mean.to(running.dtype), self.momentum or 0.0)
 
     def _plan(self, facts: dict[int, Facts]) -> _NormPlan:
-        first = self.group.ranks[0]
-        for rank, fact in facts.items():
-            if fact.dtype != facts[first].dtype:
-                raise ShapeError(f"rank {first} passes {facts[first].dtype} but rank {rank} {fact.dtype}")
+        common_dtype(facts)
         source = Decomposition.from_local_shapes(self.group, {r: f.shape for r, f in facts.items()})
         if source.shape[1] != self.num_features:
             raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {self.num_features}")
