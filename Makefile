@@ -27,6 +27,8 @@ export OMP_NUM_THREADS ?= 1
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s%s\n", $$1, $$2 }' Makefile
 
+# mpiexec gives its ranks a pipe for a terminal: without a word, rich would show no progress bar.
+demo: export TTY_COMPATIBLE ?= $(if $(MAKE_TERMOUT),1)
 demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py examples/denoise.py $(DEMO_OPTIONS)
 

@@ -1,0 +1,171 @@
+"""The denoising demo, run as a user runs it; these tests start MPI jobs of their own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import skimage.io
+import torch
+
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from examples import denoise_image
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "examples" / "denoise.py"
+BESIDE = Path(sys.executable).parent / "mpiexec"
+MPIEXEC = str(BESIDE) if BESIDE.exists() else shutil.which("mpiexec")
+LIMIT = 50
+HEIGHT, WIDTH = 53, 47
+# Every rank says what it ends with, which mpiexec sums up in one number.
+SHELL = '"$@"; status=$?; echo "status $status"; exit $status'
+# Open MPI wants to be asked for root and for more ranks than cores; MPICH does not look at these.
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "TTY_COMPATIBLE": "0",
+    "COLUMNS": "100",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def launch(ranks, script, *arguments):
+    """Run a script on some ranks; return its exit status, lines on stdout, and lines on stderr."""
+    if MPIEXEC is None:
+        pytest.skip("no mpiexec, neither beside this Python nor on the path")
+    python = [sys.executable, "-m", "mpi4py", str(script), *map(str, arguments)]
+    command = [MPIEXEC, "-n", str(ranks), "sh", "-c", SHELL, "sh", *python]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=os.environ | ENVIRONMENT, **pipes) as job:
+        try:
+            stdout, stderr = job.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            # Asked politely, mpiexec takes its ranks with it.
+            job.terminate()
+            raise
+    return job.returncode, stdout.splitlines(), stderr.splitlines()
+
+
+@functools.cache
+def launcher_adds_lines():
+    version = subprocess.run(
+        [MPIEXEC, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT
+    )
+    return "HYDRA" not in version.stdout
+
+
+def assert_all_ranks_end_with(status, ranks, outcome):
+    code, stdout, _ = outcome
+    assert code == status
+    assert [line for line in stdout if line.startswith("status ")] == [f"status {status}"] * ranks
+
+
+@pytest.fixture
+def picture(tmp_path):
+    rows, columns = np.mgrid[:HEIGHT, :WIDTH]
+    disc = (rows - 25) ** 2 + (columns - 20) ** 2 < 150
+    colours = np.stack([0.5 + 0.3 * np.sin(columns / 7), 0.5 + 0.3 * np.cos(rows / 5), 0.8 * disc], axis=2)
+    path = tmp_path / "picture.png"
+    skimage.io.imsave(path, (255 * colours).astype(np.uint8))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ranks", "grid"), [(1, ()), (2, ()), (3, ("--grid", "1x3")), (4, ())], ids=["1", "2", "3 as 1x3", "4"]
+)
+def test_ranks_together_agree_with_one_alone(ranks, grid, picture, tmp_path):
+    folder = tmp_path / "not" / "there yet"
+    outcome = launch(ranks, DEMO, "--image", picture, "--steps", 4, "--output", folder, *grid)
+    assert_all_ranks_end_with(0, ranks, outcome)
+    _, stdout, stderr = outcome
+    assert not stderr
+    assert sum(line.startswith("step ") for line in stdout) == 4
+    assert "proof holds: the limit is 1e-04" in stdout
+    assert f"picture: {folder / 'denoise.png'}" in stdout
+    assert skimage.io.imread(folder / "denoise.png").size
+
+
+def test_failed_proof_ends_all_ranks_with_1(picture, tmp_path):
+    script = tmp_path / "impossible.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(DEMO.parent)!r})\n"
+        "import denoise\ndenoise.PROOF_LIMIT = -1.0\ndenoise.leave(denoise.main())\n"
+    )
+    outcome = launch(2, script, "--image", picture, "--steps", 1, "--output", tmp_path)
+    assert_all_ranks_end_with(1, 2, outcome)
+    assert "proof FAILS: the limit is -1e+00" in outcome[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "message"),
+    [
+        (4, ["--grid", "3x2"], "--grid 3x2 needs 6 ranks, but 4 are running"),
+        (2, ["--grid", "two"], "a grid is ROWSxCOLUMNS, such as 2x2, not 'two'"),
+        (2, ["--steps", "0"], "at least 1 step is needed, not '0'"),
+        (2, ["--colour", "red"], "unrecognized arguments: --colour red"),
+        (2, ["--image", "nowhere.png"], "no such picture: nowhere.png"),
+        (3, ["--image", __file__], f"cannot read {__file__} as a picture"),
+        (2, ["--image", "{tiny}", "--grid", "1x2"], "2 x 1 pixels, too few for 1 x 2 ranks"),
+    ],
+    ids=["grid", "malformed grid", "steps", "option", "missing", "unreadable", "tiny"],
+)
+def test_mistake_is_told_once_and_ends_all_ranks(ranks, arguments, message, tmp_path):
+    tiny = tmp_path / "tiny.png"
+    skimage.io.imsave(tiny, np.full((2, 1), 128, np.uint8), check_contrast=False)
+    outcome = launch(ranks, DEMO, *(argument.format(tiny=tiny) for argument in arguments))
+    assert_all_ranks_end_with(2, ranks, outcome)
+    told = [line for line in outcome[2] if line.startswith("denoise.py: ")]
+    assert len(told) == 1
+    assert message in told[0]
+    assert launcher_adds_lines() or outcome[2] == told
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1), (1, 7)])
+def test_noise_does_not_depend_on_the_split(grid):
+    whole = denoise_image.noise(Box.of_shape((1, 3, HEIGHT, WIDTH)), WIDTH, 5)
+    ranks = tuple(range(grid[0] * grid[1]))
+    layout = Decomposition.balanced(Partition(ranks, (1, 1, *grid), 0), (1, 3, HEIGHT, WIDTH))
+    for rank in ranks:
+        box = layout.box(rank)
+        shard = denoise_image.noise(box, WIDTH, 5)
+        assert torch.equal(shard, whole[box.slices(Box.of_shape(whole.shape))])
+
+
+def test_noise_is_normal_and_another_for_every_draw_and_channel():
+    draws = torch.cat([denoise_image.noise(Box.of_shape((1, 3, 200, 200)), 200, draw) for draw in range(3)])
+    correlations = torch.corrcoef(draws.flatten(0, 1).flatten(1))
+    assert torch.allclose(correlations, torch.eye(9), atol=0.03)
+    assert abs(draws.mean().item()) < 0.01
+    assert abs(draws.std().item() - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "expected"),
+    [
+        ("grey.png", np.array([[0, 51], [102, 255]], np.uint8), [[0, 0.2], [0.4, 1]]),
+        ("grey16.png", np.array([[0, 13107], [26214, 65535]], np.uint16), [[0, 0.2], [0.4, 1]]),
+        ("colour16.tif", np.full((2, 2, 3), 13107, np.uint16), [[0.2, 0.2], [0.2, 0.2]]),
+        (
+            "clear.png",
+            np.dstack([np.zeros((2, 2, 3), np.uint8), np.uint8([[0, 255], [51, 255]])]),
+            [[1, 0], [0.8, 0]],
+        ),
+        ("bright.tif", np.array([[0, 20], [40, 100]], np.float32), [[0, 0.2], [0.4, 1]]),
+    ],
+)
+def test_read_gives_rgb_between_0_and_1(name, pixels, expected, tmp_path):
+    skimage.io.imsave(tmp_path / name, pixels, check_contrast=False)
+    image = denoise_image.read(tmp_path / name)
+    assert image.shape == (1, 3, 2, 2)
+    assert image.is_contiguous()
+    assert torch.allclose(image, torch.tensor(expected).expand(1, 3, 2, 2), atol=1e-6)
