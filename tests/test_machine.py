@@ -92,3 +92,10 @@ def test_many_machines_one_after_the_other_leak_nothing(comm):
     for _ in range(40):
         with Machine(comm, segment_size="1MiB") as machine:
             machine.segments.get_segment_buffer(100)
+
+
+@pytest.mark.parametrize("transport", ["auto", "remote"])
+def test_machines_close_in_any_order(comm, transport):
+    first, second = (Machine(comm, segment_size="1MiB", transport=transport) for _ in range(2))
+    first.close()
+    second.close()

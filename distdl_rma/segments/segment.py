@@ -95,7 +95,8 @@ class Segment:
         self._poke = comm.Dup()
         # What MPI put here is only visible to loads after a Sync, on any processor.
         self.acquire: Callable[[], None] = self._window.Sync if self._remote else self.fence
-        node.Free()
+        # Kept until the end: MPICH 5.0 gives its context to the next window and then hangs in Unlock_all.
+        self._node = node
 
     def link(self, rank: int) -> Link:
         """Way to the segment of a rank id."""
@@ -125,6 +126,7 @@ class Segment:
             window.Unlock_all()
             window.Free()
         self._poke.Free()
+        self._node.Free()
 
 
 def _as_array(memory: MPI.buffer) -> Bytes:
