@@ -15,6 +15,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
 from distdl_rma.geometry.partition import Home, Partition
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.notification import check_timeout
 
 __all__ = ["TIMEOUT_VARIABLE", "MPIPartition", "Machine"]
 
@@ -68,11 +69,11 @@ class Machine:
         base = MPI.COMM_WORLD if comm is None else comm
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
+        self.timeout = _timeout(timeout)
         group = base.group.Incl(list(self.ranks))
         self.comm = base.Create_group(group, _CREATE_TAG)
         group.Free()
         _check_same(self.comm, self.ranks)
-        self.timeout = _timeout(timeout)
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._layers = 0
         self._tenants: weakref.WeakSet[Home] = weakref.WeakSet()
@@ -213,7 +214,7 @@ def _check_same(comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
 
 def _timeout(seconds: float | None) -> float:
     if seconds is not None:
-        return seconds
+        return check_timeout(seconds)
     text = os.environ.get(TIMEOUT_VARIABLE)
     if text is None:
         return _DEFAULT_TIMEOUT

@@ -121,12 +121,15 @@ class GradientSync:
         """
         if self._closed:
             return
+        if any(slot.local and slot.parameter.grad is not None for b in self._buckets for slot in b.slots):
+            raise ProtocolError("GradientSync: closed with gradients from no_sync that are not summed yet")
         self._closed = True
         for handle in self._handles:
             handle.remove()
         for replica in self._replicas:
             replica.taken_over = False
             replica.sinks.clear()
+            replica.adopted.clear()
         for bucket in self._buckets:
             bucket.close()
 
@@ -137,6 +140,7 @@ class GradientSync:
             parameter.register_post_accumulate_grad_hook(lambda _: self._after(bucket, slot))
         )
         if slot.replica is not None:
+            slot.replica.adopted[slot.key] = slot.parameter
             slot.replica.sinks[slot.key] = lambda: None if self._paused else bucket.claim(slot)
 
     def _before(self, bucket: _Bucket, slot: _Slot) -> None:
@@ -144,14 +148,20 @@ class GradientSync:
         if self._closed:
             raise ClosedError("GradientSync: already closed")
         gradient = slot.parameter.grad
+        if slot.parameter.dtype != slot.dtype:
+            raise ProtocolError(
+                f"a parameter of {bucket.name!r} was {slot.dtype} when its GradientSync was made and is now"
+                f" {slot.parameter.dtype}; make a new one"
+            )
+        if gradient is None:
+            slot.local = False
         if self._paused:
-            if gradient is not None and gradient is slot.synced:
-                if bool(gradient.any()):
-                    raise ProtocolError(
-                        "no_sync: .grad already holds a synchronised gradient, which this rank's own cannot"
-                        " be added to; call optimizer.zero_grad() first"
-                    )
-                slot.synced = None
+            if gradient is not None and not slot.local and bool(gradient.any()):
+                raise ProtocolError(
+                    "no_sync: .grad already holds a synchronised gradient, which this rank's own cannot"
+                    " be added to; call optimizer.zero_grad() first"
+                )
+            slot.local = True
             return
         if slot.ready:
             raise ProtocolError(
@@ -162,8 +172,8 @@ class GradientSync:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         slot.seen = True
-        if gradient is not None and gradient is slot.synced:
-            # Summed already: kept aside, so that only what is new is summed.
+        if gradient is not None and not slot.local:
+            # Summed already, or the loop's own: kept aside, so that only what is new is summed.
             slot.base = gradient.clone()
             slot.parameter.grad = None
 
@@ -210,8 +220,19 @@ class _Slot:
         self.parameter, self.key, self.replica = parameter, key, replica
         self.start = 0
         self.claimed = self.seen = self.ready = False
+        self.dtype = parameter.dtype
         self.base: torch.Tensor | None = None
-        self.synced: torch.Tensor | None = None
+        # Whether .grad holds this rank's own share, accumulated under no_sync.
+        self.local = False
+        # The view of the segment that was handed out last.
+        self.lent: torch.Tensor | None = None
+
+    def reclaim(self) -> None:
+        """Give a gradient that lies in the segment memory of its own."""
+        gradient = self.parameter.grad
+        if gradient is not None and self.lent is not None and gradient.data_ptr() == self.lent.data_ptr():
+            self.parameter.grad = gradient.clone()
+        self.lent = None
 
 
 class _Group:
@@ -253,7 +274,7 @@ class _Bucket:
 
     def claim(self, slot: _Slot) -> torch.Tensor | None:
         """Place for a layer to write a gradient to, once per backward."""
-        fresh = slot.parameter.grad is None or slot.parameter.grad is slot.synced
+        fresh = slot.parameter.grad is None or not slot.local
         if slot.claimed or not fresh or not slot.parameter.requires_grad:
             return None
         slot.claimed = True
@@ -271,7 +292,7 @@ class _Bucket:
         """Start the allreduce; gradients that did not come count as zero."""
         active = as_tensor(self.allreduce.active)
         for i, slot in enumerate(self.slots):
-            if not slot.ready and slot.parameter.grad is not None and slot.parameter.grad is not slot.synced:
+            if not slot.ready and slot.local and slot.parameter.grad is not None:
                 # Accumulated under no_sync, and not touched by this backward.
                 self.put(slot)
             if not slot.ready:
@@ -288,11 +309,12 @@ class _Bucket:
                 if not slot.ready and slot.parameter.grad is not None:
                     slot.base = slot.parameter.grad.clone()
                 gradient = self._view(slot, result)
-                slot.synced = gradient if slot.base is None else slot.base.add_(gradient)
-                slot.parameter.grad = slot.synced
-            elif slot.parameter.grad is not None and slot.parameter.grad is slot.synced:
+                slot.lent = gradient if slot.base is None else None
+                slot.parameter.grad = gradient if slot.base is None else slot.base.add_(gradient)
+                slot.local = False
+            else:
                 # Untouched on all ranks: moved out of the segment before its buffer is used again.
-                slot.synced = slot.parameter.grad = slot.parameter.grad.clone()
+                slot.reclaim()
 
     def forget(self) -> None:
         """Be ready for the next backward."""
@@ -302,9 +324,7 @@ class _Bucket:
 
     def close(self) -> None:
         for slot in self.slots:
-            if slot.parameter.grad is not None and slot.parameter.grad is slot.synced:
-                slot.parameter.grad = slot.parameter.grad.clone()
-            slot.synced = slot.base = None
+            slot.reclaim()
         self.allreduce.close()
 
     @staticmethod

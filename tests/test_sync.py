@@ -281,3 +281,54 @@ def test_adaptor_makes_a_view(P_world):
     tensor.fill_(7)
     assert (buffer.array == 7).all()
     buffer.free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["before", "replaced", "scaled", "new sync"])
+def test_gradients_that_are_there_already_are_not_summed_again(P_world, comm, way):
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(nn.Linear(3, 2).state_dict())
+    x = torch.full((1, 3), 1.0 + comm.rank)
+    total = sum(1.0 + rank for rank in range(comm.size))
+    if way == "before":
+        plain.weight.grad = torch.full((2, 3), 5.0)
+        sync, there = GradientSync(plain, P_world), 5.0
+    else:
+        sync, there = GradientSync(plain, P_world), total
+        plain(x).sum().backward()
+    if way == "replaced":
+        plain.weight.grad = plain.weight.grad.clone()
+    if way == "scaled":
+        plain.weight.grad = plain.weight.grad / 2
+        there = total / 2
+    if way == "new sync":
+        sync.close()
+        sync = GradientSync(plain, P_world)
+    plain(x).sum().backward()
+    assert plain.weight.grad[0, 0].item() == pytest.approx(there + total)
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_closing_with_unsummed_gradients_and_replaced_parameters_are_refused(P_world, comm):
+    P_x, model, sync, criterion = make(P_world, comm)
+    with sync.no_sync():
+        criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
+    with pytest.raises(ProtocolError, match="gradients from no_sync that are not summed"):
+        sync.close()
+    model.zero_grad()
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(ProtocolError, match="unfrozen or replaced after its GradientSync"):
+        model(shard(P_x, inputs()[0]))
+    comm.Barrier()
+    sync.close()
+
+
+def test_finished_work_is_forgotten(P_world, comm):
+    P_x, model, sync, criterion = make(P_world, comm)
+    segments = Machine.of(P_world).segments
+    for _ in range(5):
+        model.zero_grad()
+        criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
+    assert not segments._work
+    sync.close()

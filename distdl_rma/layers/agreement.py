@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -84,6 +85,8 @@ class Plans(Generic[P]):
         Name of the layer.
     build
         Makes a plan from the facts of all ranks, by rank id; alike on all ranks, errors included.
+    arguments
+        What the layer was built with; ranks that differ in it raise ``MismatchError`` when they first meet.
     """
 
     def __init__(
@@ -92,12 +95,14 @@ class Plans(Generic[P]):
         ranks: Sequence[int],
         name: str,
         build: Callable[[dict[int, Facts]], P],
+        arguments: str = "",
     ) -> None:
         self._ranks, self._name, self._build = tuple(ranks), name, build
         self._rank = machine.rank
         self._round: AllGather | None = None
         if len(self._ranks) > 1:
-            self._round = AllGather(machine.segments, self._ranks, _WORDS, np.int64, f"{name} (shapes)")
+            title = f"{name} (shapes, {crc32(arguments.encode()):08x})"
+            self._round = AllGather(machine.segments, self._ranks, _WORDS, np.int64, title)
             weakref.finalize(self, self._round.close)
         self._cache: OrderedDict[tuple[tuple[tuple[int, ...], torch.dtype | None], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None

@@ -15,7 +15,7 @@ from distdl_rma.layers.agreement import Facts, Plans, common_dtype
 from distdl_rma.layers.autograd import anchor
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
-from distdl_rma.layers.movement import Movement, broadcast
+from distdl_rma.layers.movement import Flight, Movement, broadcast
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.machine import Machine
 
@@ -114,10 +114,13 @@ class DistributedConv(nn.Module):
         self.weights = weights
         self.weight: nn.Parameter = like.weight
         self.bias: nn.Parameter | None = like.bias
-        self._weight_shape = like.weight.shape
         self._place_weights()
         self.group = P_x.slab({0: P_x.index_of(self.machine.rank)[0]}) if P_x.active else P_x
-        self.plans = Plans(self.machine, self.group.ranks, self.name, self._plan) if P_x.active else None
+        self.plans = (
+            Plans(self.machine, self.group.ranks, self.name, self._plan, self.extra_repr())
+            if P_x.active
+            else None
+        )
 
     def _check(self, P_x: Partition, in_channels: object, padding_mode: str, weights: str) -> None:
         kind = type(self).__name__
@@ -140,15 +143,13 @@ class DistributedConv(nn.Module):
         parameters = {"weight": self.weight}
         if self.bias is not None:
             parameters["bias"] = self.bias
-        self._broadcasts: dict[str, Movement] = {}
+        # Made when first used: the dtype of a layer may change.
+        self._broadcasts: dict[tuple[str, torch.dtype], Movement] = {}
         if self.weights == "replicated":
             self.replica = Replica(self.machine, self.machine.ranks, parameters, self.name)
             return
         self.replica = Replica(self.machine, (self.machine.rank,), parameters, self.name)
-        for key, parameter in parameters.items() if self.P_x.active else ():
-            self._broadcasts[key] = broadcast(
-                self.machine, self.P_x.ranks, parameter.shape, parameter.dtype, f"{self.name} ({key})"
-            )
+        self._shapes = {key: parameter.shape for key, parameter in parameters.items()}
         if self.machine.rank != self.P_x.ranks[0]:
             for key, parameter in parameters.items():
                 setattr(self, key, nn.Parameter(parameter.new_empty(0), parameter.requires_grad))
@@ -182,14 +183,19 @@ class DistributedConv(nn.Module):
         return y
 
     def _weights_for_use(self) -> tuple[torch.Tensor | None, ...]:
-        if not self._broadcasts:
+        if self.weights == "replicated":
             return self.replica.tie(self.weight, self.bias)
-        flights = {
-            key: movement.start(getattr(self, key).flatten(), getattr(self, key).requires_grad)
-            for key, movement in self._broadcasts.items()
-        }
-        used = {key: self._broadcasts[key].wait(flight) for key, flight in flights.items()}
-        return used["weight"].view(self._weight_shape), used.get("bias")
+        flights = {key: self._broadcast(key, parameter) for key, parameter in self.named_parameters()}
+        used = {key: flight.movement.wait(flight).view(self._shapes[key]) for key, flight in flights.items()}
+        return used["weight"], used.get("bias")
+
+    def _broadcast(self, key: str, parameter: torch.Tensor) -> Flight:
+        movement = self._broadcasts.get((key, parameter.dtype))
+        if movement is None:
+            shape, name = self._shapes[key], f"{self.name} ({key})"
+            movement = broadcast(self.machine, self.P_x.ranks, shape, parameter.dtype, name)
+            self._broadcasts[key, parameter.dtype] = movement
+        return movement.start(parameter.flatten(), parameter.requires_grad)
 
     def _plan(self, facts: dict[int, Facts]) -> HaloPlan:
         dtype = common_dtype(facts)

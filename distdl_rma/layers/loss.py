@@ -57,7 +57,9 @@ class DistributedMSELoss(nn.Module):
         self._sums: Allreduce | None = None
         if P_x.active:
             # Sum of squares, number of elements, and how many ranks cannot form them.
-            self._sums = Allreduce(machine.segments, P_x.ranks, 3, np.float64, name=self.name)
+            self._sums = Allreduce(
+                machine.segments, P_x.ranks, 3, np.float64, name=f"{self.name}, {reduction}"
+            )
             weakref.finalize(self, self._sums.close)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

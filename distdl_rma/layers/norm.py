@@ -123,7 +123,11 @@ class DistributedInstanceNorm(nn.Module):
         parameters = dict(self.named_parameters())
         self.replica = Replica(self.machine, self.machine.ranks, parameters, self.name)
         self.group = P_x.slab({0: P_x.index_of(self.machine.rank)[0]}) if P_x.active else P_x
-        self._plans = Plans(self.machine, self.group.ranks, self.name, self._plan) if P_x.active else None
+        self._plans = (
+            Plans(self.machine, self.group.ranks, self.name, self._plan, self.extra_repr())
+            if P_x.active
+            else None
+        )
         self._running: Allreduce | None = None
         if track_running_stats:
             count = 1 + 2 * num_features

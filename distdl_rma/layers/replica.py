@@ -47,8 +47,8 @@ class Replica:
         self.name = name
         self.taken_over = False
         self.sinks: dict[str, Sink] = {}
+        self.adopted: dict[str, torch.Tensor] = {}
         self._machine = machine
-        self._parameters = parameters
         self._sum: Allreduce | None = None
         if len(self.ranks) > 1:
             broadcast_from_first(machine, self.ranks, list(parameters.values()), name)
@@ -57,18 +57,20 @@ class Replica:
         """Return the parameters for use in a forward, tied together for the sum of their gradients."""
         used = [p for p in parameters if p is not None]
         if self.taken_over:
-            self._check_adopted()
+            self._check_adopted(used)
         alone = len(self.ranks) == 1 or self.taken_over
         if alone or not torch.is_grad_enabled() or not any(p.requires_grad for p in used):
             return parameters
         tied = iter(_Tie.apply(self, *used))  # type: ignore[no-untyped-call]
         return tuple(None if p is None else next(tied) for p in parameters)
 
-    def _check_adopted(self) -> None:
-        for key, parameter in self._parameters.items():
-            if parameter.requires_grad and key not in self.sinks:
+    def _check_adopted(self, used: list[torch.Tensor]) -> None:
+        known = {id(parameter) for parameter in self.adopted.values()}
+        for parameter in used:
+            if parameter.requires_grad and id(parameter) not in known:
                 raise ProtocolError(
-                    f"{self.name!r}: {key} was unfrozen after its GradientSync was made; make a new one"
+                    f"{self.name!r}: a parameter was unfrozen or replaced after its GradientSync was made, or"
+                    " is computed from others; make a new GradientSync"
                 )
 
     def sink(self, name: str) -> torch.Tensor | None:

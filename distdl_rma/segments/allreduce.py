@@ -174,6 +174,7 @@ class Allreduce:
     def _arrived(self) -> bool:
         if self._running and self._advance():
             self._running = False
+            self._manager.withdraw(self._advance)
         return not self._running
 
     def _advance(self) -> bool:
@@ -228,7 +229,7 @@ class _OneRound:
 
     def __init__(self, manager: SegmentManager, job: Allreduce) -> None:
         self._manager, self._job = manager, job
-        self._gather = AllGather(manager, job.ranks, job.count, job.dtype, job.name)
+        self._gather = AllGather(manager, job.ranks, job.count, job.dtype, f"{job.name} ({job.op})")
         self._memory = manager.get_segment_buffer(_BUFFERS * job.count * job.dtype.itemsize)
         self.buffers = list(self._memory.view(job.dtype, (_BUFFERS, job.count)))
         self._which = 0
@@ -252,7 +253,7 @@ class _OneRound:
     def close(self) -> None:
         self._gather.close()
         if not self._manager.closed:
-            self._memory.free()
+            self._manager.retire(self._memory, lambda: True)
 
 
 class _DirectLoad:
@@ -354,8 +355,9 @@ class _TwoRounds:
         ranks = Partition(job.ranks, (len(job.ranks),), manager.rank)
         whole = Decomposition.replicated(ranks, (job.count,))
         blocks = Decomposition.balanced(ranks, (job.count,))
-        self._scatter = Channel(manager, Exchange(manager.rank, whole, blocks), job.dtype, job.name)
-        self._gather = Channel(manager, Exchange(manager.rank, blocks, whole), job.dtype, job.name)
+        name = f"{job.name} ({job.op})"
+        self._scatter = Channel(manager, Exchange(manager.rank, whole, blocks), job.dtype, name)
+        self._gather = Channel(manager, Exchange(manager.rank, blocks, whole), job.dtype, name)
         self._share = slice(*blocks.box(manager.rank).bounds[0])
         self._memory = manager.get_segment_buffer(_BUFFERS * job.count * job.dtype.itemsize)
         self.buffers = list(self._memory.view(job.dtype, (_BUFFERS, job.count)))
@@ -398,4 +400,4 @@ class _TwoRounds:
         self._scatter.close()
         self._gather.close()
         if not self._manager.closed:
-            self._memory.free()
+            self._manager.retire(self._memory, lambda: True)

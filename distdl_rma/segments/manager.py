@@ -100,8 +100,8 @@ class SegmentManager:
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer as soon as ``idle()`` says that no peer writes to it any more; local."""
+        # Only noted here: a finalizer calls this at any moment, also in the middle of an allocation.
         self._retired.append((buffer, idle))
-        self._reclaim()
 
     def _reclaim(self) -> None:
         waiting = self._retired
@@ -125,18 +125,24 @@ class SegmentManager:
 
     def defer(self, advance: Callable[[], bool]) -> None:
         """Have ``advance()`` called by every wait and every ``progress()`` until it returns True."""
-        self._work.append(advance)
+        if advance not in self._work:
+            self._work.append(advance)
+
+    def withdraw(self, advance: Callable[[], bool]) -> None:
+        """Undo ``defer``; whoever finds its work done early calls it."""
+        if advance in self._work:
+            self._work.remove(advance)
 
     def progress(self) -> None:
         """Advance deliveries and collectives under way; does not block. Every wait does so too."""
         self.segment.progress()
         if self._work and not self._advancing:
-            # Work may wait itself, for an acknowledgement: that wait must not come back here.
+            # Work may wait itself, and that wait comes back here.
             self._advancing = True
             try:
                 for advance in tuple(self._work):
                     if advance():
-                        self._work.remove(advance)
+                        self.withdraw(advance)
             finally:
                 self._advancing = False
 

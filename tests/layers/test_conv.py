@@ -10,6 +10,7 @@ from torch import nn
 
 from distdl_rma import (
     Machine,
+    MismatchError,
     PartitionError,
     ShapeError,
     UnsupportedError,
@@ -338,3 +339,21 @@ def test_long_run_leaks_no_segment(P_world, comm):
         comm.Barrier()
         used.append(heap.used)
     assert used[-1] <= used[1]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_weights_on_one_rank_may_change_their_dtype(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layer, sequential = twins(P_x, 1, "root", in_channels=2, out_channels=2, kernel_size=3, padding=1)
+    x = torch.randn(1, 2, 9)
+    layer(shard(P_x, x))
+    compare(P_x, layer.double(), sequential.double(), x.double(), "root")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_layers_built_differently_on_one_rank_are_named(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layer = DistributedConv1d(P_x, 1, 1, 1, stride=2 if comm.rank == 0 else 1, name="uneven")
+    if comm.size == 2:
+        with pytest.raises(MismatchError, match="'uneven \\(shapes"):
+            layer(torch.randn(1, 1, 4))
