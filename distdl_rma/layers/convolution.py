@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ class LocalConvolution:
     stencil: Stencil
     groups: int
 
-    @property
+    @cached_property
     def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         windows = self.stencil.windows
         return tuple(w.stride for w in windows), tuple(w.dilation for w in windows), (0,) * len(windows)

@@ -76,7 +76,11 @@ class Patch:
 
     def crop(self, data: Box) -> Slices:
         """Slices of the part of a block of data that lies in the region."""
-        return (*_LEADING, *(data & self.region).slices(data))
+        return self._own_crop if data is self.data else (*_LEADING, *(data & self.region).slices(data))
+
+    @cached_property
+    def _own_crop(self) -> Slices:
+        return (*_LEADING, *(self.data & self.region).slices(self.data))
 
     @cached_property
     def margins(self) -> tuple[tuple[int, int], ...]:

@@ -69,6 +69,9 @@ class Channel:
         self.dtype = np.dtype(dtype)
         self.name = name
         self._manager = manager
+        own = exchange.own
+        self._own_shape = own.shape
+        self._sent = [piece.box.slices(own) for piece in exchange.sends]
         receives, sends = by_peer(exchange.receives), by_peer(exchange.sends)
         flags = count()
         end = 0
@@ -132,10 +135,9 @@ class Channel:
 
     def cut(self, x: Array) -> list[Array]:
         """Views of ``x``, the local tensor of shape ``exchange.own.shape``: one per send, in order."""
-        own = self.exchange.own
-        if x.shape != own.shape:
-            raise ShapeError(f"{self.name!r}: local shape is {x.shape}, the plan has {own.shape}")
-        return [x[piece.box.slices(own)] for piece in self.exchange.sends]
+        if x.shape != self._own_shape:
+            raise ShapeError(f"{self.name!r}: local shape is {x.shape}, the plan has {self._own_shape}")
+        return [x[slices] for slices in self._sent]
 
     def start(self, parts: Iterable[Array]) -> int:
         """Put one array per send into the peers' slots and notify; return the epoch.
