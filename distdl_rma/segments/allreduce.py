@@ -132,7 +132,7 @@ class Allreduce:
         self._algorithm.connect(timeout)
 
     def start(self) -> None:
-        """Begin to reduce ``active`` and flip it; does not wait for any rank."""
+        """Begin to reduce ``active`` and flip it; waits for no rank, except that the first start connects."""
         self._check()
         if self._running:
             raise ProtocolError(f"{self.name!r}: started while a step is running; wait for it first")
@@ -295,10 +295,7 @@ class _DirectLoad:
 
     def describe(self) -> str:
         late = self._behind(len(self._job.ranks) if self._reduced else 0)
-        return (
-            f"rank {self._manager.rank} for rank(s) {late} in {self._job.name!r} (step {self._step}): did"
-            " every rank reach it?"
-        )
+        return f"rank {self._manager.rank} for rank(s) {late} in {self._job.name!r} (step {self._step})"
 
     def close(self) -> None:
         if not self._manager.closed:
