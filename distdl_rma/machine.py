@@ -8,12 +8,12 @@ import time
 import weakref
 from collections.abc import Iterable
 from operator import index as as_int
-from typing import Any
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
-from distdl_rma.geometry.partition import Home, Partition
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.notification import check_timeout
 
@@ -23,6 +23,13 @@ TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
 _DEFAULT_TIMEOUT = 300.0
 _EXIT_SECONDS = 5.0
 _CREATE_TAG = 7
+
+
+class Tenant(Protocol):
+    """Something whose memory lies in the segment and must leave before that goes."""
+
+    def release(self) -> None:
+        """Leave; local, never refused."""
 
 
 class Machine:
@@ -76,7 +83,7 @@ class Machine:
         _check_same(self.comm, self.ranks)
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._layers = 0
-        self._tenants: weakref.WeakSet[Home] = weakref.WeakSet()
+        self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self.closed = False
         self.segments = SegmentManager(self.comm, self.ranks, segment_size, self.timeout, transport)
         atexit.register(self._close_at_exit)
@@ -130,8 +137,8 @@ class Machine:
         self._layers += 1
         return f"{kind}#{self._layers}"
 
-    def before_close(self, tenant: Home) -> None:
-        """Have ``tenant.close()`` called before the segment goes; kept by a weak reference."""
+    def before_close(self, tenant: Tenant) -> None:
+        """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
         self._tenants.add(tenant)
 
     def close(self) -> None:
@@ -139,7 +146,7 @@ class Machine:
         if self.closed:
             return
         for tenant in tuple(self._tenants):
-            tenant.close()
+            tenant.release()
         self.closed = True
         atexit.unregister(self._close_at_exit)
         if self._origin is not None:

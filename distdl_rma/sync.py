@@ -123,6 +123,12 @@ class GradientSync:
             return
         if any(slot.local and slot.parameter.grad is not None for b in self._buckets for slot in b.slots):
             raise ProtocolError("GradientSync: closed with gradients from no_sync that are not summed yet")
+        self.release()
+
+    def release(self) -> None:
+        """Leave the segment, whatever is pending; the close of the machine calls it."""
+        if self._closed:
+            return
         self._closed = True
         for handle in self._handles:
             handle.remove()

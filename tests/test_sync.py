@@ -275,6 +275,16 @@ def test_gradients_outlive_the_machine(comm):
     sync.close()
 
 
+def test_machine_closes_with_unsummed_gradients_too(comm):
+    with Machine(comm, segment_size="4MiB") as machine:
+        plain = nn.Linear(3, 2)
+        sync = GradientSync(plain, machine)
+        with sync.no_sync():
+            plain(torch.ones(1, 3)).sum().backward()
+    assert plain.weight.grad[0, 0].item() == 1.0
+    sync.close()
+
+
 def test_adaptor_makes_a_view(P_world):
     buffer = Machine.of(P_world).segments.get_segment_buffer(16)
     tensor = as_tensor(buffer.array)
