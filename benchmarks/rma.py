@@ -39,9 +39,9 @@ def notified_put(machine: Machine, nbytes: int, label: str, target: float, inner
         epoch += 1
         if machine.rank == 0:
             remote.put_notify(data, 0, epoch)
-            buffer.notify_wait(0, epoch)
+            buffer.notify_wait(0)
         else:
-            buffer.notify_wait(0, epoch)
+            buffer.notify_wait(0)
             remote.put_notify(data, 0, epoch)
 
     def send_recv() -> None:

@@ -7,6 +7,7 @@ __all__ = [
     "ExchangeTimeout",
     "MismatchError",
     "PartitionError",
+    "PeerFailedError",
     "ProtocolError",
     "SegmentError",
     "ShapeError",
@@ -52,3 +53,23 @@ class MismatchError(DistdlError, RuntimeError):
 
 class ExchangeTimeout(DistdlError, TimeoutError):
     """A wait reached its deadline; the message names the peer that was waited for."""
+
+
+class PeerFailedError(DistdlError, RuntimeError):
+    """A rank that this one waits for will not come: it raised an exception, was killed, or left.
+
+    Attributes
+    ----------
+    rank
+        Rank id of the rank that failed.
+    cause
+        What happened to it.
+    """
+
+    def __init__(self, message: str, rank: int, cause: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.args[0], self.rank, self.cause)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import index as as_int
+from types import TracebackType
 from typing import Any, Protocol
 
 from mpi4py import MPI
@@ -15,13 +17,16 @@ from mpi4py import MPI
 from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.notification import check_timeout
+from distdl_rma.segments.patience import check_timeout
 
 __all__ = ["TIMEOUT_VARIABLE", "MPIPartition", "Machine"]
 
 TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
 _DEFAULT_TIMEOUT = 300.0
 _EXIT_SECONDS = 5.0
+# How long a rank that fails stays for its peers to notice, and then to say so themselves.
+_NOTICE_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 0.2
 _CREATE_TAG = 7
 
 
@@ -51,6 +56,9 @@ class Machine:
         Default timeout of every wait in seconds; None for ``DISTDL_RMA_TIMEOUT``, or else 300.
     transport
         ``"auto"``: direct load and store on a node, MPI RMA to other nodes. ``"remote"``: MPI RMA always.
+    progress
+        ``"thread"``: a thread moves data while this rank computes. ``"none"``: data to and from other nodes
+        moves when the ranks call the library. None: a thread if the machine spans nodes.
 
     Raises
     ------
@@ -72,6 +80,7 @@ class Machine:
         segment_size: int | str | None = None,
         timeout: float | None = None,
         transport: str = "auto",
+        progress: str | None = None,
     ) -> None:
         base = MPI.COMM_WORLD if comm is None else comm
         self.ranks = _check_ranks(base, ranks)
@@ -85,8 +94,9 @@ class Machine:
         self._layers = 0
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self.closed = False
-        self.segments = SegmentManager(self.comm, self.ranks, segment_size, self.timeout, transport)
+        self.segments = SegmentManager(self.comm, self.ranks, segment_size, self.timeout, transport, progress)
         atexit.register(self._close_at_exit)
+        _watch_exceptions(self)
 
     @classmethod
     def on(cls, comm: MPI.Intracomm) -> Machine:
@@ -141,10 +151,32 @@ class Machine:
         """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
         self._tenants.add(tenant)
 
-    def close(self) -> None:
-        """Free the segment and the communicator; collective, idempotent."""
+    def describe(self) -> dict[str, object]:
+        """What this machine is, and how its ranks reach each other; local.
+
+        Nodes, transport per peer, bytes of segment, MPI and its thread level and memory model, progress.
+        """
+        return self.segments.describe()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on; they raise ``PeerFailedError`` in their next wait.
+
+        Local, not blocking. Leaving a ``with Machine(...)`` block by an exception does it, and so does an
+        exception that nobody catches. The machine cannot be used afterwards.
+        """
+        self.segments.fail(error)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Free the segment and the communicator; collective, idempotent.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If not all ranks close in time; names those that do not. Nothing is freed.
+        """
         if self.closed:
             return
+        self.segments.gather_to_close(timeout)
         for tenant in tuple(self._tenants):
             tenant.release()
         self.closed = True
@@ -160,22 +192,19 @@ class Machine:
         # Closing is collective: only if every rank gets here, and never for long.
         if self.closed or MPI.Is_finalized():
             return
-        everyone = self.comm.Ibarrier()
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while not everyone.Test():
-            if time.monotonic() > deadline:
-                return
-            self.segments.progress()
-            time.sleep(1e-3)
-        self.close()
+        if self.segments.wait_for_all_at_exit(_EXIT_SECONDS):
+            self.close()
+        self.segments.stop()
 
     def __enter__(self) -> Machine:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        # After an exception the peers are elsewhere; a collective close would hang.
-        if exception[0] is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self.close()
+        else:
+            # The peers are elsewhere; a collective close would hang, and so would they.
+            self.fail(error)
 
     def __repr__(self) -> str:
         return f"Machine(rank {self.rank} of {self.ranks})"
@@ -188,6 +217,34 @@ def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     ``deactivate()`` of the partition closes, collectively, what was opened for the communicator.
     """
     return Machine.on(comm).partition()
+
+
+_machines: weakref.WeakSet[Machine] = weakref.WeakSet()
+
+
+def _watch_exceptions(machine: Machine) -> None:
+    """Have an exception that nobody catches reported to the ranks of all machines, from now on."""
+    if not _machines and sys.excepthook is not _tell_peers:
+        _previous_hooks.append(sys.excepthook)
+        sys.excepthook = _tell_peers
+    _machines.add(machine)
+
+
+_previous_hooks: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
+
+
+def _tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    still_open = [machine for machine in _machines if not machine.closed]
+    for machine in still_open:
+        machine.fail(error)
+    _previous_hooks[-1](kind, error, trace)
+    # What ends this process may end the job: the peers shall learn why before that.
+    deadline = time.monotonic() + _NOTICE_SECONDS
+    while still_open and time.monotonic() < deadline:
+        still_open = [machine for machine in still_open if not machine.segments.supervision.noticed()]
+        time.sleep(1e-3)
+    if _machines:
+        time.sleep(_LAST_WORDS_SECONDS)
 
 
 _keys: list[int] = []

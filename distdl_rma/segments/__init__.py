@@ -2,8 +2,20 @@
 
 from distdl_rma.segments.allgather import AllGather
 from distdl_rma.segments.allreduce import Allreduce
-from distdl_rma.segments.buffer import RemoteBuffer, SegmentBuffer
+from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.manager import SegmentManager, SegmentStats
+from distdl_rma.segments.queue import Queue
+from distdl_rma.segments.remote import RemoteArray, RemoteBuffer
 
-__all__ = ["AllGather", "Allreduce", "Channel", "RemoteBuffer", "SegmentBuffer", "SegmentManager"]
+__all__ = [
+    "AllGather",
+    "Allreduce",
+    "Channel",
+    "Queue",
+    "RemoteArray",
+    "RemoteBuffer",
+    "SegmentBuffer",
+    "SegmentManager",
+    "SegmentStats",
+]

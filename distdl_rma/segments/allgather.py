@@ -14,6 +14,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.patience import Waiting
 
 __all__ = ["AllGather"]
 
@@ -70,8 +71,8 @@ class AllGather:
         """Whether all vectors have arrived; does not block."""
         return self._channel.ready(self._epoch)
 
-    def missing(self) -> str:
-        """Say which rank is still missing; for messages."""
+    def missing(self) -> Waiting:
+        """Which rank is still missing; for messages."""
         return self._channel.missing(self._epoch)
 
     def wait(self, timeout: float | None = None) -> npt.NDArray[Any]:

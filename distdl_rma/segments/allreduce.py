@@ -14,9 +14,10 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.segments.allgather import AllGather
-from distdl_rma.segments.buffer import RemoteBuffer
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.remote import RemoteBuffer
 
 __all__ = ["Allreduce"]
 
@@ -162,7 +163,7 @@ class Allreduce:
         if not self._steps:
             raise ProtocolError(f"{self.name!r}: wait without a start")
         if self._running:
-            self._manager.patience.until(self._arrived, self._algorithm.describe, timeout)
+            self._manager.patience.until(self._arrived, self._algorithm.waiting, timeout)
         return self.result
 
     def close(self) -> None:
@@ -199,7 +200,7 @@ class _Algorithm(Protocol):
     def connect(self, timeout: float | None) -> None: ...
     def start(self, which: int) -> None: ...
     def advance(self) -> bool: ...
-    def describe(self) -> str: ...
+    def waiting(self) -> Waiting: ...
     def close(self) -> None: ...
 
 
@@ -230,7 +231,7 @@ class _OneRound:
     def __init__(self, manager: SegmentManager, job: Allreduce) -> None:
         self._manager, self._job = manager, job
         self._gather = AllGather(manager, job.ranks, job.count, job.dtype, f"{job.name} ({job.op})")
-        self._memory = manager.get_segment_buffer(_BUFFERS * job.count * job.dtype.itemsize)
+        self._memory = manager.get_segment_buffer(_BUFFERS * job.count * job.dtype.itemsize, owner=job.name)
         self.buffers = list(self._memory.view(job.dtype, (_BUFFERS, job.count)))
         self._which = 0
 
@@ -247,7 +248,7 @@ class _OneRound:
         _reduce(self._job, list(self._gather.wait()), self.buffers[self._which])
         return True
 
-    def describe(self) -> str:
+    def waiting(self) -> Waiting:
         return self._gather.missing()
 
     def close(self) -> None:
@@ -265,7 +266,7 @@ class _DirectLoad:
         size = len(job.ranks)
         nbytes = job.count * job.dtype.itemsize
         # Notifications: one "ready" word per rank, then one "done" word per rank.
-        self._memory = manager.get_segment_buffer(_BUFFERS * nbytes, 2 * size)
+        self._memory = manager.get_segment_buffer(_BUFFERS * nbytes, 2 * size, job.name)
         self.buffers = list(self._memory.view(job.dtype, (_BUFFERS, job.count)))
         self._share = slice(*Balanced(job.count, size).interval(self._me))
         self._remotes: dict[int, RemoteBuffer] = {}
@@ -293,9 +294,9 @@ class _DirectLoad:
         self._manager.segment.acquire()
         return True
 
-    def describe(self) -> str:
-        late = self._behind(len(self._job.ranks) if self._reduced else 0)
-        return f"rank {self._manager.rank} for rank(s) {late} in {self._job.name!r} (step {self._step})"
+    def waiting(self) -> Waiting:
+        late = tuple(self._behind(len(self._job.ranks) if self._reduced else 0))
+        return Waiting(late, f"in {self._job.name!r} (step {self._step})")
 
     def close(self) -> None:
         if not self._manager.closed:
@@ -328,7 +329,7 @@ class _DirectLoad:
         return [
             rank
             for i, rank in enumerate(self._job.ranks)
-            if i != self._me and self._memory.notification(first + i) < self._step
+            if i != self._me and self._memory.flag(first + i) < self._step
         ]
 
     def _reduce_share(self) -> None:
@@ -356,7 +357,7 @@ class _TwoRounds:
         self._scatter = Channel(manager, Exchange(manager.rank, whole, blocks), job.dtype, name)
         self._gather = Channel(manager, Exchange(manager.rank, blocks, whole), job.dtype, name)
         self._share = slice(*blocks.box(manager.rank).bounds[0])
-        self._memory = manager.get_segment_buffer(_BUFFERS * job.count * job.dtype.itemsize)
+        self._memory = manager.get_segment_buffer(_BUFFERS * job.count * job.dtype.itemsize, owner=job.name)
         self.buffers = list(self._memory.view(job.dtype, (_BUFFERS, job.count)))
         self._round: tuple[Channel, int] = (self._scatter, 0)
 
@@ -389,7 +390,7 @@ class _TwoRounds:
             x[piece.box.slices(channel.exchange.need)] = view
         return True
 
-    def describe(self) -> str:
+    def waiting(self) -> Waiting:
         channel, epoch = self._round
         return channel.missing(epoch)
 

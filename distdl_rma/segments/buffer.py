@@ -1,4 +1,4 @@
-"""Buffers in a segment, and the peers' buffers seen from here."""
+"""Buffers in this rank's segment."""
 
 from __future__ import annotations
 
@@ -10,43 +10,51 @@ import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, ExchangeTimeout, SegmentError, ShapeError
 from distdl_rma.segments.heap import aligned
-from distdl_rma.segments.transport import Bytes, Link
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.remote import NOTIFICATION_BITS, RemoteBuffer
+from distdl_rma.segments.transport import Bytes
 
 if TYPE_CHECKING:
     from distdl_rma.segments.handshake import Handshake
     from distdl_rma.segments.manager import SegmentManager
 
-__all__ = ["RemoteBuffer", "SegmentBuffer"]
+__all__ = ["SegmentBuffer"]
 
 
 class SegmentBuffer:
-    """Block of this rank's segment that peers can put into, with notification words.
+    """Block of this rank's segment that peers can put into, with notifications.
 
     Made by :meth:`SegmentManager.get_segment_buffer`. Its memory belongs to the segment and stays valid
     until ``free()`` or the close of the machine; views of it must not be used afterwards.
-    Notifications are 64-bit numbers, 0 at first; by convention each has one writer and only grows.
+
+    A notification is 0 until a peer sets it, and again once it was reset; a value is from 1 to 2**32 - 1.
+    Who sees a notification also sees what its sender put before.
 
     Notes
     -----
     Interface document, chapter 2.
     """
 
-    def __init__(self, manager: SegmentManager, nbytes: int, notifications: int) -> None:
+    def __init__(self, manager: SegmentManager, nbytes: int, notifications: int, owner: str) -> None:
         self._manager = manager
         self.nbytes = nbytes
         self.notifications = notifications
-        self._heap_offset = manager.heap.allocate(notifications * 8 + (aligned(nbytes) if nbytes else 0))
+        self.owner = owner
+        self._heap_offset = manager.heap.allocate(
+            notifications * 8 + (aligned(nbytes) if nbytes else 0), owner
+        )
         # Data first, words behind it: the data is then aligned to a cache line.
         self.offset = self._heap_offset
         self._first_word = (self.offset + aligned(nbytes)) // 8 if nbytes else self.offset // 8
-        self._words = manager.segment.words
-        self._words_array()[:] = 0
+        self._words = manager.segment.words[self._first_word : self._first_word + notifications]
+        self._array = np.frombuffer(self._words, np.int64)
+        self._array[:] = 0
+        # Words of the notifications that were reset. The words themselves have one writer, the peer.
+        self._reset = np.zeros(notifications, np.int64)
+        self._reset_words = self._reset.data
+        self._peers: tuple[int, ...] = ()
         self._handshake: Handshake | None = None
         self._freed = False
-
-    def _words_array(self) -> npt.NDArray[np.int64]:
-        start = self._first_word * 8
-        return self._manager.segment.memory[start : start + self.notifications * 8].view(np.int64)
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -75,43 +83,122 @@ class SegmentBuffer:
         start = self.offset + offset
         return self._manager.segment.memory[start : start + nbytes].view(kind).reshape(shape)
 
+    @property
+    def here(self) -> RemoteBuffer:
+        """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
+        self._check()
+        return RemoteBuffer(self._manager, self._manager.rank, self.place, ())
+
     def notification(self, index: int) -> int:
-        """Return the value of a notification; does not block."""
-        self._check()
-        return int(self._words[self._word(index)])
+        """Return the value of a notification, 0 if there is none; does not block."""
+        word = self.flag(index)
+        return word >> NOTIFICATION_BITS if word != self._reset_words[index] else 0
 
-    def reached(self, index: int, value: int) -> Callable[[], bool]:
-        """Test of whether a notification is at least ``value``, cheap enough for a busy loop."""
-        self._check()
-        words, word = self._words, self._word(index)
-        return lambda: words[word] >= value
+    def notify_test(self, first: int = 0, count: int | None = None) -> int | None:
+        """Return the lowest notification that is set among ``count`` from ``first`` on, or None.
 
-    def notify_wait(
-        self,
-        index: int,
-        value: int,
-        timeout: float | None = None,
-        describe: Callable[[], str] | None = None,
-    ) -> None:
-        """Wait until a notification is at least ``value``; what was put before it is then visible.
-
-        Blocking. Raises ``ExchangeTimeout`` at the deadline (seconds; None: the machine's default); it can
-        then be called again.
+        Does not block, but makes progress.
         """
-        self._check()
-        words, word = self._words, self._word(index)
-        if words[word] < value:
+        stop = self._range(first, count)
+        found = self._find(first, stop)
+        if found is None:
+            self._manager.progress()
+            found = self._find(first, stop)
+        return found
+
+    def notify_waitsome(self, first: int = 0, count: int | None = None, timeout: float | None = None) -> int:
+        """Wait until any of ``count`` notifications from ``first`` on is set, and return the lowest.
+
+        Blocking. All to the end if ``count`` is None. The notification stays until it is reset.
+
+        Raises
+        ------
+        ExchangeTimeout
+            At the deadline (seconds, 0 to look once; None: the machine's default); the call can be
+            repeated.
+        """
+        stop = self._range(first, count)
+        found = self._find(first, stop)
+        if found is None:
+            found = self._wait_for_any(first, stop, timeout)
+        return found
+
+    def notify_reset(self, index: int) -> int:
+        """Take a notification back; return the value that it had, 0 if it was not set.
+
+        One that arrives at the same moment is either returned or still set afterwards, never lost.
+        """
+        word = self.flag(index)
+        if word == self._reset_words[index]:
+            return 0
+        self._reset_words[index] = word
+        self._manager.segment.acquire()
+        return word >> NOTIFICATION_BITS
+
+    def notify_wait(self, index: int = 0, timeout: float | None = None) -> int:
+        """Wait for one notification, reset it and return its value.
+
+        Blocking; raises as :meth:`notify_waitsome`.
+        """
+        if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+            raise self._wrong(index)
+        words, reset = self._words, self._reset_words
+        if words[index] == reset[index]:
             self._manager.patience.until(
-                lambda: words[word] >= value,
-                describe
-                or (
-                    lambda: (
-                        f"rank {self._manager.rank} for notification {index}"
-                        f" to reach {value}, it is {words[word]}"
-                    )
-                ),
-                timeout,
+                lambda: words[index] != reset[index], lambda: self._waiting(index, index + 1), timeout
             )
+        word = words[index]
+        reset[index] = word
+        self._manager.segment.acquire()
+        return word >> NOTIFICATION_BITS
+
+    def _wait_for_any(self, first: int, stop: int, timeout: float | None) -> int:
+        found: list[int] = []
+
+        def any_set() -> bool:
+            some = self._find(first, stop)
+            if some is not None:
+                found.append(some)
+            return some is not None
+
+        self._manager.patience.until(any_set, lambda: self._waiting(first, stop), timeout)
+        return found[0]
+
+    def _find(self, first: int, stop: int) -> int | None:
+        pending = self._array[first:stop] != self._reset[first:stop]
+        lowest = int(pending.argmax()) if stop > first else 0
+        return first + lowest if stop > first and pending[lowest] else None
+
+    def _range(self, first: int, count: int | None) -> int:
+        stop = self.notifications if count is None else first + count
+        self._check()
+        if not 0 <= first <= stop <= self.notifications:
+            raise SegmentError(
+                f"notifications {first} to {stop} of a buffer that has {self.notifications} of them"
+            )
+        return stop
+
+    def _waiting(self, first: int, stop: int) -> Waiting:
+        which = (
+            f"notification {first}" if stop == first + 1 else f"one of notifications {first} to {stop - 1}"
+        )
+        return Waiting(self._peers, f"to set {which} of buffer {self.owner!r}")
+
+    # What channels and collectives are made of: words that hold growing epochs, each with one writer.
+
+    def flag(self, index: int) -> int:
+        """Return the raw word of a notification; does not block."""
+        if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+            raise self._wrong(index)
+        return int(self._words[index])
+
+    def wait_flag(
+        self, index: int, epoch: int, waiting: Callable[[], Waiting], timeout: float | None = None
+    ) -> None:
+        """Wait until a word is at least ``epoch``; what was put before it is then visible. Blocking."""
+        words = self._words
+        if words[index] < epoch:
+            self._manager.patience.until(lambda: words[index] >= epoch, waiting, timeout)
         self._manager.segment.acquire()
 
     def exchange(
@@ -146,11 +233,13 @@ class SegmentBuffer:
         handshake = self._handshake or self._manager.call(self, notes, label, fingerprint)
         self._handshake = None
         try:
-            return handshake.finish(timeout)
+            remotes = handshake.finish(timeout)
         except ExchangeTimeout:
             # Its messages are still under way: the next call waits for these same ones.
             self._handshake = handshake
             raise
+        self._peers = tuple(dict.fromkeys((*self._peers, *notes)))
+        return remotes
 
     def free(self) -> None:
         """Give the memory back; local. The caller knows that no peer writes to it any more."""
@@ -158,107 +247,11 @@ class SegmentBuffer:
             self._freed = True
             self._manager.release(self._heap_offset)
 
-    def _word(self, index: int) -> int:
-        if not 0 <= index < self.notifications:
-            raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
-        return self._first_word + index
+    def _wrong(self, index: int) -> ClosedError | SegmentError:
+        if self._freed or self._manager.closed:
+            return ClosedError(f"segment buffer {self.owner!r}: already freed")
+        return SegmentError(f"notification {index} of a buffer that has {self.notifications}")
 
     def _check(self) -> None:
         if self._freed or self._manager.closed:
-            raise ClosedError("segment buffer: already freed")
-
-
-class RemoteBuffer:
-    """A peer's :class:`SegmentBuffer`, seen from here: where puts and notifications go.
-
-    Attributes
-    ----------
-    peer
-        Rank id of the owner.
-    nbytes, notifications
-        Size of the buffer and number of its notification words.
-    note
-        The integers that the owner sent for this rank.
-    """
-
-    def __init__(
-        self,
-        manager: SegmentManager,
-        link: Link,
-        peer: int,
-        place: tuple[int, int, int, int],
-        note: tuple[int, ...],
-    ) -> None:
-        self._manager = manager
-        self._link = link
-        self.peer = peer
-        self._offset, self.nbytes, self._first_word, self.notifications = place
-        self.note = note
-
-    def put(self, data: npt.NDArray[Any], offset: int = 0) -> None:
-        """Copy a contiguous array into the peer's buffer, ``offset`` bytes from its start.
-
-        Does not block for the transfer. The array may be changed on return. The data is visible to the
-        peer once it saw a later notification from this rank.
-        """
-        self._put(_bytes_of(data), offset, stable=False)
-
-    def notify(self, index: int, value: int) -> None:
-        """Set a notification of the peer's buffer once all earlier puts from here have arrived."""
-        if not 0 <= index < self.notifications:
-            raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
-        self._link.notify(self._first_word + index, value)
-
-    def put_notify(self, data: npt.NDArray[Any], index: int, value: int, offset: int = 0) -> None:
-        """Put, then notify: the notified put of GASPI."""
-        self._put(_bytes_of(data), offset, stable=False)
-        self.notify(index, value)
-
-    def acknowledge(self, index: int, value: int) -> None:
-        """Set a notification without waiting for earlier puts from here."""
-        self._link.notify(self._first_word + index, value, ordered=False)
-
-    def direct(self, dtype: npt.DTypeLike, count: int, offset: int) -> npt.NDArray[Any] | None:
-        """View of the peer's own memory where it can be loaded and stored, else None."""
-        memory = self._link.memory
-        if memory is None:
-            return None
-        kind = np.dtype(dtype)
-        self._inside(offset, count * kind.itemsize)
-        start = self._offset + offset
-        return memory[start : start + count * kind.itemsize].view(kind)
-
-    def flush(self, timeout: float | None = None) -> None:
-        """Wait until all puts and notifications from here to this peer have arrived; blocking."""
-        self._manager.patience.until(
-            self._link.advance,
-            lambda: f"rank {self._manager.rank} for its puts to reach rank {self.peer}",
-            timeout,
-        )
-
-    def put_stable(self, data: Bytes, offset: int) -> None:
-        """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
-        self._put(data, offset, stable=True)
-
-    def _put(self, data: Bytes, offset: int, stable: bool) -> None:
-        nbytes = data.nbytes
-        self._inside(offset, nbytes)
-        self._link.put(self._offset + offset, data, stable=stable)
-        counters = self._manager.counters
-        counters.puts += 1
-        counters.bytes_put += nbytes
-
-    def _inside(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise ShapeError(
-                f"{nbytes} bytes at offset {offset} are not inside rank {self.peer}'s buffer of"
-                f" {self.nbytes} bytes"
-            )
-
-
-def _bytes_of(data: npt.NDArray[Any]) -> Bytes:
-    if not isinstance(data, np.ndarray):
-        raise ShapeError(f"put takes a numpy array, got {type(data).__name__}")
-    if not data.flags.c_contiguous:
-        raise ShapeError(f"put takes a contiguous array, got strides {data.strides} for shape {data.shape}")
-    return data.reshape(-1).view(np.uint8)
+            raise ClosedError(f"segment buffer {self.owner!r}: already freed")

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
-from distdl_rma.segments.buffer import RemoteBuffer, SegmentBuffer
+from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.remote import RemoteBuffer
 
 __all__ = ["Channel"]
 
@@ -84,8 +86,9 @@ class Channel:
                 lanes.append(lane)
                 if lanes is self._receives or manager.segment.link(peer).memory is None:
                     end += _SLOTS * lane.stride
-        self._buffer: SegmentBuffer = manager.get_segment_buffer(end, len(receives) + len(sends))
+        self._buffer: SegmentBuffer = manager.get_segment_buffer(end, len(receives) + len(sends), name)
         self._connected = not receives and not sends
+        self._operation = manager.operation(name)
         self._started = 0
         self._finished = 0
         self._closed = False
@@ -160,13 +163,14 @@ class Channel:
         if not self._connected:
             self.connect()
         epoch = self._started + 1
+        self._manager.begin(self._operation, epoch)
         source = iter(parts)
         for lane in self._sends:
             # The slot is free again when the reader has acknowledged the epoch before the last.
-            self._buffer.notify_wait(
+            self._buffer.wait_flag(
                 lane.notification,
                 epoch - _SLOTS,
-                describe=lambda lane=lane: self._about(lane, epoch, "acknowledge"),  # type: ignore[misc]
+                lambda lane=lane: self._about(lane, epoch, "acknowledge"),  # type: ignore[misc]
             )
             for view in lane.views[epoch % _SLOTS]:
                 np.copyto(view, next(source), casting="equiv")
@@ -176,7 +180,7 @@ class Channel:
 
     def ready(self, epoch: int) -> bool:
         """Whether everything of an epoch has arrived; does not block."""
-        return all(self._buffer.notification(lane.notification) >= epoch for lane in self._receives)
+        return all(self._buffer.flag(lane.notification) >= epoch for lane in self._receives)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
@@ -192,11 +196,11 @@ class Channel:
                 f" received {self._finished}"
             )
         for lane in self._receives:
-            self._buffer.notify_wait(
+            self._buffer.wait_flag(
                 lane.notification,
                 epoch,
-                timeout,
                 lambda lane=lane: self._about(lane, epoch, "send"),  # type: ignore[misc]
+                timeout,
             )
             yield from zip(lane.pieces, lane.views[epoch % _SLOTS], strict=True)
             self._acknowledge(lane, epoch)
@@ -206,12 +210,12 @@ class Channel:
                 lane.remote.flush(timeout)
         self._finished = epoch
 
-    def missing(self, epoch: int) -> str:
-        """Say which peer an epoch still waits for; for messages."""
+    def missing(self, epoch: int) -> Waiting:
+        """Which peer an epoch still waits for; for messages."""
         for lane in self._receives:
-            if self._buffer.notification(lane.notification) < epoch:
+            if self._buffer.flag(lane.notification) < epoch:
                 return self._about(lane, epoch, "send")
-        return f"rank {self._manager.rank} in {self.name!r} (epoch {epoch}): everything has arrived"
+        return Waiting((), f"in {self.name!r} (epoch {epoch}): everything has arrived")
 
     def void(self) -> None:
         """Give up one epoch, started or not, on all ranks of the exchange alike.
@@ -258,9 +262,7 @@ class Channel:
 
     def _quiet(self) -> bool:
         # A reader's acknowledgement is the last thing that it writes here.
-        acknowledged = all(
-            self._buffer.notification(lane.notification) >= self._started for lane in self._sends
-        )
+        acknowledged = all(self._buffer.flag(lane.notification) >= self._started for lane in self._sends)
         return acknowledged and self._finished == self._started
 
     def _lay_out(self, lane: _Lane, offset: int) -> None:
@@ -288,17 +290,18 @@ class Channel:
         else:
             self._manager.counters.puts += 1
             self._manager.counters.bytes_put += lane.nbytes
-        lane.remote.notify(flag, epoch)
+        lane.remote.raise_flag(flag, epoch)
 
     def _acknowledge(self, lane: _Lane, epoch: int) -> None:
         if lane.remote is not None:
             lane.remote.acknowledge(lane.remote.note[2], epoch)
 
-    def _about(self, lane: _Lane, epoch: int, verb: str) -> str:
-        seen = self._buffer.notification(lane.notification)
-        return (
-            f"rank {self._manager.rank} for rank {lane.peer} to {verb} in {self.name!r} (epoch {epoch}, last"
-            f" seen {seen}): did every rank call the same layers?"
+    def _about(self, lane: _Lane, epoch: int, verb: str) -> Waiting:
+        seen = self._buffer.flag(lane.notification)
+        return Waiting(
+            (lane.peer,),
+            f"to {verb} in {self.name!r} (epoch {epoch}, last seen {seen})",
+            "did every rank call the same layers?",
         )
 
     def _check(self) -> None:

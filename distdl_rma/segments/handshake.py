@@ -9,7 +9,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.errors import MismatchError
-from distdl_rma.segments.buffer import RemoteBuffer, SegmentBuffer
+from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.remote import RemoteBuffer
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -63,10 +65,11 @@ class Handshake:
                 self._manager.patience.until(request.Test, lambda peer=peer: self._about(peer), timeout)  # type: ignore[misc]
         return {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
 
-    def _about(self, peer: int) -> str:
-        return (
-            f"rank {self._manager.rank} for rank {peer} to connect {self._label!r}: did every rank build and"
-            " call the same layers in the same order?"
+    def _about(self, peer: int) -> Waiting:
+        return Waiting(
+            (peer,),
+            f"to connect {self._label!r}",
+            "did every rank build and call the same layers in the same order?",
         )
 
     def _remote(self, peer: int, reply: npt.NDArray[np.int64]) -> RemoteBuffer:
@@ -81,7 +84,7 @@ class Handshake:
             )
         place = (int(reply[1]), int(reply[2]), int(reply[3]), int(reply[4]))
         note = tuple(int(value) for value in reply[_NOTE])
-        return RemoteBuffer(self._manager, self._manager.segment.link(peer), peer, place, note)
+        return RemoteBuffer(self._manager, peer, place, note)
 
 
 def _clip(label: str) -> bytes:

@@ -21,17 +21,27 @@ class Heap:
     """Best-fit allocator of offsets into a block of ``nbytes`` bytes; freed neighbours coalesce.
 
     It hands out numbers and touches no memory.
+
+    Attributes
+    ----------
+    used, peak
+        Bytes handed out, alignment included, and the most that they ever were.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._gaps: list[tuple[int, int]] = [(0, nbytes)]  # (offset, nbytes), by offset
-        self._used: dict[int, int] = {}
+        self._blocks: dict[int, tuple[int, str]] = {}  # offset: (nbytes, owner)
+        self.used = 0
+        self.peak = 0
 
-    @property
-    def used(self) -> int:
-        """Bytes handed out, alignment included."""
-        return sum(self._used.values())
+    def owners(self) -> dict[str, tuple[int, int]]:
+        """Number of blocks and bytes by owner."""
+        sums: dict[str, tuple[int, int]] = {}
+        for nbytes, owner in self._blocks.values():
+            blocks, total = sums.get(owner, (0, 0))
+            sums[owner] = blocks + 1, total + nbytes
+        return sums
 
     @property
     def free_bytes(self) -> int:
@@ -43,7 +53,7 @@ class Heap:
         """Bytes of the largest block that could be handed out."""
         return max((nbytes for _, nbytes in self._gaps), default=0)
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, owner: str = "") -> int:
         """Offset of a new block of at least ``nbytes`` bytes (at least one cache line).
 
         Raises
@@ -63,12 +73,15 @@ class Heap:
         self._gaps.remove((offset, available))
         if available > size:
             insort(self._gaps, (offset + size, available - size))
-        self._used[offset] = size
+        self._blocks[offset] = size, owner
+        self.used += size
+        self.peak = max(self.peak, self.used)
         return offset
 
     def free(self, offset: int) -> None:
         """Give a block back."""
-        size = self._used.pop(offset)
+        size, _ = self._blocks.pop(offset)
+        self.used -= size
         at = bisect_left(self._gaps, (offset, 0))
         if at < len(self._gaps) and self._gaps[at][0] == offset + size:
             size += self._gaps.pop(at)[1]

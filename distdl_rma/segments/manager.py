@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from operator import index as as_int
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, SegmentError
+from distdl_rma.errors import ClosedError, PeerFailedError, SegmentError
 from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.handshake import Handshake
 from distdl_rma.segments.heap import Heap
-from distdl_rma.segments.notification import Counters, Patience
+from distdl_rma.segments.patience import Counters, Patience, Waiting
+from distdl_rma.segments.progress import ProgressEngine, check_progress
+from distdl_rma.segments.queue import Queue
 from distdl_rma.segments.segment import Segment
+from distdl_rma.segments.status import HEADER_BYTES, operation_name
+from distdl_rma.segments.supervision import Supervision, cause_of
 
-__all__ = ["SegmentManager"]
+__all__ = ["SegmentManager", "SegmentStats"]
 
 _SPINS = 2000
+
+
+@dataclass(frozen=True)
+class SegmentStats:
+    """How a rank's segment is used, in bytes; ``owners`` maps an owner's name to (buffers, bytes)."""
+
+    reserved: int
+    used: int
+    peak: int
+    largest_free: int
+    owners: dict[str, tuple[int, int]]
 
 
 class SegmentManager:
@@ -30,41 +49,54 @@ class SegmentManager:
     comm
         Communicator of the machine, owned by the caller; positions follow ``ranks``.
     ranks
-        Rank id of every position.
+        Rank id of every position; by default those of ``comm``.
     nbytes
         Segment size per rank in bytes, as text with a unit, or None for the default.
     timeout
         Default timeout of every wait in seconds.
     transport
         ``"auto"`` or ``"remote"``, see :class:`Segment`.
+    progress
+        ``"thread"`` for a thread that moves data while this rank computes, ``"none"`` for none; by default
+        a thread if the machine spans nodes.
     """
 
     def __init__(
         self,
         comm: MPI.Intracomm,
-        ranks: tuple[int, ...],
+        ranks: Sequence[int] | None = None,
         nbytes: int | str | None = None,
         timeout: float = 300.0,
         transport: str = "auto",
+        progress: str | None = None,
     ) -> None:
         self._comm = comm
-        self.ranks = ranks
-        self.rank = ranks[comm.rank]
-        self.segment = Segment(comm, ranks, nbytes, transport)
+        self.ranks = tuple(range(comm.size)) if ranks is None else tuple(ranks)
+        self.rank = self.ranks[comm.rank]
+        self.segment = Segment(comm, self.ranks, nbytes, transport, progress)
+        self.transport = transport
         self.heap = Heap(self.segment.nbytes)
+        self.heap.allocate(HEADER_BYTES, "header")
         self.counters = Counters()
-        self.patience = Patience(
-            timeout,
-            0 if self.segment.crowded or self.segment.has_remote else _SPINS,
-            self.progress,
-            self.counters,
-        )
+        # The number in a notification; ranks begin far from each other, so that no two give the same.
+        self.sequence = count(random.Random(self.rank).getrandbits(31))
         self._work: list[Callable[[], bool]] = []
         self._advancing = False
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
+        self.supervision = Supervision(self.segment, comm.Dup(), self.ranks, self._advance_all)
+        self.patience = Patience(
+            timeout,
+            0 if self.segment.crowded or self.segment.has_remote else _SPINS,
+            self.supervision,
+            self.counters,
+        )
         self.closed = False
+        self._everyone: MPI.Request | None = None
+        self._engine: ProgressEngine | None = None
+        if check_progress(progress, self.segment.has_remote) == "thread":
+            self._engine = ProgressEngine(self._turn)
 
-    def get_segment_buffer(self, size: int, notifications: int = 0) -> SegmentBuffer:
+    def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
 
         Parameters
@@ -72,7 +104,9 @@ class SegmentManager:
         size
             Bytes; 0 is legal.
         notifications
-            Number of 64-bit notification words that belong to the buffer, 0 at first.
+            Number of notifications that belong to the buffer, all unset at first.
+        owner
+            Whom ``stats()`` counts the buffer for.
 
         Returns
         -------
@@ -96,7 +130,7 @@ class SegmentManager:
         if isinstance(size, bool) or nbytes < 0 or words < 0:
             raise SegmentError(f"a buffer's size is at least 0 bytes, got {size!r}")
         self._reclaim()
-        return SegmentBuffer(self, nbytes, words)
+        return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer as soon as ``idle()`` says that no peer writes to it any more; local."""
@@ -133,30 +167,158 @@ class SegmentManager:
         if advance in self._work:
             self._work.remove(advance)
 
+    def queue(self, name: str = "queue") -> Queue:
+        """Make a queue to post puts and gets to; local."""
+        self.check_open()
+        return Queue(self, name)
+
+    def stats(self) -> SegmentStats:
+        """How this rank's segment is used; local."""
+        self.check_open()
+        self._reclaim()
+        heap = self.heap
+        return SegmentStats(heap.nbytes, heap.used, heap.peak, heap.largest_gap, heap.owners())
+
+    def describe(self) -> dict[str, object]:
+        """What this machine is and how its ranks reach each other; local."""
+        self.check_open()
+        segment = self.segment
+        direct = {rank: segment.link(rank).memory is not None for rank in self.ranks}
+        return {
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "nodes": segment.nodes,
+            "transport": {rank: "shared" if near else "remote" for rank, near in direct.items()},
+            "segment bytes": segment.nbytes,
+            "MPI": MPI.Get_library_version().splitlines()[0].rstrip("\0").strip(),
+            "MPI standard": ".".join(map(str, MPI.Get_version())),
+            "thread level": _THREAD_LEVELS[MPI.Query_thread()],
+            "memory model": "unified" if segment.unified else "separate",
+            "progress": "thread" if self._engine is not None else "none",
+            "timeout seconds": self.patience.timeout,
+            "more ranks than cores": segment.crowded,
+        }
+
+    def begin(self, name: bytes, epoch: int) -> None:
+        """Say in this rank's header which operation it begins; ``name`` comes from ``operation``."""
+        self.supervision.board.begin(name, epoch)
+
+    operation = staticmethod(operation_name)
+
     def progress(self) -> None:
-        """Advance deliveries and collectives under way; does not block. Every wait does so too."""
-        self.segment.progress()
-        if self._work and not self._advancing:
-            # Work may wait itself, and that wait comes back here.
-            self._advancing = True
+        """Advance deliveries and collectives under way; does not block. Every wait does so too.
+
+        Raises
+        ------
+        PeerFailedError
+            If a rank of the machine has failed.
+        """
+        self._advance_all()
+        self.supervision.check()
+
+    def _advance_all(self) -> None:
+        if self._engine is not None and self._engine.error is not None:
+            raise self._engine.error
+        with self.segment.lock:
+            self.segment.progress()
+            self.supervision.poll()
+            if self._work and not self._advancing:
+                # Work may wait itself, and that wait comes back here.
+                self._advancing = True
+                try:
+                    for advance in tuple(self._work):
+                        if advance():
+                            self.withdraw(advance)
+                finally:
+                    self._advancing = False
+
+    def _turn(self) -> int:
+        # Of the progress engine. It leaves the work to a thread that already does it.
+        if self.segment.lock.acquire(blocking=False):
             try:
-                for advance in tuple(self._work):
-                    if advance():
-                        self.withdraw(advance)
+                if not self.closed and not self.supervision.failures:
+                    self._advance_all()
             finally:
-                self._advancing = False
+                self.segment.lock.release()
+        counters = self.counters
+        return counters.puts + counters.gets + counters.waits
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on; they raise ``PeerFailedError`` in their next wait.
+
+        Not blocking, not collective. A machine that failed cannot be used any more, only left.
+        """
+        if self.closed:
+            return
+        if isinstance(error, PeerFailedError):
+            self.supervision.fail(error.cause, error.rank)
+        else:
+            self.supervision.fail(cause_of(error))
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` after the close."""
         if self.closed:
             raise ClosedError("segment manager: already closed")
 
-    def close(self) -> None:
+    def gather_to_close(self, timeout: float | None = None) -> None:
+        """Wait until all ranks are about to close; blocking, collective.
+
+        Freeing windows cannot be interrupted, so that nobody begins before all are here.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If not all ranks come; nothing is freed, and the call can be repeated.
+        """
+        self.check_open()
+        # Peers may still wait for what this rank began to send.
+        self.patience.until(
+            self.segment.progress, lambda: Waiting(self.ranks, "to take its last puts"), timeout
+        )
+        everyone = self._assemble()
+        self.patience.until(
+            everyone.Test, lambda: Waiting(self.supervision.present(), "to close the machine"), timeout
+        )
+
+    def wait_for_all_at_exit(self, seconds: float) -> bool:
+        """Wait until all ranks are about to close, without raising; return whether they are."""
+        if self.supervision.failures or self.supervision.failed:
+            return False
+        everyone = self._assemble()
+        deadline = time.monotonic() + seconds
+        while not everyone.Test():
+            self._advance_all()
+            if time.monotonic() > deadline or self.supervision.failures:
+                return False
+            time.sleep(1e-3)
+        return True
+
+    def close(self, timeout: float | None = None) -> None:
         """Free the segment; collective, idempotent. All buffers and views of them end here."""
         if self.closed:
             return
-        # Peers may still wait for what this rank began to send.
-        self.patience.until(self.segment.progress, lambda: f"rank {self.rank} for its last puts to arrive")
+        self.gather_to_close(timeout)
         self._reclaim()
+        self.stop()
         self.closed = True
+        self.supervision.close()
         self.segment.close()
+
+    def stop(self) -> None:
+        """End the progress engine, if there is one; idempotent."""
+        if self._engine is not None:
+            self._engine.stop()
+
+    def _assemble(self) -> MPI.Request:
+        if self._everyone is None:
+            self.supervision.leave("came to the close of the machine")
+            self._everyone = self._comm.Ibarrier()
+        return self._everyone
+
+
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "single",
+    MPI.THREAD_FUNNELED: "funneled",
+    MPI.THREAD_SERIALIZED: "serialized",
+    MPI.THREAD_MULTIPLE: "multiple",
+}

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -14,7 +15,9 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, SegmentError
+from distdl_rma.segments.atomics import Atomics
 from distdl_rma.segments.heap import ALIGNMENT, aligned
+from distdl_rma.segments.progress import check_progress
 from distdl_rma.segments.transport import Bytes, Link, RemoteLink, SharedLink, fence_for
 
 __all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
@@ -22,6 +25,8 @@ __all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
 SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
 _SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_DEFAULT = 4 << 30
+# Less than this by default would only fail later; who wants less says so.
+_SMALLEST_DEFAULT = 32 << 20
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TRANSPORTS = ("auto", "remote")
 
@@ -60,15 +65,24 @@ class Segment:
         Size on every rank; None for the environment variable or a default from the free shared memory.
     transport
         ``"auto"``: direct on a node, MPI elsewhere. ``"remote"``: MPI for every peer.
+    progress
+        The option of the manager, checked here with the others.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, ranks: tuple[int, ...], nbytes: int | str | None, transport: str
+        self,
+        comm: MPI.Intracomm,
+        ranks: tuple[int, ...],
+        nbytes: int | str | None,
+        transport: str,
+        progress: str | None = None,
     ) -> None:
         node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
-        self.nbytes = _agree_on_size(comm, node, nbytes, transport)
+        self.nbytes = _agree_on_size(comm, node, nbytes, transport, progress)
         _check_room(comm, node, self.nbytes)
+        # Held by whoever touches what is pending: the progress engine is another thread.
+        self.lock = threading.RLock()
         self._shared = MPI.Win.Allocate_shared(self.nbytes + ALIGNMENT, 1, comm=node)
         memories = [_as_array(self._shared.Shared_query(at)[0]) for at in range(node.size)]
         # MPI aligns to less than a cache line; each owner says where its first whole one begins.
@@ -85,18 +99,27 @@ class Segment:
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
         self.crowded = node.size > len(cores)
         self.words = self.memory.data.cast("q")
+        # Ranks by node, in the order of M; every rank is told the first rank of every node.
+        self.nodes = _by_node(ranks, comm.allgather(self.node_ranks[0]))
         self._links: dict[int, Link] = {}
         for position, rank in enumerate(ranks):
             if rank in views and (transport == "auto" or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)
             else:
-                self._links[rank] = RemoteLink(self._window, position)
+                self._links[rank] = RemoteLink(self._window, position, self.lock)
         self._remote = [link for link in self._links.values() if isinstance(link, RemoteLink)]
-        self._poke = comm.Dup()
+        self.atomics = self._choose_atomics(ranks, dict(zip(self.node_ranks, begins, strict=True)))
         # What MPI put here is only visible to loads after a Sync, on any processor.
         self.acquire: Callable[[], None] = self._window.Sync if self._remote else self.fence
         # Kept until the end: MPICH 5.0 gives its context to the next window and then hangs in Unlock_all.
         self._node = node
+
+    def _choose_atomics(self, ranks: tuple[int, ...], begins: dict[int, int]) -> Atomics:
+        # Shared memory needs no help of the target, but only serves where all ranks can use it.
+        if not self._remote:
+            positions = {rank: (at, begins[rank]) for at, rank in enumerate(self.node_ranks)}
+            return Atomics(self._shared, positions, True, self.lock)
+        return Atomics(self._window, {rank: (at, 0) for at, rank in enumerate(ranks)}, False, self.lock)
 
     def link(self, rank: int) -> Link:
         """Way to the segment of a rank id."""
@@ -107,11 +130,14 @@ class Segment:
         """Whether any peer is reached through MPI."""
         return bool(self._remote)
 
+    @property
+    def unified(self) -> bool:
+        """Whether MPI's puts and this processor's loads see one memory (MPI_WIN_UNIFIED)."""
+        return bool(self._window.model == MPI.WIN_UNIFIED)
+
     def progress(self) -> bool:
-        """Let MPI and all pending deliveries advance; return whether none is left. Does not block."""
+        """Let all pending deliveries advance; return whether none is left. Does not block."""
         left = [link for link in self._remote if not link.advance()]
-        # Also without remote peers: a handshake's message may still sit in this rank's MPI.
-        self._poke.Iprobe()
         if self._remote:
             self._window.Sync()
         return not left
@@ -125,8 +151,14 @@ class Segment:
         for window in (self._window, self._shared):
             window.Unlock_all()
             window.Free()
-        self._poke.Free()
         self._node.Free()
+
+
+def _by_node(ranks: tuple[int, ...], firsts: list[int]) -> tuple[tuple[int, ...], ...]:
+    nodes: dict[int, list[int]] = {}
+    for rank, first in zip(ranks, firsts, strict=True):
+        nodes.setdefault(first, []).append(rank)
+    return tuple(tuple(node) for node in nodes.values())
 
 
 def _as_array(memory: MPI.buffer) -> Bytes:
@@ -139,12 +171,19 @@ def _free_shared_memory() -> int | None:
     return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
 
 
-def _agree_on_size(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int | str | None, transport: str) -> int:
+def _agree_on_size(
+    comm: MPI.Intracomm,
+    node: MPI.Intracomm,
+    nbytes: int | str | None,
+    transport: str,
+    progress: str | None,
+) -> int:
     # A wrong option on one rank only is an error on all of them, before anything is reserved.
     size, problem = 0, ""
     try:
         if transport not in _TRANSPORTS:
             raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {transport!r}")
+        check_progress(progress, has_remote=False)
         size = aligned(_size_for(node, nbytes))
     except ConfigurationError as error:
         problem = str(error)
@@ -164,7 +203,8 @@ def _size_for(node: MPI.Intracomm, nbytes: int | str | None) -> int:
         return parse_size(asked)
     free = _free_shared_memory()
     share = _LARGEST_DEFAULT if free is None else free // 2 // node.size
-    return max(1 << 20, min(_LARGEST_DEFAULT, share, sys.maxsize // 4))
+    # Too little for the smallest default is found by the check of the room that follows.
+    return max(_SMALLEST_DEFAULT, min(_LARGEST_DEFAULT, share, sys.maxsize // 4))
 
 
 def _check_room(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-__all__ = ["Bytes", "Link", "RemoteLink", "SharedLink", "fence_for"]
+__all__ = ["Bytes", "Link", "RemoteLink", "Runs", "SharedLink", "fence_for"]
 
 Bytes = npt.NDArray[np.uint8]
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
+# From so many bytes on, a contiguous run is a transfer of its own instead of a part of an MPI datatype.
+_LONG_RUN_BYTES = 64 << 10
 
 
 def fence_for(window: MPI.Win) -> Callable[[], None]:
@@ -27,6 +30,19 @@ def fence_for(window: MPI.Win) -> Callable[[], None]:
     return window.Sync
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Equally long stretches of contiguous bytes in a segment: where each begins, and how long all are."""
+
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all stretches."""
+        return len(self.offsets) * self.nbytes
+
+
 class Link(Protocol):
     """Way to the segment of one peer; all offsets are bytes from the start of that segment."""
 
@@ -34,15 +50,20 @@ class Link(Protocol):
     def memory(self) -> Bytes | None:
         """The peer's segment itself where it can be loaded and stored directly, else None."""
 
-    def put(self, offset: int, data: Bytes, *, stable: bool = False) -> None:
-        """Begin to copy bytes into the peer's segment.
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+        """Begin to copy contiguous bytes into the peer's segment.
 
-        With ``stable`` the caller promises not to change ``data`` until the notification that follows has
-        been answered; otherwise a copy is taken where one is needed.
+        The bytes must not change until the requests returned are complete.
         """
 
+    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
+        """Begin to copy bytes out of the peer's segment; they are there when the requests are complete."""
+
     def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
-        """Set a notification word of the peer, after all earlier puts arrived there if ``ordered``."""
+        """Set a word of the peer, after all earlier puts arrived there if ``ordered``."""
+
+    def close_delivery(self) -> None:
+        """Have what was put so far flushed, with no notification behind it."""
 
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
@@ -62,14 +83,25 @@ class SharedLink:
         """The peer's segment."""
         return self._memory
 
-    def put(self, offset: int, data: Bytes, *, stable: bool = False) -> None:
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
         """Copy bytes into the peer's segment; complete on return."""
-        self._bytes[offset : offset + data.nbytes] = data.data
+        for i, offset in enumerate(runs.offsets):
+            self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
+        return []
+
+    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
+        """Copy bytes out of the peer's segment; complete on return."""
+        for i, offset in enumerate(runs.offsets):
+            out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
+        return []
 
     def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
-        """Set a notification word of the peer."""
+        """Set a word of the peer."""
         self._fence()
         self._words[word] = value
+
+    def close_delivery(self) -> None:
+        """Nothing is ever pending."""
 
     def advance(self) -> bool:
         """Nothing is ever pending."""
@@ -78,62 +110,123 @@ class SharedLink:
 
 @dataclass
 class _Delivery:
-    # What remains of a put or a notification: requests in flight, then the notification, if any.
+    # What remains of some puts: requests in flight, the question whether the peer answers, the notification.
     requests: list[MPI.Request] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)
     notice: tuple[int, int] | None = None
+    answer: MPI.Request | None = None
 
 
 class RemoteLink:
     """Peer on another node: request-based puts, a flush, then an atomic notification.
 
     Nothing here blocks for the length of a transfer: ``notify`` leaves the remaining steps to
-    ``advance``, which every wait calls and a start never does.
+    ``advance``, which every wait and the progress engine call and a start never does. Nor does anything
+    block on a peer that does not answer: a flush, which cannot be interrupted, only follows a small get
+    that was answered.
+
+    Parameters
+    ----------
+    window
+        Window over the segments of all ranks, locked.
+    position
+        Rank of the peer in the window's group.
+    lock
+        Held by whoever calls in; the progress engine is another thread.
     """
 
-    def __init__(self, window: MPI.Win, position: int) -> None:
+    def __init__(self, window: MPI.Win, position: int, lock: AbstractContextManager[Any]) -> None:
         self._window = window
         self._position = position
+        self._lock = lock
         self._open = _Delivery()
         self._pending: deque[_Delivery] = deque()
         self._notices: list[tuple[MPI.Request, Any]] = []
+        self._answer = np.empty(1, np.int64)
 
     @property
     def memory(self) -> Bytes | None:
         """Not reachable by load and store."""
         return None
 
-    def put(self, offset: int, data: Bytes, *, stable: bool = False) -> None:
-        """Begin to copy bytes into the peer's segment."""
-        if data.nbytes == 0:
-            return
-        source = data if stable else data.copy()
-        request = self._window.Rput(source, self._position, (offset, source.nbytes, MPI.BYTE))
-        self._open.requests.append(request)
-        self._open.keep.append(source)
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+        """Begin to copy contiguous bytes into the peer's segment."""
+        with self._lock:
+            requests = _transfers(
+                runs, data, lambda part, target: self._window.Rput(part, self._position, target)
+            )
+            self._open.requests += requests
+            self._open.keep.append(data)
+        return requests
+
+    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
+        """Begin to copy bytes out of the peer's segment."""
+        with self._lock:
+            return _transfers(runs, out, lambda part, target: self._window.Rget(part, self._position, target))
 
     def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
-        """Set a notification word of the peer, at once or when the puts before it arrived."""
-        if not ordered or not (self._open.requests or self._pending):
-            self._send_notice(word, value)
-            return
-        self._open.notice = (word, value)
-        self._pending.append(self._open)
-        self._open = _Delivery()
+        """Set a word of the peer, at once or when the puts before it arrived."""
+        with self._lock:
+            if not ordered or not (self._open.requests or self._pending):
+                self._send_notice(word, value)
+                return
+            self._open.notice = (word, value)
+            self._pending.append(self._open)
+            self._open = _Delivery()
+
+    def close_delivery(self) -> None:
+        """Have what was put so far flushed, with no notification behind it."""
+        with self._lock:
+            if self._open.requests:
+                self._pending.append(self._open)
+                self._open = _Delivery()
 
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
-        while self._pending and MPI.Request.Testall(self._pending[0].requests):
-            done = self._pending.popleft()
-            if done.requests:
-                # Local completion came first, so that this flush only awaits the peer's answer.
-                self._window.Flush(self._position)
-            if done.notice:
-                self._send_notice(*done.notice)
-        self._notices = [(request, kept) for request, kept in self._notices if not request.Test()]
-        return not self._pending and not self._notices
+        with self._lock:
+            while self._pending and self._arrived(self._pending[0]):
+                done = self._pending.popleft()
+                if done.notice:
+                    self._send_notice(*done.notice)
+            if self._notices:
+                self._notices = [(request, kept) for request, kept in self._notices if not request.Test()]
+            return not self._pending and not self._notices
+
+    def _arrived(self, delivery: _Delivery) -> bool:
+        if not delivery.requests:
+            return True
+        if delivery.answer is None:
+            if not MPI.Request.Testall(delivery.requests):
+                return False
+            delivery.answer = self._window.Rget(self._answer, self._position, (0, 8, MPI.BYTE))
+        if not delivery.answer.Test():
+            return False
+        self._window.Flush(self._position)
+        return True
 
     def _send_notice(self, word: int, value: int) -> None:
         source = np.array([value], dtype=np.int64)
         request = self._window.Raccumulate(source, self._position, (word * 8, 1, MPI.INT64_T), op=MPI.REPLACE)
         self._notices.append((request, source))
+
+
+def _transfers(runs: Runs, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
+    # Many short runs travel together, as one datatype.
+    if not runs.total:
+        return []
+    if len(runs.offsets) == 1 or runs.nbytes >= _LONG_RUN_BYTES:
+        return [
+            call(
+                [data[i * runs.nbytes : (i + 1) * runs.nbytes], MPI.BYTE],
+                (offset, runs.nbytes, MPI.BYTE),
+            )
+            for i, offset in enumerate(runs.offsets)
+        ]
+    first = runs.offsets[0]
+    kind = MPI.BYTE.Create_hindexed_block(runs.nbytes, [offset - first for offset in runs.offsets])
+    kind.Commit()
+    try:
+        return [call([data, MPI.BYTE], (first, 1, kind))]
+    finally:
+        # MPI keeps what is still in use.
+        kind.Free()

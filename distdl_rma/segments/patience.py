@@ -1,0 +1,150 @@
+"""Waiting for what another rank does: spin, yield, sleep, with a deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from distdl_rma.errors import ConfigurationError
+
+__all__ = ["Counters", "Patience", "Supervisor", "Waiting", "check_timeout"]
+
+_YIELD_SECONDS = 2e-3
+_SLEEP_SECONDS = (5e-5, 1e-3)
+# How often a long wait says what it waits for, and looks at those that it waits for.
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank waits for: ranks, and what they are to do, as in "to send in 'enc1' (epoch 7, ...)".
+
+    ``hint`` ends the message of a wait that reached its deadline.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    hint: str = ""
+
+
+@dataclass
+class Counters:
+    """What this rank moved and waited since the machine started; only grows."""
+
+    bytes_put: int = 0
+    puts: int = 0
+    bytes_got: int = 0
+    gets: int = 0
+    waits: int = 0
+    seconds_waited: float = 0.0
+
+
+class Supervisor(Protocol):
+    """What a long wait tells, and asks."""
+
+    def advance(self, waiting: Callable[[], Waiting]) -> None:
+        """Make progress for everyone, on every turn after the busy loop; raise if a rank failed."""
+
+    def look(self, waiting: Waiting) -> None:
+        """Tell others about a wait that takes long, and raise ``PeerFailedError`` if it is in vain."""
+
+    def done(self) -> None:
+        """Tell others that the wait is over."""
+
+    def give_up(self, waiting: Waiting, seconds: float) -> NoReturn:
+        """Raise ``ExchangeTimeout`` for a wait that reached its deadline."""
+
+
+class Patience:
+    """How a rank waits for something that another rank does.
+
+    Parameters
+    ----------
+    timeout
+        Default deadline of a wait in seconds.
+    spins
+        Turns of the busy loop at the start; 0 where ranks outnumber cores or MPI must make progress.
+    supervisor
+        Whom a long wait turns to.
+    counters
+        Where time spent waiting is added up.
+    """
+
+    def __init__(self, timeout: float, spins: int, supervisor: Supervisor, counters: Counters) -> None:
+        self.timeout = check_timeout(timeout)
+        self._spins = spins
+        self._supervisor = supervisor
+        self._counters = counters
+
+    def until(
+        self, ready: Callable[[], bool], waiting: Callable[[], Waiting], timeout: float | None = None
+    ) -> None:
+        """Return as soon as ``ready()`` is true; blocking.
+
+        Parameters
+        ----------
+        ready
+            Cheap test without side effects, or one that advances what is waited for.
+        waiting
+            Says who is waited for; called only when the wait takes long.
+        timeout
+            Seconds, 0 to look once; None for the default.
+
+        Raises
+        ------
+        ExchangeTimeout
+            At the deadline; the wait can be repeated.
+        PeerFailedError
+            If a rank of the machine failed, or one that is waited for has left.
+        """
+        if ready():
+            return
+        begin = time.perf_counter()
+        try:
+            self._wait(ready, waiting, self.timeout if timeout is None else check_timeout(timeout), begin)
+        finally:
+            self._counters.waits += 1
+            self._counters.seconds_waited += time.perf_counter() - begin
+
+    def _wait(
+        self, ready: Callable[[], bool], waiting: Callable[[], Waiting], timeout: float, begin: float
+    ) -> None:
+        if timeout > 0:
+            for _ in range(self._spins):
+                if ready():
+                    return
+        supervisor, pause = self._supervisor, _SLEEP_SECONDS[0]
+        looked = 0.0
+        try:
+            while True:
+                supervisor.advance(waiting)
+                if ready():
+                    return
+                elapsed = time.perf_counter() - begin
+                if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
+                    looked = elapsed
+                    supervisor.look(waiting())
+                if elapsed > timeout:
+                    supervisor.give_up(waiting(), timeout)
+                if elapsed < _YIELD_SECONDS:
+                    os.sched_yield()
+                else:
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, _SLEEP_SECONDS[1])
+        finally:
+            if looked:
+                supervisor.done()
+
+
+def check_timeout(seconds: float) -> float:
+    """Return a timeout in seconds, or raise if it is none."""
+    try:
+        value = float(seconds)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not value >= 0:
+        raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
+    return value

@@ -1,0 +1,315 @@
+"""The peers' buffers seen from here: where puts, gets, notifications and atomics go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index as as_int
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distdl_rma.errors import ClosedError, ExchangeTimeout, SegmentError, ShapeError
+from distdl_rma.segments.memory import as_array, as_bytes, runs_of
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.queue import Queue
+from distdl_rma.segments.transport import Bytes, Runs
+
+if TYPE_CHECKING:
+    from distdl_rma.segments.manager import SegmentManager
+
+__all__ = ["NOTIFICATION_BITS", "RemoteArray", "RemoteBuffer"]
+
+# A notification's word: value, then a number that differs from that of the one before.
+NOTIFICATION_BITS = 31
+_SEQUENCE = (1 << NOTIFICATION_BITS) - 1
+_LARGEST_VALUE = (1 << 32) - 1
+
+
+class RemoteBuffer:
+    """A peer's :class:`SegmentBuffer`, seen from here.
+
+    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call.
+    What is ordered after what is a table in ``docs/one-sided.md``.
+
+    Attributes
+    ----------
+    peer
+        Rank id of the owner.
+    nbytes, notifications
+        Size of the buffer and number of its notifications.
+    note
+        The integers that the owner sent for this rank.
+    """
+
+    def __init__(
+        self, manager: SegmentManager, peer: int, place: tuple[int, int, int, int], note: tuple[int, ...]
+    ) -> None:
+        self._manager = manager
+        self._link = manager.segment.link(peer)
+        self.peer = peer
+        self._offset, self.nbytes, self._first_word, self.notifications = place
+        self.note = note
+        self._counters = manager.counters
+        self._sequence = manager.sequence
+        # Where the peer's memory can be reached, puts are assignments to it.
+        memory = self._link.memory
+        self._bytes = None if memory is None else memory.data[self._offset : self._offset + self.nbytes]
+
+    def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
+        """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
+
+        Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and no
+        copy is taken of contiguous data. Strided data (a slice) arrives packed. The peer sees it once it
+        saw a later notification from this rank.
+
+        Raises
+        ------
+        ShapeError
+            If it does not fit into the buffer, or is no array.
+        """
+        source = as_bytes(data, "put")
+        end = offset + source.nbytes
+        if offset < 0 or end > self.nbytes:
+            raise self._outside(offset, source.nbytes)
+        if self._manager.closed:
+            raise self._closed()
+        if self._bytes is not None:
+            self._bytes[offset:end] = source
+        elif source.nbytes:
+            self._post(Runs((self._offset + offset,), source.nbytes), _array(source), queue)
+        counters = self._counters
+        counters.puts += 1
+        counters.bytes_put += source.nbytes
+
+    def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
+        """Put several arrays, each given with its offset; all are checked before data moves."""
+        listed = [(as_bytes(data, "put_list"), offset) for data, offset in parts]
+        for source, offset in listed:
+            if offset < 0 or offset + source.nbytes > self.nbytes:
+                raise self._outside(offset, source.nbytes)
+        for source, offset in listed:
+            self.put(source, offset, queue)
+
+    def notify(self, index: int, value: int = 1) -> None:
+        """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
+
+        A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
+        when the next arrives is overwritten.
+        """
+        if not 0 <= index < self.notifications:
+            raise self._no_notification(index)
+        if not 1 <= value <= _LARGEST_VALUE:
+            raise SegmentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
+        if self._manager.closed:
+            raise self._closed()
+        self._link.notify(
+            self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
+        )
+
+    def put_notify(
+        self, data: Any, index: int, value: int = 1, offset: int = 0, queue: Queue | None = None
+    ) -> None:
+        """Put, then notify: the notified put of GASPI."""
+        if not 0 <= index < self.notifications:
+            raise self._no_notification(index)
+        self.put(data, offset, queue)
+        self.notify(index, value)
+
+    def get(
+        self, out: Any, offset: int = 0, queue: Queue | None = None, timeout: float | None = None
+    ) -> None:
+        """Copy from the peer's buffer into an array or tensor of this rank.
+
+        Blocking without a queue; with one, the array is filled after ``queue.wait()``.
+
+        Raises
+        ------
+        ShapeError
+            If it would reach beyond the peer's buffer, or cannot be written to.
+        ExchangeTimeout
+            If the peer does not answer; the call can be repeated.
+        """
+        target = as_array(out, "get")
+        if not target.flags.writeable:
+            raise ShapeError("get: the array is read-only")
+        if offset < 0 or offset + target.nbytes > self.nbytes:
+            raise self._outside(offset, target.nbytes)
+        self._fetch(Runs((self._offset + offset,), target.nbytes), target, queue, timeout)
+
+    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> RemoteArray:
+        """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
+        kind = np.dtype(dtype)
+        nbytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._outside(offset, nbytes)
+        return RemoteArray(self, kind, tuple(shape), self._offset + offset)
+
+    def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
+        """Add to a 64-bit integer of the peer's buffer, atomically; return what it was. Blocking.
+
+        Atomic towards the other atomic operations of all ranks, not towards puts and plain stores.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If the peer does not answer. Nothing was added; the call can be repeated.
+        """
+        at = self._word_at(offset, timeout)
+        return self._manager.segment.atomics.fetch_add(self.peer, at, value)
+
+    def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
+        """Set a 64-bit integer of the peer's buffer to ``desired`` if it is ``expected``, atomically.
+
+        Blocking. Returns what it was: ``expected`` if it was set. Raises as :meth:`fetch_add`.
+        """
+        at = self._word_at(offset, timeout)
+        return self._manager.segment.atomics.compare_swap(self.peer, at, expected, desired)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
+        self._manager.check_open()
+        self._link.close_delivery()
+        self._manager.patience.until(
+            self._link.advance, lambda: Waiting((self.peer,), "to take its puts"), timeout
+        )
+
+    # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
+
+    def raise_flag(self, index: int, epoch: int) -> None:
+        """Set a flag once all earlier puts from here have arrived."""
+        self._link.notify(self._first_word + index, epoch)
+
+    def acknowledge(self, index: int, epoch: int) -> None:
+        """Set a flag without waiting for earlier puts from here."""
+        self._link.notify(self._first_word + index, epoch, ordered=False)
+
+    def put_stable(self, data: Bytes, offset: int) -> None:
+        """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
+        if offset < 0 or offset + data.nbytes > self.nbytes:
+            raise self._outside(offset, data.nbytes)
+        self._link.put(Runs((self._offset + offset,), data.nbytes), data)
+        self._counters.puts += 1
+        self._counters.bytes_put += data.nbytes
+
+    def direct(self, dtype: npt.DTypeLike, count: int, offset: int) -> npt.NDArray[Any] | None:
+        """View of the peer's own memory where it can be loaded and stored, else None."""
+        memory = self._link.memory
+        if memory is None:
+            return None
+        kind = np.dtype(dtype)
+        nbytes = count * kind.itemsize
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._outside(offset, nbytes)
+        start = self._offset + offset
+        return memory[start : start + nbytes].view(kind)
+
+    # Steps of the operations above.
+
+    def _post(self, runs: Runs, data: Bytes, queue: Queue | None) -> None:
+        source = data.copy() if queue is None else data
+        requests = self._link.put(runs, source)
+        if queue is not None:
+            queue.post(self.peer, requests, source)
+
+    def _fetch(
+        self, runs: Runs, target: npt.NDArray[Any], queue: Queue | None, timeout: float | None
+    ) -> None:
+        if self._manager.closed:
+            raise self._closed()
+        # Into memory of its own: after a timeout the transfer goes on, whatever became of the target.
+        bounce = np.empty(runs.total, np.uint8)
+        posted = queue if queue is not None else self._manager.queue("get")
+
+        def finish() -> None:
+            target[...] = bounce.view(target.dtype).reshape(target.shape)
+
+        posted.post(self.peer, self._link.get(runs, bounce), bounce, finish)
+        self._counters.gets += 1
+        self._counters.bytes_got += runs.total
+        if queue is None:
+            try:
+                posted.wait(timeout)
+            except ExchangeTimeout:
+                self._manager.defer(posted.test)
+                raise
+
+    def _word_at(self, offset: int, timeout: float | None) -> int:
+        self._manager.check_open()
+        if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
+            raise ShapeError(
+                f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
+                f" {self.nbytes} bytes, got offset {offset}"
+            )
+        answered = self._manager.segment.atomics.responding(self.peer)
+        if answered is not None:
+            self._manager.patience.until(
+                answered, lambda: Waiting((self.peer,), "to answer before an atomic operation"), timeout
+            )
+        return self._offset + offset
+
+    def _outside(self, offset: int, nbytes: int) -> ShapeError:
+        return ShapeError(
+            f"{nbytes} bytes at offset {offset} are not inside rank {self.peer}'s buffer of"
+            f" {self.nbytes} bytes"
+        )
+
+    def _no_notification(self, index: int) -> SegmentError:
+        return SegmentError(f"notification {index} of a buffer that has {self.notifications}")
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
+
+
+class RemoteArray:
+    """A peer's memory as an array: ``there[2:4, ::2] = x`` puts, ``there[0]`` gets.
+
+    Slices are those of numpy: integers, slices and an ellipsis. A put does not block for the transfer, and
+    ``x`` may be changed on return. A get blocks and returns an array of its own.
+    """
+
+    def __init__(
+        self, buffer: RemoteBuffer, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int
+    ) -> None:
+        self._buffer = buffer
+        self.dtype = dtype
+        self.shape = tuple(as_int(extent) for extent in shape)
+        self._begin = begin
+
+    def __setitem__(self, key: Any, data: Any) -> None:
+        """Put; data of another shape is broadcast, data of another type is taken if nothing is lost."""
+        self.put(key, data)
+
+    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
+        """Get; blocking."""
+        runs, shape = runs_of(self.shape, self.dtype, self._begin, key)
+        out = np.empty(shape, self.dtype)
+        self._buffer._fetch(runs, out, None, None)
+        return out
+
+    def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
+        """Put to a slice, posted to a queue."""
+        runs, shape = runs_of(self.shape, self.dtype, self._begin, key)
+        source = np.asarray(data, self.dtype) if np.isscalar(data) else as_array(data, "put")
+        if not np.can_cast(source.dtype, self.dtype, "safe"):
+            raise ShapeError(f"put: {source.dtype} does not fit into {self.dtype} without a loss")
+        buffer = self._buffer
+        if buffer._manager.closed:
+            raise buffer._closed()
+        whole = buffer.direct(self.dtype, int(np.prod(self.shape)), self._begin - buffer._offset)
+        try:
+            if whole is not None:
+                # Straight to its place: packing would be one more pass over the data.
+                whole.reshape(self.shape)[key] = source
+            else:
+                packed = np.empty(shape, self.dtype)
+                packed[...] = source
+                buffer._post(runs, packed.reshape(-1).view(np.uint8), queue)
+        except ValueError as error:
+            raise ShapeError(f"put: {error}") from None
+        buffer._counters.puts += 1
+        buffer._counters.bytes_put += runs.total
+
+
+def _array(source: memoryview) -> Bytes:
+    return np.frombuffer(source, np.uint8)

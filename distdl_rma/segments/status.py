@@ -1,0 +1,187 @@
+"""What each rank is doing, in the header of its own segment, for others to read."""
+
+from __future__ import annotations
+
+import enum
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "HEADER_BYTES",
+    "Board",
+    "Record",
+    "State",
+    "is_gone",
+    "namespace",
+    "numbered",
+    "operation_name",
+    "parse",
+]
+
+# The first bytes of every segment.
+HEADER_BYTES = 1024
+_RANKS = 8
+_TEXT, _NAME = 512, 256
+# Version, process, its namespace, state, since when; ranks waited for (number, first few), text, version.
+_STATE = struct.Struct(f"=qqqqdq{_RANKS}q{_TEXT}sq")
+# Epoch, begin and name of the operation begun last.
+_OPERATION = struct.Struct(f"=qd{_NAME}s")
+_OPERATION_AT = 704
+_VERSION = struct.Struct("=q")
+
+
+class State(enum.IntEnum):
+    """What a rank does, as far as others must know."""
+
+    ABSENT = 0
+    RUNNING = 1
+    WAITING = 2
+    FAILED = 3
+    LEFT = 4
+
+
+@dataclass(frozen=True)
+class Record:
+    """Header of a segment, as read by another rank; times are seconds since the Unix epoch."""
+
+    state: State
+    process: int
+    namespace: int
+    since: float
+    waits_for: tuple[int, ...]
+    text: str
+    operation: str
+    epoch: int
+    operation_since: float
+
+    @property
+    def doing(self) -> str:
+        """What the rank does, as a clause of a sentence."""
+        now = time.time()
+        ago = f"{max(now - self.since, 0):.1f} s"
+        if self.state is State.FAILED:
+            return f"failed {ago} ago: {self.text}"
+        if self.state is State.LEFT:
+            also = f" and waits for {numbered(self.waits_for)}" if self.waits_for else ""
+            return f"{self.text} {ago} ago{also}"
+        if self.state is State.WAITING:
+            return f"waits since {ago} for {numbered(self.waits_for)} {self.text}"
+        if self.state is State.ABSENT:
+            return "has not started yet"
+        last = ""
+        if self.operation:
+            began = max(now - self.operation_since, 0)
+            last = f"; the last that it began was {self.operation!r} (epoch {self.epoch}) {began:.1f} s ago"
+        return f"waits for nobody{last}"
+
+
+def numbered(ranks: tuple[int, ...]) -> str:
+    """Name some ranks: "rank 3", "ranks 1, 2"."""
+    some = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
+    return f"rank{'s' * (len(ranks) != 1)} {some}"
+
+
+class Board:
+    """This rank's header, written by it alone, and a way to read those of others.
+
+    Parameters
+    ----------
+    header
+        The first bytes of this rank's segment.
+    """
+
+    def __init__(self, header: memoryview) -> None:
+        self._header = header
+        self._version = 0
+        self._process = os.getpid()
+        self._namespace = namespace()
+        self._state = State.ABSENT
+        self._since = 0.0
+        self.write(State.RUNNING)
+
+    def write(self, state: State, text: str = "", ranks: tuple[int, ...] = ()) -> None:
+        """Say what this rank does; the time since when is that of the last change of state."""
+        if state is not self._state:
+            self._state, self._since = state, time.time()
+        listed = (*ranks[:_RANKS], *[-1] * (_RANKS - len(ranks[:_RANKS])))
+        about = clip(text, _TEXT)
+        # Odd while it changes: who reads it then reads it again.
+        _VERSION.pack_into(self._header, 0, self._version + 1)
+        self._version += 2
+        _STATE.pack_into(
+            self._header,
+            0,
+            self._version,
+            self._process,
+            self._namespace,
+            state,
+            self._since,
+            len(ranks),
+            *listed,
+            about,
+            self._version,
+        )
+
+    def begin(self, name: bytes, epoch: int) -> None:
+        """Say which operation this rank begins; ``name`` is ``operation_name`` of it."""
+        _OPERATION.pack_into(self._header, _OPERATION_AT, epoch, time.time(), name)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._header.release()
+
+
+def operation_name(name: str) -> bytes:
+    """Name of an operation as :meth:`Board.begin` takes it."""
+    return clip(name, _NAME)
+
+
+def clip(text: str, nbytes: int) -> bytes:
+    """Text in UTF-8 that fits, without half a character at the end."""
+    return text.encode()[:nbytes].decode(errors="ignore").encode()
+
+
+def parse(header: bytes) -> Record | None:
+    """Record in a header; None if it was being written at that moment."""
+    version, process, space, state, since, number, *ranks, text, again = _STATE.unpack_from(header)
+    if version % 2 or version != again:
+        return None
+    epoch, began, name = _OPERATION.unpack_from(header, _OPERATION_AT)
+    return Record(
+        State(state) if state in set(State) else State.ABSENT,
+        process,
+        space,
+        since,
+        tuple(ranks[: min(number, _RANKS)]),
+        text.rstrip(b"\0").decode(errors="replace"),
+        name.rstrip(b"\0").decode(errors="replace"),
+        epoch,
+        began,
+    )
+
+
+def namespace() -> int:
+    """Which processes a process number of this process is one of; 0 where that cannot be told."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def is_gone(process: int) -> bool:
+    """Whether a process of this node and namespace has ended, reaped or not."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    try:
+        # "pid (name) state ...": the name may hold anything, so the last bracket counts.
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "ZX"
