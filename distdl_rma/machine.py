@@ -14,7 +14,13 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
+from distdl_rma.errors import (
+    ClosedError,
+    ConfigurationError,
+    DistdlError,
+    ExchangeTimeout,
+    PartitionError,
+)
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import check_timeout
@@ -27,7 +33,9 @@ _EXIT_SECONDS = 5.0
 # How long a rank that fails stays for its peers to notice, and then to say so themselves.
 _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
-_CREATE_TAG = 7
+_CREATE_TAG, _MEET_TAG = 7, 8
+# Room for M and a message, pickled.
+_MEETING_BYTES = 1 << 20
 
 
 class Tenant(Protocol):
@@ -46,7 +54,7 @@ class Machine:
     Parameters
     ----------
     comm
-        A communicator; COMM_WORLD if None. It is not used for messages: the machine makes its own.
+        A communicator; COMM_WORLD if None. The machine makes one of its own for its messages.
     ranks
         M: rank ids, that is ranks of ``comm``, unique, in any order; all of ``comm`` if None.
     segment_size
@@ -85,11 +93,10 @@ class Machine:
         base = MPI.COMM_WORLD if comm is None else comm
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
-        self.timeout = _timeout(timeout)
+        self.timeout = _meet(base, self.ranks, timeout)
         group = base.group.Incl(list(self.ranks))
         self.comm = base.Create_group(group, _CREATE_TAG)
         group.Free()
-        _check_same(self.comm, self.ranks)
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._layers = 0
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
@@ -269,11 +276,55 @@ def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int,
     return chosen
 
 
-def _check_same(comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
-    everyones: list[Any] = comm.allgather(ranks)
-    for position, other in enumerate(everyones):
-        if other != ranks:
-            raise PartitionError(f"rank {ranks[position]} was given M = {other}, this rank M = {ranks}")
+def _meet(comm: MPI.Intracomm, ranks: tuple[int, ...], timeout: float | None) -> float:
+    """Have all ranks of M agree on M, before any call that would hang if they did not; the timeout.
+
+    A wrong option on one rank is an error on all of them. The least rank id asks, compares and answers.
+    """
+    problem, seconds = "", _DEFAULT_TIMEOUT
+    try:
+        seconds = _timeout(timeout)
+    except ConfigurationError as error:
+        problem = str(error)
+    first, mine = min(ranks), (ranks, problem)
+    if comm.rank == first:
+        others = [rank for rank in ranks if rank != first]
+        asked = {rank: comm.irecv(_MEETING_BYTES, rank, _MEET_TAG) for rank in others}
+        views = {first: mine} | {rank: _received(comm, asked[rank], rank, seconds) for rank in others}
+        verdict = _verdict(views)
+        told = [comm.isend(verdict, rank, _MEET_TAG) for rank in others]
+        for request in told:
+            request.wait()
+    else:
+        comm.isend(mine, first, _MEET_TAG)
+        verdict = _received(comm, comm.irecv(_MEETING_BYTES, first, _MEET_TAG), first, seconds)
+    if verdict is not None:
+        raise verdict
+    return seconds
+
+
+def _verdict(views: dict[int, tuple[tuple[int, ...], str]]) -> DistdlError | None:
+    (first, (expected, _)), *_ = views.items()
+    for rank, (ranks, problem) in views.items():
+        if problem:
+            return ConfigurationError(f"rank {rank}: {problem}")
+        if ranks != expected:
+            return PartitionError(f"rank {first} was given M = {expected} but rank {rank} M = {ranks}")
+    return None
+
+
+def _received(comm: MPI.Intracomm, request: Any, rank: int, seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        arrived, message = request.test()
+        if arrived:
+            return message
+        if time.monotonic() > deadline:
+            raise ExchangeTimeout(
+                f"rank {comm.rank} waited {seconds:g} s for rank {rank} to make the machine: do all ranks of"
+                " M call Machine with the same ranks?"
+            )
+        time.sleep(1e-4)
 
 
 def _timeout(seconds: float | None) -> float:

@@ -22,7 +22,7 @@ __all__ = ["Facts", "Plan", "Plans", "common_dtype"]
 _DTYPE_CODES = list(DTYPES)
 _NO_DTYPE = -1
 _MAX_DIMS = 8
-_WORDS = _MAX_DIMS + 3
+_WORDS = _MAX_DIMS + 4
 _KEPT_PLANS = 16
 
 
@@ -33,11 +33,18 @@ class Facts:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     needs_grad: bool
+    weights: torch.dtype | None = None
 
     @classmethod
-    def about(cls, x: torch.Tensor) -> Facts:
-        """Facts about a local tensor."""
-        return cls(tuple(x.shape), x.dtype, x.requires_grad and torch.is_grad_enabled())
+    def about(cls, x: torch.Tensor, weight: torch.Tensor | None = None) -> Facts:
+        """Facts about a local tensor, and about the layer's weight."""
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        return cls(tuple(x.shape), x.dtype, needs_grad, None if weight is None else weight.dtype)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a plan depends on."""
+        return self.shape, self.dtype, self.weights
 
     def encode(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Vector of numbers that travels; what cannot be told becomes a tensor of no type."""
@@ -46,15 +53,17 @@ class Facts:
             words[1] = _NO_DTYPE
             return words
         code = _DTYPE_CODES.index(self.dtype)
-        words[: 3 + len(self.shape)] = (len(self.shape), code, self.needs_grad, *self.shape)
+        weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
+        words[: 4 + len(self.shape)] = (len(self.shape), code, self.needs_grad, weights, *self.shape)
         return words
 
     @classmethod
     def decode(cls, words: Sequence[int]) -> Facts:
         """Facts from the vector of numbers."""
-        dims, code, needs_grad = words[:3]
+        dims, code, needs_grad, weights = words[:4]
         dtype = None if code == _NO_DTYPE else _DTYPE_CODES[code]
-        return cls(tuple(words[3 : 3 + dims]), dtype, bool(needs_grad))
+        kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
+        return cls(tuple(words[4 : 4 + dims]), dtype, bool(needs_grad), kind)
 
 
 class Plan(Protocol):
@@ -104,7 +113,7 @@ class Plans(Generic[P]):
             title = f"{name} (shapes, {crc32(arguments.encode()):08x})"
             self._round = AllGather(machine.segments, self._ranks, _WORDS, np.int64, title)
             weakref.finalize(self, self._round.close)
-        self._cache: OrderedDict[tuple[tuple[tuple[int, ...], torch.dtype | None], ...], P] = OrderedDict()
+        self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None
         self._mine: Facts | None = None
 
@@ -113,15 +122,15 @@ class Plans(Generic[P]):
         """Plan of the last call, if there was one."""
         return self._last[1] if self._last else None
 
-    def begin(self, x: torch.Tensor) -> P | None:
+    def begin(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> P | None:
         """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
-        self._mine = mine = Facts.about(x)
+        self._mine = mine = Facts.about(x, weight)
         if self._round is not None:
             self._round.start(mine.encode())
         if self._last is None:
             return None
         before, plan = self._last
-        return plan if (before.shape, before.dtype) == (mine.shape, mine.dtype) else None
+        return plan if before.key == mine.key else None
 
     def settle(self) -> tuple[P, bool]:
         """Plan that holds for this call, and whether any rank needs the gradient of its input.
@@ -137,7 +146,7 @@ class Plans(Generic[P]):
         else:
             rows = self._round.wait().tolist()
             facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
-        key = tuple((fact.shape, fact.dtype) for fact in facts.values())
+        key = tuple(fact.key for fact in facts.values())
         last = self._last[1] if self._last else None
         plan = self._cache.get(key)
         if last is not None and plan is not last:

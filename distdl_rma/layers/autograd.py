@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from distdl_rma.errors import UnsupportedError
+from distdl_rma.errors import (
+    ClosedError,
+    MismatchError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
+from distdl_rma.machine import Machine
 
-__all__ = ["anchor", "first_derivative"]
+__all__ = ["anchor", "first_derivative", "tells_peers"]
+
+# Raised on every rank of a layer alike, or before it told its peers anything.
+_REFUSALS = (ClosedError, MismatchError, PartitionError, ProtocolError, ShapeError, UnsupportedError)
+
+
+class _Layer(Protocol):
+    @property
+    def machine(self) -> Machine: ...
+
+
+L = TypeVar("L", bound=_Layer)
+Q = ParamSpec("Q")
+R = TypeVar("R")
 
 
 def anchor(needed: bool) -> torch.Tensor | None:
@@ -30,6 +51,35 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
-        return backward(ctx, *gradients)
+        try:
+            return backward(ctx, *gradients)
+        except _REFUSALS:
+            raise
+        except Exception as error:
+            # Those operations that wait for peers, or are waited for, know their machine.
+            if getattr(ctx, "machine", None) is not None:
+                ctx.machine.fail(error)
+            raise
 
     return checked
+
+
+def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
+    """Forward of a layer whose failure on one rank becomes known to those that wait for it.
+
+    What all ranks of the layer refuse alike leaves the machine usable; anything else, on one rank alone,
+    would leave its peers waiting for data that never comes.
+    """
+
+    @wraps(forward)
+    def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        try:
+            return forward(layer, *args, **kwargs)
+        except _REFUSALS:
+            raise
+        except Exception as error:
+            if not layer.machine.closed:
+                layer.machine.fail(error)
+            raise
+
+    return watched

@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Facts, Plans, common_dtype
-from distdl_rma.layers.autograd import anchor
+from distdl_rma.layers.autograd import anchor, tells_peers
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.movement import Flight, Movement, broadcast
@@ -170,6 +170,7 @@ class DistributedConv(nn.Module):
             f" padding={self.padding}, dilation={self.dilation}, groups={self.groups}, P_x={self.P_x.shape}"
         )
 
+    @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Convolve; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         if self.plans is None:
@@ -178,7 +179,7 @@ class DistributedConv(nn.Module):
         if weight is None:
             raise ShapeError(f"{self.name!r}: has no weight")
         # Outside of the autograd function, inside of which grad mode is off.
-        guess = self.plans.begin(x)
+        guess = self.plans.begin(x, weight)
         y: torch.Tensor = SplitConvolution.apply(x, weight, bias, anchor(True), self, guess)  # type: ignore[no-untyped-call]
         return y
 
@@ -202,8 +203,9 @@ class DistributedConv(nn.Module):
         source = Decomposition.from_local_shapes(self.group, {r: f.shape for r, f in facts.items()})
         if source.shape[1] != self.in_channels:
             raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {self.in_channels}")
-        if dtype != self.weight.dtype:
-            raise ShapeError(f"input is {dtype}, the weights are {self.weight.dtype}")
+        for rank, fact in facts.items():
+            if fact.weights != dtype:
+                raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
         return HaloPlan(self.machine, self.local.stencil, source, dtype, self.name)
 
 

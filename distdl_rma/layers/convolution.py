@@ -16,6 +16,7 @@ from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.replica import Replica
 from distdl_rma.layers.tile import Patch, Tile
+from distdl_rma.machine import Machine
 
 __all__ = ["LocalConvolution", "SplitConvolution"]
 
@@ -100,6 +101,7 @@ class LocalConvolution:
 class Layer(Protocol):
     """What the schedule needs of a layer."""
 
+    machine: Machine
     local: LocalConvolution
     replica: Replica
     plans: Plans[HaloPlan]
@@ -132,7 +134,7 @@ class SplitConvolution(torch.autograd.Function):
         if not any(ctx.needs_input_grad[:3]) and not needs_grad:
             ctx.mark_non_differentiable(y)
         ctx.layer, ctx.plan, ctx.needs_halo = layer, plan, needs_grad
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.machine = bias is not None, layer.machine
         ctx.save_for_backward(x, weight, *strips)
         return y
 

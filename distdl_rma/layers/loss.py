@@ -11,7 +11,7 @@ from torch import nn
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.autograd import first_derivative
+from distdl_rma.layers.autograd import first_derivative, tells_peers
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
@@ -52,16 +52,17 @@ class DistributedMSELoss(nn.Module):
         if reduction not in _REDUCTIONS:
             raise ShapeError(f"reduction is one of {_REDUCTIONS}, got {reduction!r}")
         self.P_x, self.reduction = P_x, reduction
-        machine = Machine.of(P_x)
-        self.name = name or machine.layer_name("DistributedMSELoss")
+        self.machine = Machine.of(P_x)
+        self.name = name or self.machine.layer_name("DistributedMSELoss")
         self._sums: Allreduce | None = None
         if P_x.active:
             # Sum of squares, number of elements, and how many ranks cannot form them.
             self._sums = Allreduce(
-                machine.segments, P_x.ranks, 3, np.float64, name=f"{self.name}, {reduction}"
+                self.machine.segments, P_x.ranks, 3, np.float64, name=f"{self.name}, {reduction}"
             )
             weakref.finalize(self, self._sums.close)
 
+    @tells_peers
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Global loss of the local shards ``input`` and ``target``; blocking."""
         if self._sums is None:

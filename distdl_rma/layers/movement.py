@@ -17,7 +17,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Plans, common_dtype
-from distdl_rma.layers.autograd import anchor, first_derivative
+from distdl_rma.layers.autograd import anchor, first_derivative, tells_peers
 from distdl_rma.layers.tensors import as_array, as_tensor, numpy_dtype, zero_volume_tensor
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
@@ -68,7 +68,7 @@ class Movement:
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
         kind = numpy_dtype(dtype, name)
-        self.name = name
+        self.machine, self.name = machine, name
         self.forward = Channel(machine.segments, exchange, kind, name)
         self.adjoint = Channel(machine.segments, exchange.T, kind, f"{name} (adjoint)")
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
@@ -115,7 +115,7 @@ def _close_both(forward: Channel, adjoint: Channel) -> None:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
-        ctx.flight = flight
+        ctx.flight, ctx.machine = flight, flight.movement.machine
         flight.depart(flight.movement.forward, x)
         return x.new_empty(0)
 
@@ -129,7 +129,7 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _token: torch.Tensor, flight: Flight) -> torch.Tensor:
-        ctx.flight = flight
+        ctx.flight, ctx.machine = flight, flight.movement.machine
         return flight.arrive(flight.movement.forward)
 
     @staticmethod
@@ -186,12 +186,13 @@ class Repartition(nn.Module):
                 f"P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim} {P_y.shape}"
             )
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
-        self._machine = Machine.of(P_x)
-        self.name = name or self._machine.layer_name("Repartition")
+        self.machine = Machine.of(P_x)
+        self.name = name or self.machine.layer_name("Repartition")
         members = (*P_x.ranks, *(rank for rank in P_y.ranks if rank not in P_x.ranks))
-        self._member = self._machine.rank in members
-        self._plans = Plans(self._machine, members, self.name, self._plan) if self._member else None
+        self._member = self.machine.rank in members
+        self._plans = Plans(self.machine, members, self.name, self._plan) if self._member else None
 
+    @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Move ``x``, the local shard on P_x or a tensor without elements elsewhere."""
         if self._plans is None:
@@ -213,5 +214,5 @@ class Repartition(nn.Module):
         dtype = common_dtype(given)
         source = Decomposition.from_local_shapes(self.P_x, {r: fact.shape for r, fact in given.items()})
         target = Decomposition.balanced(self.P_y, source.shape)
-        exchange = Exchange(self._machine.rank, source, target)
-        return Movement(self._machine, exchange, dtype, self.name)
+        exchange = Exchange(self.machine.rank, source, target)
+        return Movement(self.machine, exchange, dtype, self.name)

@@ -14,7 +14,7 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Plans, common_dtype
-from distdl_rma.layers.autograd import anchor, first_derivative
+from distdl_rma.layers.autograd import anchor, first_derivative, tells_peers
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.layers.tensors import as_array, as_tensor
 from distdl_rma.machine import Machine
@@ -161,6 +161,7 @@ class DistributedInstanceNorm(nn.Module):
             f" track_running_stats={self.track_running_stats}, P_x={self.P_x.shape}"
         )
 
+    @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         use_running = self.track_running_stats and not self.training
@@ -266,6 +267,7 @@ class _InstanceNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mean, ctx.inverse, ctx.plan, ctx.layer = mean, (variance + layer.eps).rsqrt(), plan, layer
+        ctx.machine = layer.machine
         return _scale(x, mean, variance, layer.eps, weight, bias)
 
     @staticmethod

@@ -48,7 +48,7 @@ class Replica:
         self.taken_over = False
         self.sinks: dict[str, Sink] = {}
         self.adopted: dict[str, torch.Tensor] = {}
-        self._machine = machine
+        self.machine = machine
         self._sum: Allreduce | None = None
         if len(self.ranks) > 1:
             broadcast_from_first(machine, self.ranks, list(parameters.values()), name)
@@ -89,7 +89,7 @@ class Replica:
         if self._sum is None:
             dtype = numpy_dtype(gradients[0].dtype, self.name)
             self._sum = Allreduce(
-                self._machine.segments, self.ranks, count, dtype, name=f"{self.name} (gradients)"
+                self.machine.segments, self.ranks, count, dtype, name=f"{self.name} (gradients)"
             )
             weakref.finalize(self, self._sum.close)
         flat = as_tensor(self._sum.active)
@@ -103,7 +103,7 @@ class _Tie(torch.autograd.Function):
     # Identity forward; backward sums over the ranks: a parameter used on all of them.
     @staticmethod
     def forward(ctx: Any, replica: Replica, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.replica = replica
+        ctx.replica, ctx.machine = replica, replica.machine
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod

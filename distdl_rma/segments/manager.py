@@ -311,7 +311,7 @@ class SegmentManager:
 
     def _assemble(self) -> MPI.Request:
         if self._everyone is None:
-            self.supervision.leave("came to the close of the machine")
+            self.supervision.leave("closing the machine or ending its program")
             self._everyone = self._comm.Ibarrier()
         return self._everyone
 

@@ -65,8 +65,8 @@ class Record:
         if self.state is State.FAILED:
             return f"failed {ago} ago: {self.text}"
         if self.state is State.LEFT:
-            also = f" and waits for {numbered(self.waits_for)}" if self.waits_for else ""
-            return f"{self.text} {ago} ago{also}"
+            also = f", and waits for {numbered(self.waits_for)} to do so" if self.waits_for else ""
+            return f"left {ago} ago, {self.text}{also}"
         if self.state is State.WAITING:
             return f"waits since {ago} for {numbered(self.waits_for)} {self.text}"
         if self.state is State.ABSENT:
@@ -74,8 +74,8 @@ class Record:
         last = ""
         if self.operation:
             began = max(now - self.operation_since, 0)
-            last = f"; the last that it began was {self.operation!r} (epoch {self.epoch}) {began:.1f} s ago"
-        return f"waits for nobody{last}"
+            last = f": the last that it began, {began:.1f} s ago, was {self.operation!r} (epoch {self.epoch})"
+        return f"waits for nobody{last or f' since {ago}'}"
 
 
 def numbered(ranks: tuple[int, ...]) -> str:

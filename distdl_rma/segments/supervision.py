@@ -127,7 +127,7 @@ class Supervision:
     def give_up(self, waiting: Waiting, seconds: float) -> NoReturn:
         """Raise ``ExchangeTimeout`` with the chain of those who wait for each other."""
         self.check(waiting)
-        message = f"waited {seconds:g} s: {self._about(waiting)}"
+        message = f"rank {self.rank} waited {seconds:g} s {_for(waiting)}"
         # Who only looks once does not want to know why nothing has come yet.
         parts = self.chain(waiting) if seconds else []
         if waiting.hint:
@@ -216,13 +216,9 @@ class Supervision:
         self.board.close()
         self._comm.Free()
 
-    def _about(self, waiting: Waiting) -> str:
-        whom = f"for {numbered(waiting.ranks)} " if waiting.ranks else "for somebody "
-        return f"rank {self.rank} {whom}{waiting.what}"
-
     def _raise(self, rank: int, cause: str, waiting: Waiting | None) -> NoReturn:
         self.failures.setdefault(rank, cause)
-        here = f"; meanwhile {self._about(waiting)}" if waiting else ""
+        here = f"; rank {self.rank} waited {_for(waiting)}" if waiting else ""
         raise PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause)
 
     def _glance(self, rank: int) -> Record | None:
@@ -243,7 +239,7 @@ class Supervision:
         if record.state is State.FAILED:
             return record.text
         if record.state is State.LEFT and rank != self.rank and not self._left:
-            return f"it {record.text}"
+            return f"it left, {record.text}"
         if self._process_is_gone(rank, record):
             return f"it is silent, its process {record.process} has ended"
         return None
@@ -258,6 +254,11 @@ class Supervision:
             requests = self._segment.link(rank).get(Runs((0,), HEADER_BYTES), header)
             self._asked[rank] = requests, header, time.monotonic()
         return self._asked[rank]
+
+
+def _for(waiting: Waiting) -> str:
+    whom = numbered(waiting.ranks) if waiting.ranks else "somebody"
+    return f"for {whom} {waiting.what}"
 
 
 def cause_of(error: BaseException) -> str:

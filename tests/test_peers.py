@@ -1,0 +1,247 @@
+"""What the other ranks learn when one fails; every case runs in processes of its own, with a time limit."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_failures import run
+
+# Every rank reports how its part of the story ends, and how long after the failure.
+STORY = """
+P_x = MPIPartition(comm).create_cartesian_topology_partition((1, 1, comm.size))
+machine = Machine.of(P_x)
+layer = DistributedConv1d(P_x, 1, 1, 3, padding=1, name="enc1.conv")
+x = torch.ones(1, 1, 4)
+layer(x)
+comm.Barrier()
+begin = time.time()
+
+
+def told(error):
+    text = f"{time.time() - begin:.2f} {type(error).__name__}: {error}" + chr(10)
+    # In files: a launcher may close the output of all ranks when one is lost.
+    with open(f"{os.environ['REPORTS']}/{comm.rank}", "a") as file:
+        file.write(text)
+
+
+def finish():
+    # Without the end of MPI, which would wait for the others.
+    time.sleep(2)
+    os._exit(0)
+"""
+WAIT = """
+try:
+    layer(x)
+except Exception as error:
+    told(error)
+    raise
+"""
+
+
+@pytest.fixture
+def tell(tmp_path):
+    """Run a story on some ranks; status, standard error, and by rank the seconds and the error told."""
+
+    def tell(ranks, body, **options):
+        code, _, err = run(ranks, STORY + body, REPORTS=str(tmp_path), **options)
+        said = {}
+        for file in tmp_path.iterdir():
+            seconds, _, text = file.read_text().strip().partition(" ")
+            said[int(file.name)] = float(seconds), text
+        return code, err, said
+
+    return tell
+
+
+@pytest.mark.parametrize("transport", ["auto", "remote"])
+def test_exception_in_user_code_reaches_every_waiting_peer_within_a_second(transport, tell):
+    body = f"""
+machine = Machine(comm, transport={transport!r}, segment_size="8MiB")
+buffer = machine.segments.get_segment_buffer(8, notifications=1)
+comm.Barrier()
+begin = time.time()
+if comm.rank == 1:
+    raise OSError("disk on fire")
+try:
+    buffer.notify_wait(0)
+except Exception as error:
+    told(error)
+    raise
+"""
+    code, err, said = tell(4, body)
+    assert code != 0 and "OSError: disk on fire" in err
+    assert set(said) == {0, 2, 3}
+    for seconds, text in said.values():
+        assert text.startswith("PeerFailedError: rank 1 failed: OSError: disk on fire")
+        assert "to set notification 0 of buffer 'user'" in text
+        assert seconds < 1
+
+
+def test_exception_inside_a_layer_reaches_peers_although_it_is_caught(tell):
+    body = """
+if comm.rank == 2:
+    def broken(*arguments):
+        raise MemoryError("no memory for the core")
+    type(layer.local).convolve = broken
+    try:
+        layer(x)
+    except MemoryError as error:
+        told(error)
+    time.sleep(2)
+else:
+    try:
+        # Rank 2 sent its rows before it failed: the second call is the one that waits in vain.
+        layer(x)
+        layer(x)
+    except PeerFailedError as error:
+        told(error)
+        assert error.rank == 2 and error.cause == "MemoryError: no memory for the core"
+finish()
+"""
+    _, _err, said = tell(3, body)
+    assert set(said) == {0, 1, 2}
+    for rank in (0, 1):
+        assert said[rank][0] < 1
+        assert "PeerFailedError: rank 2 failed: MemoryError: no memory for the core" in said[rank][1]
+        assert "in 'enc1.conv" in said[rank][1]
+
+
+def test_leaving_the_block_of_a_machine_by_an_exception_reaches_peers(tell):
+    body = """
+try:
+    with Machine(comm, segment_size="8MiB") as block:
+        buffer = block.segments.get_segment_buffer(8, notifications=1)
+        comm.Barrier()
+        begin = time.time()
+        if comm.rank == 0:
+            raise ValueError("bad sample")
+        buffer.notify_wait(0)
+except Exception as error:
+    told(error)
+finish()
+"""
+    _, _err, said = tell(3, body)
+    assert "PeerFailedError: rank 0 failed: ValueError: bad sample" in said[1][1]
+    assert said[1][0] < 1 and said[2][0] < 1
+
+
+def test_failure_is_told_without_mpi4py_as_the_main_program(tell):
+    code, _err, said = tell(2, "if comm.rank == 0: raise OSError('gone')\n" + WAIT, main=())
+    assert code != 0
+    assert "PeerFailedError: rank 0 failed: OSError: gone" in said[1][1]
+
+
+def test_timeout_follows_those_who_wait_for_each_other_to_the_end(tell):
+    # 0 waits for 1, 1 for 2, 2 for nobody; rank 3 has nothing to do with it.
+    body = """
+buffer = machine.segments.get_segment_buffer(8, notifications=1, owner="ring of letters")
+pair = [rank for rank in range(3) if abs(rank - comm.rank) == 1 and comm.rank < 3]
+buffer.exchange(dict.fromkeys(pair, ()), "letters")
+if comm.rank == 2:
+    time.sleep(4)
+elif comm.rank < 2:
+    try:
+        buffer.notify_wait(0, timeout=1.0 + 5 * comm.rank)
+    except Exception as error:
+        told(error)
+finish()
+"""
+    _, _err, said = tell(4, body)
+    text = said[0][1]
+    assert re.search(
+        r"rank 0 waited 1 s for rank 1 to set notification 0 of buffer 'ring of letters'; "
+        r"rank 1 waits since [\d.]+ s for ranks 0, 2 to set notification 0 of buffer 'ring of letters'; "
+        r"rank 2 waits for nobody: the last that it began, [\d.]+ s ago, was 'enc1.conv.*$",
+        text,
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes cannot be looked at here")
+def test_killed_rank_is_reported_as_silent(tell):
+    body = "if comm.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT.replace("raise", "finish()")
+    _, _err, said = tell(3, body, DISTDL_RMA_TIMEOUT="10", survive=True)
+    assert set(said) == {0, 2}
+    for seconds, text in said.values():
+        assert re.search(r"PeerFailedError: rank 1 failed: it is silent, its process \d+ has ended", text)
+        assert seconds < 10
+
+
+def test_stopped_rank_is_a_timeout_that_says_what_it_did_last(tell):
+    body = """
+if comm.rank == 1:
+    os.write(1, b"")
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(6)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+""" + WAIT.replace("raise", "finish()")
+    _, _err, said = tell(2, body, DISTDL_RMA_TIMEOUT="2")
+    text = said[0][1]
+    assert "ExchangeTimeout: rank 0 waited 2 s for rank 1 to send in 'enc1.conv" in text
+    assert "rank 1 waits for nobody: the last that it began," in text and "'enc1.conv" in text
+
+
+def test_leaving_without_close_while_others_wait_is_reported(tell):
+    code, _err, said = tell(2, "if comm.rank == 0:\n" + WAIT.replace("\n", "\n    "))
+    seconds, text = said[0]
+    assert code != 0 and seconds < 5
+    assert "PeerFailedError: rank 1 failed: it left, closing the machine or ending its program" in text
+
+
+def test_close_on_one_rank_only_is_an_error_on_both(tell):
+    body = """
+try:
+    machine.close(timeout=6) if comm.rank == 1 else layer(x)
+except Exception as error:
+    told(error)
+finish()
+"""
+    _, _err, said = tell(2, body, DISTDL_RMA_TIMEOUT="8")
+    assert "PeerFailedError: rank 1 failed: it left" in said[0][1]
+    assert "PeerFailedError" in said[1][1] or "to close the machine" in said[1][1]
+
+
+def test_close_twice_and_use_after_close(tell):
+    body = """
+machine.close()
+machine.close()
+for use in (lambda: layer(x), machine.describe, lambda: machine.segments.get_segment_buffer(8)):
+    try:
+        use()
+    except ClosedError as error:
+        told(error)
+"""
+    code, _err, said = tell(2, body)
+    assert code == 0
+    assert all(text.count("already closed") == 3 for _, text in said.values())
+
+
+def test_machines_that_disagree_on_their_ranks_are_refused_on_all(tell):
+    body = """
+try:
+    Machine(comm, ranks=[0, 1, 2] if comm.rank else [0, 2, 1])
+except PartitionError as error:
+    told(error)
+"""
+    code, _err, said = tell(3, body, DISTDL_RMA_TIMEOUT="5")
+    assert code == 0
+    assert len(said) == 3
+
+
+def test_buffers_of_other_sizes_meet_and_are_named(tell):
+    body = """
+from distdl_rma.segments import Allreduce
+try:
+    job = Allreduce(machine.segments, range(comm.size), 10 + comm.rank // 2, name="grads")
+    job.start()
+    job.wait(timeout=5)
+except Exception as error:
+    told(error)
+finish()
+"""
+    _, _err, said = tell(3, body)
+    assert set(said) == {0, 1, 2}
+    assert all(word in said[2][1] for word in ("MismatchError", "'grads"))
