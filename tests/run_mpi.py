@@ -23,6 +23,14 @@ from types import FrameType
 AS_RANK = "--as-rank"
 FOLDER_VARIABLE = "RUN_MPI_FOLDER"
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+# Open MPI wants permission to run as root and to start more ranks than cores, and it reports on every window
+# that UCX cannot serve it, unless UCX is left out. MPICH reads none of these.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_osc": "^ucx",
+}
 SECONDS_TO_DUMP = 2
 SECONDS_TO_END = 10
 # Frames that every traceback has, whatever the test does.
@@ -60,6 +68,12 @@ def default_mpiexec() -> str:
     return shlex.quote(str(beside)) if beside.exists() else "mpiexec"
 
 
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment in which every test starts its launcher: one thread per rank, this package."""
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    return OPEN_MPI | os.environ | ours | changes
+
+
 def run(mpiexec: Sequence[str], ranks: int, limit: float, pytest_options: Sequence[str]) -> str | None:
     """Run pytest on this many ranks, and return what went wrong, None when nothing did."""
     with tempfile.TemporaryDirectory(prefix="run-mpi-") as name:
@@ -83,8 +97,7 @@ def run(mpiexec: Sequence[str], ranks: int, limit: float, pytest_options: Sequen
 @contextlib.contextmanager
 def launched(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start the launcher, and end it on the way out: it takes its ranks with it, also when it is killed."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) as launcher:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment()) as launcher:
         try:
             yield launcher
         finally:

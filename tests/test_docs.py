@@ -25,15 +25,6 @@ ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 RANKS = 2
 SECONDS = 120
 
-# Open MPI wants permission to run as root, and to start more ranks than cores; MPICH reads none of these.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
-
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -79,8 +70,6 @@ def test_the_python_of_a_page_runs_on_two_ranks(
     mpiexec = shlex.split(default_mpiexec())
     if shutil.which(mpiexec[0]) is None:
         pytest.skip("there is no mpiexec")
-    for key, value in ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
     monkeypatch.chdir(tmp_path)
     script = tmp_path / f"{page.stem}_page.py"
     script.write_text(program(page))

@@ -1,6 +1,7 @@
 """What users see when something goes wrong; every case runs in processes of its own, with a time limit."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
+from tests.run_mpi import default_mpiexec, environment
+
 PREAMBLE = """
 import os, signal, sys, time
 import torch
@@ -26,16 +28,16 @@ time.sleep(12 if rank.returncode < 0 else 0)
 """
 
 
-def run(ranks, body, limit=40, main=("-m", "mpi4py"), survive=False, **environment):
+def run(ranks, body, limit=40, main=("-m", "mpi4py"), survive=False, **changes):
     """Run a script on some ranks; its exit status, standard output and standard error.
 
     With ``survive`` the launcher does not notice that a rank was killed, and lets the others live.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), **environment}
-    launcher = [str(MPIEXEC), "-n", str(ranks), *([sys.executable, "-c", STAND_IN] if survive else [])]
+    launcher = [*shlex.split(default_mpiexec()), "-n", str(ranks)]
+    launcher += [sys.executable, "-c", STAND_IN] if survive else []
     command = [*launcher, sys.executable, *main, "-c", PREAMBLE + body]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=limit, check=False
+        command, env=environment(**changes), capture_output=True, text=True, timeout=limit, check=False
     )
     return done.returncode, done.stdout, done.stderr
 
