@@ -66,7 +66,7 @@ class Lockstep:
         self._folder = Path(folder) if folder else None
         self._tracebacks = self._file("tracebacks").open("a") if self._folder else self._stderr
         faulthandler.register(signal.SIGUSR1, file=self._tracebacks, all_threads=True)
-        self._processes = self._comm.allgather((socket.gethostname(), os.getpid()))
+        self._processes = self._comm.allgather((_where_pids_hold(), os.getpid()))
 
     def agree(self, step: str, outcome: Outcome, error: BaseException | None = None) -> str | None:
         """Wait for all ranks to end this step; return why it counts as failed, None where it does not.
@@ -117,8 +117,8 @@ class Lockstep:
     def end_job(self, reason: str) -> NoReturn:
         """End all ranks, after each has written the tracebacks of its threads."""
         self._say(f"{reason}; all ranks write their tracebacks and end")
-        for host, pid in self._processes:
-            if host == socket.gethostname():
+        for place, pid in self._processes:
+            if place == _where_pids_hold():
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(SECONDS_TO_DUMP)
         # Not MPI's Abort, which might wait for a lock of the hanging thread. The launcher ends the others.
@@ -138,6 +138,15 @@ class Lockstep:
 
     def _say(self, text: str) -> None:
         self._stderr.write(f"\nrank {self._rank} of {self._size}: {text}\n")
+
+
+def _where_pids_hold() -> str:
+    # Not the host's name: several hosts may be played by one kernel, and share its processes.
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def verdict(outcome: Outcome, reports: list[Report]) -> str | None:
