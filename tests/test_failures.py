@@ -28,14 +28,14 @@ time.sleep(12 if rank.returncode < 0 else 0)
 """
 
 
-def run(ranks, body, limit=40, main=("-m", "mpi4py"), survive=False, **changes):
+def run(ranks, body, limit=60, main=("-m", "mpi4py"), survive=False, preamble=PREAMBLE, **changes):
     """Run a script on some ranks; its exit status, standard output and standard error.
 
     With ``survive`` the launcher does not notice that a rank was killed, and lets the others live.
     """
     launcher = [*shlex.split(default_mpiexec()), "-n", str(ranks)]
     launcher += [sys.executable, "-c", STAND_IN] if survive else []
-    command = [*launcher, sys.executable, *main, "-c", PREAMBLE + body]
+    command = [*launcher, sys.executable, *main, "-c", preamble + body]
     done = subprocess.run(
         command, env=environment(**changes), capture_output=True, text=True, timeout=limit, check=False
     )

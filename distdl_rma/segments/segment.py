@@ -188,9 +188,10 @@ def _agree_on_size(
     except ConfigurationError as error:
         problem = str(error)
     said = comm.allgather((problem, size, transport))
-    for rank, (theirs, _, way) in enumerate(said):
+    for rank, (theirs, _, _) in enumerate(said):
         if theirs:
             raise ConfigurationError(f"rank {rank}: {theirs}")
+    for rank, (_, _, way) in enumerate(said):
         if way != transport:
             raise ConfigurationError(f"transport is {way!r} on rank {rank} and {transport!r} here")
     # Different nodes may have different defaults; the smallest fits everywhere.

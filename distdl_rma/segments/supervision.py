@@ -103,6 +103,10 @@ class Supervision:
     def look(self, waiting: Waiting) -> None:
         """Tell others about a wait that takes long, and raise if a rank that it waits for has gone."""
         self.check(waiting)
+        with self._segment.lock:
+            self._look(waiting)
+
+    def _look(self, waiting: Waiting) -> None:
         if self._left:
             self.board.write(State.LEFT, self._left, waiting.ranks)
         else:
@@ -129,7 +133,8 @@ class Supervision:
         self.check(waiting)
         message = f"rank {self.rank} waited {seconds:g} s {_for(waiting)}"
         # Who only looks once does not want to know why nothing has come yet.
-        parts = self.chain(waiting) if seconds else []
+        with self._segment.lock:
+            parts = self.chain(waiting) if seconds else []
         if waiting.hint:
             parts.append(waiting.hint)
         raise ExchangeTimeout("; ".join([message, *parts]))

@@ -1,0 +1,110 @@
+"""Exchange between two hosts hidden behind compute: ``python -m benchmarks.overlap`` on one rank per host.
+
+Each rank puts 32 MiB to the other while both convolve for longer than the transfer takes. What counts is the
+time that the exchange adds to the compute, as a share of the time of the exchange alone: 0 is all hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from distdl_rma import Machine
+
+COMM = MPI.COMM_WORLD
+NBYTES = 32 << 20
+REPETITIONS = 7
+# Compute for so many times the transfer.
+LONGER = 2.5
+
+
+class Sample(NamedTuple):
+    """Seconds on the slowest rank."""
+
+    exchange: float
+    compute: float
+    both: float
+
+    @property
+    def exposed(self) -> float:
+        """Share of the exchange that the compute did not hide."""
+        return (self.both - self.compute) / self.exchange
+
+
+def measure(progress: str) -> Sample:
+    """Medians with or without a progress engine; collective over two ranks."""
+    with Machine(COMM, progress=progress, segment_size=NBYTES + (1 << 20), transport="remote") as machine:
+        segments, peer = machine.segments, 1 - machine.rank
+        buffer = segments.get_segment_buffer(NBYTES, notifications=1)
+        remote = buffer.exchange({peer: ()})[peer]
+        data, queue = np.ones(NBYTES, np.uint8), segments.queue()
+
+        def start() -> None:
+            remote.put_notify(data, 0, queue=queue)
+
+        def wait() -> None:
+            buffer.notify_wait(0)
+            queue.wait()
+            remote.flush()
+
+        x, weight = torch.randn(1, 16, 128, 128), torch.randn(16, 16, 3, 3)
+
+        def convolve(times: int) -> None:
+            for _ in range(times):
+                torch.nn.functional.conv2d(x, weight, padding=1)
+
+        def exchange() -> None:
+            start()
+            wait()
+
+        alone = median(exchange)
+        one = median(lambda: convolve(100)) / 100
+        times = int(COMM.allreduce(LONGER * alone / one, op=MPI.MAX))
+
+        def both() -> None:
+            start()
+            convolve(times)
+            wait()
+
+        compute, together = [], []
+        for _ in range(REPETITIONS):
+            compute.append(timed(lambda: convolve(times)))
+            together.append(timed(both))
+        return Sample(alone, statistics.median(compute), statistics.median(together))
+
+
+def median(call: Callable[[], object]) -> float:
+    """Median seconds of a call, after a warm-up."""
+    call()
+    return statistics.median(timed(call) for _ in range(REPETITIONS))
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call on the slowest rank."""
+    COMM.Barrier()
+    begin = time.perf_counter()
+    call()
+    slowest: float = COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX)
+    return slowest
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = {}
+    for progress in ("thread", "none"):
+        sample = measure(progress)
+        rows[progress] = {**sample._asdict(), "exposed": round(sample.exposed, 3)}
+    if COMM.rank == 0:
+        sys.stdout.write(json.dumps(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
