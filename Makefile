@@ -61,8 +61,13 @@ test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, skipped
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments
 
+# Two ranks, then the one row for more ranks than cores, then two hosts where that is possible.
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks
+	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 4 $(BIN)/python -m mpi4py -m benchmarks gloo \
+	    --output bench-output/crowded.json
+	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \
+	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
 
 clean:  ## remove caches and results; the environment in .venv stays
 	rm -rf build dist demo-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -15,7 +15,7 @@ REPETITIONS = 41
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result table; times in microseconds, the slowest rank counts."""
+    """One line of the result table; in microseconds of the slowest rank, unless ``unit`` says otherwise."""
 
     what: str
     baseline: str
@@ -24,6 +24,7 @@ class Row:
     baseline_us: float
     baseline_spread_us: float
     target: float | None
+    unit: str = "us"
 
     @property
     def ratio(self) -> float:

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ NBYTES = 32 << 20
 REPETITIONS = 7
 # Compute for so many times the transfer.
 LONGER = 2.5
+RESULTS = Path("bench-output/overlap.json")
 
 
 class Sample(NamedTuple):
@@ -103,7 +105,10 @@ def main() -> None:
         sample = measure(progress)
         rows[progress] = {**sample._asdict(), "exposed": round(sample.exposed, 3)}
     if COMM.rank == 0:
-        sys.stdout.write(json.dumps(rows) + "\n")
+        text = json.dumps(rows, indent=2) + "\n"
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(text)
+        sys.stdout.write(text)
 
 
 if __name__ == "__main__":

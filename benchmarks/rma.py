@@ -1,48 +1,46 @@
-"""One-sided communication against mpi4py: notified puts and allreduce."""
+"""One-sided communication against mpi4py: notified puts, notifications, and what a channel holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
-from mpi4py import MPI
 
 from benchmarks.measure import COMM, Row, compare
 from distdl_rma import Machine
-from distdl_rma.segments import Allreduce
+from distdl_rma.geometry import Decomposition, Exchange, Window
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.stencil import WindowSplit
+from distdl_rma.segments import Channel
+
+# Bytes, name, ratio to reach, round trips per sample.
+PUTS = ((8, "8 B", 0.9, 500), (64 << 10, "64 KiB", 0.3, 200), (1 << 20, "1 MiB", 0.35, 50))
+STREAM = 500
 
 
 def rows(machine: Machine) -> Iterator[Row]:
     """All rows of this file; on 2 ranks."""
-    for nbytes, label, put_target, repeats in ((8, "8 B", 1.2, 500), (64 << 10, "64 KiB", 0.4, 200)):
-        yield notified_put(machine, nbytes, label, put_target, repeats)
-    sizes: tuple[tuple[int, str, float | None, int], ...] = (
-        (512, "2 KiB", None, 200),
-        ((256 << 10) // 4, "256 KiB", None, 50),
-        ((25 << 20) // 4, "25 MiB", 0.85, 2),
-    )
-    for count, label, target, inner in sizes:
-        yield allreduce(machine, count, label, target, inner)
+    for nbytes, label, target, repeats in PUTS:
+        yield notified_put(machine, nbytes, label, target, repeats)
+    yield notifications(machine)
+    yield channel_memory(machine)
 
 
 def notified_put(machine: Machine, nbytes: int, label: str, target: float, inner: int) -> Row:
-    """Ping-pong; the time is that of one way."""
+    """Ping-pong, there and back."""
     buffer = machine.segments.get_segment_buffer(nbytes, notifications=1)
     peer = 1 - machine.rank
     remote = buffer.exchange({peer: ()})[peer]
     data = np.zeros(nbytes, np.uint8)
     into = np.zeros(nbytes, np.uint8)
-    epoch = 0
 
     def ours() -> None:
-        nonlocal epoch
-        epoch += 1
         if machine.rank == 0:
-            remote.put_notify(data, 0, epoch)
+            remote.put_notify(data, 0)
             buffer.notify_wait(0)
         else:
             buffer.notify_wait(0)
-            remote.put_notify(data, 0, epoch)
+            remote.put_notify(data, 0)
 
     def send_recv() -> None:
         if machine.rank == 0:
@@ -60,30 +58,65 @@ def notified_put(machine: Machine, nbytes: int, label: str, target: float, inner
         target=target,
         inner=inner,
     )
+    COMM.Barrier()
     buffer.free()
     return row
 
 
-def allreduce(machine: Machine, count: int, label: str, target: float | None, inner: int) -> Row:
-    """Sum of float32 from segment to segment against MPI in place."""
-    job = Allreduce(machine.segments, machine.ranks, count, np.float32, name=label)
-    private = np.zeros(count, np.float32)
-    for _ in range(2):
-        job.active[:] = 0.0
-        job.start()
-        job.wait()
+def notifications(machine: Machine) -> Row:
+    """A stream of notifications from rank 0 to rank 1, each waited for and reset; time of one."""
+    buffer = machine.segments.get_segment_buffer(0, notifications=STREAM)
+    peer = 1 - machine.rank
+    remote = buffer.exchange({peer: ()})[peer]
+    nothing = np.zeros(0, np.uint8)
 
     def ours() -> None:
-        job.start()
-        job.wait()
+        if machine.rank == 0:
+            for i in range(STREAM):
+                remote.notify(i)
+            buffer.notify_wait(0)
+        else:
+            for _ in range(STREAM):
+                buffer.notify_reset(buffer.notify_waitsome())
+            remote.notify(0)
+
+    def send_recv() -> None:
+        for _ in range(STREAM):
+            if machine.rank == 0:
+                COMM.Send(nothing, peer)
+            else:
+                COMM.Recv(nothing, peer)
 
     row = compare(
-        f"Allreduce, {label} float32",
+        f"stream of {STREAM} notifications, notify to notify_waitsome + notify_reset",
         ours,
-        lambda: COMM.Allreduce(MPI.IN_PLACE, private),
-        against="MPI_Allreduce in place",
-        target=target,
-        inner=inner,
+        send_recv,
+        against="mpi4py Send/Recv of no bytes",
     )
-    job.close()
+    COMM.Barrier()
+    buffer.free()
     return row
+
+
+def channel_memory(machine: Machine) -> Row:
+    """Bytes of segment of a halo channel beyond 4 KiB, against two slots of its halo."""
+    line = machine.partition((1, 1, machine.size, 1))
+    own = Decomposition.balanced(line, (1, 16, 256, 256))
+    window = Window(3, left=1, right=1)
+    rows_read = WindowSplit(Balanced(window.outputs(256), machine.size), window, 256)
+    exchange = Exchange(machine.rank, own, own.with_splits({2: rows_read}))
+    before = machine.segments.stats().used
+    channel = Channel(machine.segments, exchange, np.float32, "memory")
+    halo = sum(piece.box.volume for piece in exchange.receives) * 4
+    used = machine.segments.stats().used - before
+    channel.close()
+    return Row(
+        "segment of a channel, beyond 4 KiB",
+        "two slots of its halo",
+        max(used - 4096, 0),
+        0.0,
+        2 * halo,
+        0.0,
+        1.1,
+        "bytes",
+    )

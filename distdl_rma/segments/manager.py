@@ -94,7 +94,7 @@ class SegmentManager:
         self._everyone: MPI.Request | None = None
         self._engine: ProgressEngine | None = None
         if check_progress(progress, self.segment.has_remote) == "thread":
-            self._engine = ProgressEngine(self._turn)
+            self._engine = ProgressEngine(self._turn, self.segment.crowded)
 
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.

@@ -12,10 +12,11 @@ from distdl_rma.errors import ConfigurationError
 __all__ = ["PROGRESS", "ProgressEngine", "check_progress"]
 
 PROGRESS = ("thread", "none")
-# While something moves, and when nothing has moved for a while.
+# While the rank is active; then, where ranks outnumber cores; and when it has not been for a while.
 _BUSY_SECONDS = 1e-4
-_QUIET_SECONDS = 2e-3
-_QUIET_AFTER_TURNS = 20_000
+_CROWDED_SECONDS = 1e-3
+_QUIET_SECONDS = 5e-3
+_QUIET_AFTER_SECONDS = 2.0
 _JOIN_SECONDS = 2.0
 
 
@@ -30,10 +31,13 @@ class ProgressEngine:
     turn
         Advances what is under way, without blocking; returns a number that changes while the rank is
         active.
+    crowded
+        Whether ranks outnumber cores: the thread then takes fewer turns, since one costs somebody's time.
     """
 
-    def __init__(self, turn: Callable[[], int]) -> None:
+    def __init__(self, turn: Callable[[], int], crowded: bool) -> None:
         self._turn = turn
+        self._pause = _CROWDED_SECONDS if crowded else _BUSY_SECONDS
         self._stop = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="distdl_rma progress", daemon=True)
@@ -51,15 +55,15 @@ class ProgressEngine:
             self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
-        seen, quiet = 0, 0
-        while not self._stop.wait(_QUIET_SECONDS if quiet > _QUIET_AFTER_TURNS else _BUSY_SECONDS):
+        seen, quiet = 0, 0.0
+        while not self._stop.wait(_QUIET_SECONDS if quiet > _QUIET_AFTER_SECONDS else self._pause):
             try:
                 active = self._turn()
             except BaseException as error:  # noqa: BLE001
                 # Whatever it is belongs to the rank's own thread, which finds it in its next call.
                 self.error = error
                 return
-            quiet = quiet + 1 if active == seen else 0
+            quiet = quiet + self._pause if active == seen else 0.0
             seen = active
 
 
