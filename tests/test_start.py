@@ -1,14 +1,8 @@
 """How a machine starts, and refuses to; every case runs in processes of its own."""
 
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-
 import pytest
 
-from tests.run_mpi import default_mpiexec, environment
+from tests.private_memory import run_alone
 from tests.test_failures import run
 
 # Without torch, which takes seconds to load.
@@ -29,44 +23,18 @@ else:
 """
 
 
-@pytest.fixture
-def small_container():
-    """Run a script where /dev/shm has 64 MB, as in a container that nobody gave more."""
-    if os.geteuid() or shutil.which("unshare") is None:
-        pytest.skip("only root can mount a smaller shared memory")
-
-    def small_container(ranks, body, **changes):
-        job = [*shlex.split(default_mpiexec()), "-n", str(ranks), sys.executable, "-m", "mpi4py"]
-        mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec " + shlex.join([*job, "-c", LIGHT + body])
-        return subprocess.run(
-            ["unshare", "--mount", "sh", "-c", mount],
-            env=environment(**changes),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    return small_container
-
-
-def test_default_segment_in_a_small_container_is_refused_with_both_numbers_and_the_remedy(small_container):
-    done = small_container(2, REFUSED.format(""))
-    if "mount:" in done.stderr:
-        pytest.skip(f"no mount here: {done.stderr}")
-    assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
-    assert len(told) == 2
+def test_default_segment_in_a_small_container_is_refused_with_both_numbers_and_the_remedy():
+    done, _ = run_alone(2, LIGHT + REFUSED.format(""), size="64m")
+    told = [line for line in done.stdout.splitlines() if line.startswith("SegmentError")]
+    assert done.returncode == 0 and len(told) == 2, done.stderr
     for line in told:
-        assert line.startswith("SegmentError: not enough shared memory: 67108864 bytes (2 ranks x 33554432)")
+        assert "not enough shared memory: 67108864 bytes (2 ranks x 33554432) wanted" in line
         assert "bytes free in /dev/shm" in line
         assert "DISTDL_RMA_SEGMENT_SIZE" in line and "--shm-size" in line
 
 
-def test_small_container_is_enough_for_who_asks_for_little(small_container):
-    done = small_container(2, REFUSED.format(""), DISTDL_RMA_SEGMENT_SIZE="8MiB")
-    if "mount:" in done.stderr:
-        pytest.skip(f"no mount here: {done.stderr}")
+def test_small_container_is_enough_for_who_asks_for_little():
+    done, _ = run_alone(2, LIGHT + REFUSED.format(""), size="64m", DISTDL_RMA_SEGMENT_SIZE="8MiB")
     assert done.stdout.count("reserved 8388608") == 2, done.stderr
 
 
