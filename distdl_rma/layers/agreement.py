@@ -15,7 +15,7 @@ import torch
 from distdl_rma.errors import DistdlError, ProtocolError, ShapeError
 from distdl_rma.layers.tensors import DTYPES
 from distdl_rma.machine import Machine
-from distdl_rma.segments.allgather import AllGather
+from distdl_rma.segments.round import Round
 
 __all__ = ["Facts", "Plan", "Plans", "common_dtype"]
 
@@ -108,10 +108,10 @@ class Plans(Generic[P]):
     ) -> None:
         self._ranks, self._name, self._build = tuple(ranks), name, build
         self._rank = machine.rank
-        self._round: AllGather | None = None
+        self._round: Round | None = None
         if len(self._ranks) > 1:
             title = f"{name} (shapes, {crc32(arguments.encode()):08x})"
-            self._round = AllGather(machine.segments, self._ranks, _WORDS, np.int64, title)
+            self._round = Round(machine.segments, self._ranks, _WORDS, np.int64, title)
             weakref.finalize(self, self._round.close)
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None

@@ -1,6 +1,5 @@
 """One-sided communication in a segment that the ranks of a machine share."""
 
-from distdl_rma.segments.allgather import AllGather
 from distdl_rma.segments.allreduce import Allreduce
 from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.channel import Channel
@@ -9,7 +8,6 @@ from distdl_rma.segments.queue import Queue
 from distdl_rma.segments.remote import RemoteArray, RemoteBuffer
 
 __all__ = [
-    "AllGather",
     "Allreduce",
     "Channel",
     "Queue",

@@ -186,6 +186,11 @@ class SegmentBuffer:
 
     # What channels and collectives are made of: words that hold growing epochs, each with one writer.
 
+    @property
+    def flags(self) -> memoryview:
+        """All words, 64-bit integers; for loops that cannot afford a check for each."""
+        return self._words
+
     def flag(self, index: int) -> int:
         """Return the raw word of a notification; does not block."""
         if self._freed or self._manager.closed or not 0 <= index < self.notifications:

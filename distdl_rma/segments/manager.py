@@ -25,6 +25,7 @@ from distdl_rma.segments.supervision import Supervision, cause_of
 __all__ = ["SegmentManager", "SegmentStats"]
 
 _SPINS = 2000
+_GROUP_TAG = 11
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class SegmentManager:
     progress
         ``"thread"`` for a thread that moves data while this rank computes, ``"none"`` for none; by default
         a thread if the machine spans nodes.
+    node_size
+        For tests: so many consecutive ranks of a node count as a node of their own.
     """
 
     def __init__(
@@ -69,11 +72,12 @@ class SegmentManager:
         timeout: float = 300.0,
         transport: str = "auto",
         progress: str | None = None,
+        node_size: int | None = None,
     ) -> None:
         self._comm = comm
         self.ranks = tuple(range(comm.size)) if ranks is None else tuple(ranks)
         self.rank = self.ranks[comm.rank]
-        self.segment = Segment(comm, self.ranks, nbytes, transport, progress)
+        self.segment = Segment(comm, self.ranks, nbytes, transport, progress, node_size)
         self.transport = transport
         self.heap = Heap(self.segment.nbytes)
         self.heap.allocate(HEADER_BYTES, "header")
@@ -156,6 +160,17 @@ class SegmentManager:
     ) -> Handshake:
         """Begin :meth:`SegmentBuffer.exchange`."""
         return Handshake(self, self._comm, buffer, notes, label, fingerprint)
+
+    def communicator(self, ranks: Sequence[int]) -> MPI.Intracomm:
+        """Communicator of some ranks, in this order; collective over them, blocking without a deadline.
+
+        Owned by the caller. Who cannot be sure that all ranks come waits for a barrier first.
+        """
+        group = self._comm.group.Incl([self.ranks.index(rank) for rank in ranks])
+        try:
+            return self._comm.Create_group(group, _GROUP_TAG)
+        finally:
+            group.Free()
 
     def defer(self, advance: Callable[[], bool]) -> None:
         """Have ``advance()`` called by every wait and every ``progress()`` until it returns True."""

@@ -32,12 +32,18 @@ class Waiting:
 
 @dataclass
 class Counters:
-    """What this rank moved and waited since the machine started; only grows."""
+    """What this rank moved and waited since the machine started; only grows.
+
+    ``collectives`` are calls of MPI's collectives between nodes, with the bytes handed to them. A wait that
+    ends while it still spins on a flag of a small collective is not counted.
+    """
 
     bytes_put: int = 0
     puts: int = 0
     bytes_got: int = 0
     gets: int = 0
+    bytes_collective: int = 0
+    collectives: int = 0
     waits: int = 0
     seconds_waited: float = 0.0
 
@@ -75,7 +81,7 @@ class Patience:
 
     def __init__(self, timeout: float, spins: int, supervisor: Supervisor, counters: Counters) -> None:
         self.timeout = check_timeout(timeout)
-        self._spins = spins
+        self.spins = spins
         self._supervisor = supervisor
         self._counters = counters
 
@@ -113,7 +119,7 @@ class Patience:
         self, ready: Callable[[], bool], waiting: Callable[[], Waiting], timeout: float, begin: float
     ) -> None:
         if timeout > 0:
-            for _ in range(self._spins):
+            for _ in range(self.spins):
                 if ready():
                     return
         supervisor, pause = self._supervisor, _SLEEP_SECONDS[0]

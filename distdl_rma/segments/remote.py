@@ -192,6 +192,18 @@ class RemoteBuffer:
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
 
+    @property
+    def flags(self) -> memoryview | None:
+        """The peer's own words where they can be stored to, else None; barriers are up to the caller."""
+        memory = self._link.memory
+        if memory is None:
+            return None
+        return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
+
+    def delivered(self) -> bool:
+        """Advance puts and flags from here to this peer; return whether none is left. Does not block."""
+        return self._link.advance()
+
     def direct(self, dtype: npt.DTypeLike, count: int, offset: int) -> npt.NDArray[Any] | None:
         """View of the peer's own memory where it can be loaded and stored, else None."""
         memory = self._link.memory

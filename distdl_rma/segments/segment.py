@@ -67,6 +67,8 @@ class Segment:
         ``"auto"``: direct on a node, MPI elsewhere. ``"remote"``: MPI for every peer.
     progress
         The option of the manager, checked here with the others.
+    node_size
+        For tests: so many consecutive ranks of a node count as a node of their own.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class Segment:
         nbytes: int | str | None,
         transport: str,
         progress: str | None = None,
+        node_size: int | None = None,
     ) -> None:
-        node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+        node = _node_of(comm, node_size)
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
         self.nbytes = _agree_on_size(comm, node, nbytes, transport, progress)
         _check_room(comm, node, self.nbytes)
@@ -101,6 +104,8 @@ class Segment:
         self.words = self.memory.data.cast("q")
         # Ranks by node, in the order of M; every rank is told the first rank of every node.
         self.nodes = _by_node(ranks, comm.allgather(self.node_ranks[0]))
+        # The same, where nodes are made of ranks that load and store each other's memory.
+        self.direct_nodes = self.nodes if transport == "auto" else tuple((rank,) for rank in ranks)
         self._links: dict[int, Link] = {}
         for position, rank in enumerate(ranks):
             if rank in views and (transport == "auto" or position == comm.rank):
@@ -152,6 +157,15 @@ class Segment:
             window.Unlock_all()
             window.Free()
         self._node.Free()
+
+
+def _node_of(comm: MPI.Intracomm, node_size: int | None) -> MPI.Intracomm:
+    node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+    if node_size is None:
+        return node
+    part = cast(MPI.Intracomm, node.Split(node.rank // node_size))
+    node.Free()
+    return part
 
 
 def _by_node(ranks: tuple[int, ...], firsts: list[int]) -> tuple[tuple[int, ...], ...]:

@@ -175,6 +175,11 @@ class Supervision:
         self._asked.pop(rank, None)
         return parse(header.tobytes())
 
+    def has_begun(self, rank: int, name: str, epoch: int) -> bool:
+        """Whether a rank's header says that it began an operation; False if it has not answered yet."""
+        record = self._glance(rank)
+        return record is not None and record.operation == name and record.epoch >= epoch
+
     def fail(self, cause: str, rank: int | None = None) -> None:
         """Tell all ranks that this one failed, or that it found another one failed; once, not blocking."""
         if self.failed:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, PartitionError, ProtocolError, ShapeError
-from distdl_rma.segments import AllGather, Allreduce
+from distdl_rma.segments import Allreduce
+from distdl_rma.segments.round import Round
 
 pytestmark = pytest.mark.mpi
 
@@ -122,7 +123,7 @@ def test_calls_out_of_order_raise(machine):
 def test_wrong_arguments_are_named(machine):
     with pytest.raises(ShapeError, match="operation is one of"):
         Allreduce(machine.segments, machine.ranks, 1, op="product")
-    with pytest.raises(ShapeError, match="allreduce takes"):
+    with pytest.raises(ShapeError, match="a reduction takes"):
         Allreduce(machine.segments, machine.ranks, 1, np.complex64)
     with pytest.raises(ShapeError, match="a mean of integers is not exact"):
         Allreduce(machine.segments, machine.ranks, 1, np.int64, "mean")
@@ -132,7 +133,7 @@ def test_wrong_arguments_are_named(machine):
 
 def test_all_gather_has_a_row_per_rank_in_the_order_given(machine, comm):
     ranks = machine.ranks[::-1]
-    gather = AllGather(machine.segments, ranks, 3, np.int64, "rows")
+    gather = Round(machine.segments, ranks, 3, np.int64, "rows")
     for epoch in range(50):
         gather.start(np.array([comm.rank, epoch, comm.rank * epoch]))
         assert gather.wait().tolist() == [[rank, epoch, rank * epoch] for rank in ranks]

@@ -1,0 +1,290 @@
+"""The interface of all double-buffered collectives: write ``active``, start, go on, wait, read ``result``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.segments.barrier import Barrier
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.reduction import Array
+from distdl_rma.segments.team import Team
+
+__all__ = ["Algorithm", "Collective", "Schedule"]
+
+# Looks at the flags of a small step before the wait becomes a patient one.
+_LOOKS = 300
+
+
+class Algorithm(Protocol):
+    """One way to carry out the steps of a collective, numbered from 1.
+
+    Attributes
+    ----------
+    operands, results
+        What the caller writes and reads, for even and odd steps.
+    needs_progress
+        Whether other ranks wait for what this one does in ``advance``.
+    """
+
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    needs_progress: bool
+
+    def connect(self, timeout: float | None) -> None:
+        """Exchange addresses, once; blocking."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step; does not wait."""
+
+    def advance(self) -> bool:
+        """Advance the step; return whether it is complete."""
+
+    def waiting(self) -> Waiting:
+        """Which ranks the step waits for."""
+
+    def close(self) -> None:
+        """Give memory back as soon as the step that is running is complete."""
+
+
+class Collective:
+    """A collective of some ranks that is carried out again and again.
+
+    Each step: write ``active``, ``start()``, go on, ``wait()``, read ``result``. ``start()`` flips
+    ``active`` to another buffer, so that step k+1 can be written while step k travels. Both lie in the
+    segment, and a result stays valid until the next but one start. All ranks construct it in the same
+    order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for
+    several of them in different orders.
+    """
+
+    def __init__(
+        self, manager: SegmentManager, ranks: tuple[int, ...], name: str, algorithm: Algorithm
+    ) -> None:
+        self.ranks, self.name = ranks, name
+        self._manager = manager
+        self._algorithm = algorithm
+        self._operands, self._results = algorithm.operands, algorithm.results
+        self._advance = algorithm.advance
+        self._looks = range(_LOOKS if manager.patience.spins and not algorithm.needs_progress else 1)
+        self._assembly: Barrier | None = None
+        self._reset_to: int | None = None
+        self._steps = 0
+        self._running = False
+        self._valid = False  # whether there is a result
+        self._connected = False
+        self._closed = False
+
+    @property
+    def active(self) -> Array:
+        """Buffer to write the next operand to, in the segment; not cleared."""
+        self._check()
+        return self._operands[(self._steps + 1) & 1]
+
+    @property
+    def result(self) -> Array:
+        """Result of the last step, in the segment; valid until the next but one start."""
+        self._check()
+        if self._running or not self._valid:
+            raise ProtocolError(f"{self.name!r}: result was asked for before a step was waited for")
+        return self._results[self._steps & 1]
+
+    @property
+    def running(self) -> bool:
+        """Whether a step was started and not yet waited for."""
+        return self._running
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses with the other ranks, once; collective, blocking.
+
+        The first ``start`` does it otherwise. Ranks that may start several collectives in different orders
+        connect them first, in the same order. Across nodes it makes a communicator once all its ranks are
+        there.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If a rank does not come; the call can be repeated.
+        MismatchError
+            If the ranks do not mean the same collective.
+        """
+        self._check()
+        if not self._connected:
+            self._algorithm.connect(timeout)
+            self._connected = True
+
+    def start(self) -> None:
+        """Begin a step on ``active`` and flip it; waits for no rank, except that the first one connects.
+
+        Raises
+        ------
+        ProtocolError
+            If a step is running.
+        """
+        if self._running or self._closed or self._manager.closed:
+            self._check()
+            raise ProtocolError(f"{self.name!r}: started while a step is running; wait for it first")
+        if not self._connected:
+            self.connect()
+        self._begin()
+
+    def test(self) -> bool:
+        """Advance the running step; return whether it is complete. Does not block."""
+        self._check()
+        if self._running and not self._advance():
+            self._manager.progress()
+            if not self._advance():
+                return False
+        self._end()
+        return True
+
+    def wait(self, timeout: float | None = None) -> Array:
+        """Wait for the running step and return ``result``; blocking.
+
+        Parameters
+        ----------
+        timeout
+            Seconds, 0 to look once; None for the machine's default.
+
+        Raises
+        ------
+        ProtocolError
+            If nothing was started.
+        ExchangeTimeout
+            At the deadline, naming the ranks that are missing; the wait can be repeated.
+        """
+        if self._closed or self._manager.closed:
+            self._check()
+        if self._running:
+            advance = self._advance
+            for _ in self._looks:
+                if advance():
+                    break
+            else:
+                self._manager.patience.until(advance, self._algorithm.waiting, timeout)
+            self._end()
+        elif not self._valid:
+            raise ProtocolError(f"{self.name!r}: wait without a start")
+        return self._results[self._steps & 1]
+
+    def reset(self, timeout: float | None = None) -> None:
+        """Make the collective usable again after a step that some ranks did not start, or did not wait for.
+
+        Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
+        start the step that others started take part in it with zeros, and its result is dropped. Not for
+        after ``PeerFailedError``, which ends the whole machine.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If a rank does not call; the call can be repeated.
+        """
+        self._check()
+        self.connect(timeout)
+        if self._reset_to is None:
+            if self._assembly is None:
+                self._assembly = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
+            self._reset_to = self._assembly.wait(timeout, self._steps)
+        # No rank is more than one step ahead: it would have had to wait for this one.
+        if self._steps < self._reset_to:
+            self.active[...] = 0
+            self._begin()
+        if self._running:
+            self._manager.patience.until(self._advance, self._algorithm.waiting, timeout)
+            self._end()
+        self._valid, self._reset_to = False, None
+
+    def close(self) -> None:
+        """Give the memory back when no rank uses it any more; local, idempotent.
+
+        A step that is running goes on for the others, whenever this rank waits for something.
+        """
+        if not self._closed:
+            self._closed = True
+            if not self._manager.closed:
+                self._algorithm.close()
+                if self._assembly is not None:
+                    self._assembly.close()
+
+    def _begin(self) -> None:
+        step = self._steps + 1
+        self._algorithm.begin(step)
+        self._steps, self._running = step, True
+        if self._algorithm.needs_progress:
+            # Every wait advances it: ranks may wait for their steps in different orders.
+            self._manager.defer(self._advance)
+
+    def _end(self) -> None:
+        if self._running:
+            self._running, self._valid = False, True
+            if self._algorithm.needs_progress:
+                self._manager.withdraw(self._advance)
+
+    def _check(self) -> None:
+        if self._closed or self._manager.closed:
+            raise ClosedError(f"{type(self).__name__} {self.name!r}: already closed")
+
+
+class Schedule:
+    """Algorithm whose step is a generator over a team: it yields as long as it has to wait.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    team
+        Memory, flags and communicator.
+    script
+        Makes the generator of a step, given the parity of the step.
+    operands, results
+        What the caller writes and reads, for even and odd steps.
+    name
+        For the header of this rank.
+    """
+
+    needs_progress = True
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        team: Team,
+        script: Callable[[int], Iterator[None]],
+        operands: tuple[Array, ...],
+        results: tuple[Array, ...],
+        name: str,
+    ) -> None:
+        self._manager, self._team, self._script = manager, team, script
+        self.operands, self.results = operands, results
+        self._operation = manager.operation(name)
+        self._lock = manager.segment.lock
+        self._step: Iterator[None] | None = None
+        self.connect, self.waiting = team.connect, team.waiting
+
+    def begin(self, step: int) -> None:
+        """Begin a step and go as far as it goes without waiting."""
+        self._manager.begin(self._operation, step)
+        self._team.step = step
+        self._step = self._script(step & 1)
+        self.advance()
+
+    def advance(self) -> bool:
+        """Advance the step; return whether it is complete."""
+        # The progress engine is another thread.
+        with self._lock:
+            if self._step is not None:
+                for _ in self._step:
+                    return False
+                self._step = None
+            return True
+
+    def close(self) -> None:
+        """Give memory and communicator back as soon as the step that is running is complete."""
+
+        def idle() -> bool:
+            complete = self.advance()
+            if complete:
+                self._team.free()
+            return complete
+
+        self._manager.retire(self._team.memory, idle)

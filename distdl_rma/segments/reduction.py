@@ -1,0 +1,166 @@
+"""What is reduced, and how: operations, element types, and the order of summation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.segments import bfloat16
+
+__all__ = ["Array", "Element", "Reduction", "element_of"]
+
+Array = npt.NDArray[Any]
+
+# Bytes reduced at a time: all rows of a block stay in the cache until it is stored to every peer.
+_BLOCK_BYTES = 128 << 10
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+_MPI_OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+
+
+@dataclass(frozen=True)
+class Element:
+    """A type of elements: how it is stored, and the type that it is reduced in."""
+
+    name: str
+    storage: np.dtype[Any]
+    wide: np.dtype[Any]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is reduced in the type that it is stored in."""
+        return self.storage == self.wide
+
+    def widen(self, values: Array) -> Array:
+        """Copy of stored values in the type that they are reduced in."""
+        return bfloat16.widen(values) if self.name == "bfloat16" else values.astype(self.wide)
+
+    def narrow(self, wide: Array, out: Array) -> None:
+        """Store reduced values, rounded once."""
+        if self.name == "bfloat16":
+            out[...] = bfloat16.narrow(wide)
+        else:
+            # Beyond the largest float16 lies infinity, which is no cause for a warning.
+            with np.errstate(over="ignore"):
+                out[...] = wide
+
+
+_ELEMENTS = {
+    name: Element(name, np.dtype(storage), np.dtype(wide))
+    for name, storage, wide in (
+        ("float32", np.float32, np.float32),
+        ("float64", np.float64, np.float64),
+        ("float16", np.float16, np.float32),
+        ("bfloat16", np.uint16, np.float32),
+        ("int32", np.int32, np.int32),
+        ("int64", np.int64, np.int64),
+    )
+}
+
+
+def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:
+    """Element type of a numpy dtype, or of ``"bfloat16"``, which is stored as uint16 words.
+
+    Raises
+    ------
+    ShapeError
+        If it is none that can be reduced; names ``who`` asked.
+    """
+    try:
+        name = "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in _ELEMENTS:
+        raise ShapeError(f"{who!r}: a reduction takes one of {list(_ELEMENTS)}, got {dtype!r}")
+    return _ELEMENTS[name]
+
+
+class Reduction:
+    """One operation on rows of one element type; every element in the order of the rows.
+
+    Parameters
+    ----------
+    op
+        ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
+    element
+        Type of the elements; 16-bit floats are reduced in float32 and rounded once.
+    size
+        Number of rows that a mean divides by.
+    who
+        For messages.
+
+    Raises
+    ------
+    ShapeError
+        If the operation is unknown, or a mean of integers.
+    """
+
+    def __init__(self, op: str, element: Element, size: int, who: str) -> None:
+        if op not in _UFUNCS:
+            raise ShapeError(f"{who!r}: operation is one of {list(_UFUNCS)}, got {op!r}")
+        if op == "mean" and element.storage.kind == "i":
+            raise ShapeError(f"{who!r}: a mean of integers is not exact; use sum, or a floating dtype")
+        self.op, self.element, self.size = op, element, size
+        self.ufunc = _UFUNCS[op]
+        self.divides = op == "mean" and size > 1
+        self._block = _BLOCK_BYTES // element.wide.itemsize
+        self._scratch = np.empty(0, element.wide)
+
+    @property
+    def mpi(self) -> MPI.Op:
+        """The same operation of MPI, without the division of a mean."""
+        return _MPI_OPERATIONS[self.op]
+
+    def reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
+        """Reduce rows of one length and store the result to all targets, which may be some of the rows."""
+        for begin in range(0, rows[0].size, self._block):
+            end = begin + self._block
+            first, *others = [target[begin:end] for target in targets]
+            self._reduce_block([row[begin:end] for row in rows], first)
+            for other in others:
+                other[...] = first
+
+    def partial(self, rows: Sequence[Array], out: Array) -> None:
+        """Reduce rows into an array of the wide type that is none of them; not divided yet."""
+        for begin in range(0, rows[0].size, self._block):
+            end = begin + self._block
+            self._combine([row[begin:end] for row in rows], out[begin:end])
+
+    def finish(self, wide: Array, out: Array) -> None:
+        """Divide, if it is a mean, and store with one rounding; ``wide`` is used up, or is ``out``."""
+        if self.divides:
+            np.divide(wide, self.size, out=wide)
+        if out is not wide:
+            self.element.narrow(wide, out)
+
+    def _reduce_block(self, rows: list[Array], out: Array) -> None:
+        wide = out if self.element.exact else np.empty(out.size, self.element.wide)
+        self._combine(rows, wide)
+        self.finish(wide, out)
+
+    def _combine(self, rows: list[Array], out: Array) -> None:
+        # The last row may be overwritten by the result, and so may any of two.
+        if not self.element.exact:
+            rows = [self.element.widen(row) for row in rows]
+        if len(rows) == 1:
+            out[...] = rows[0]
+            return
+        total = rows[0]
+        for row in rows[1:-1]:
+            total = self.ufunc(total, row, out=self._spare(out.size))
+        self.ufunc(total, rows[-1], out=out)
+
+    def _spare(self, size: int) -> Array:
+        if self._scratch.size < size:
+            self._scratch = np.empty(self._block, self.element.wide)
+        return self._scratch[:size]

@@ -1,0 +1,174 @@
+"""The ranks of a collective, node by node: their memory, their flags, and MPI between the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from distdl_rma.segments.barrier import Barrier
+from distdl_rma.segments.heap import aligned
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.reduction import Array
+from distdl_rma.segments.schedule import Layout, fingerprint
+
+__all__ = ["Team"]
+
+_PARITIES = 2
+# Notifications that one rank of a node may give another in one step, each for a reason of its own.
+_PHASES = 4
+
+
+class Team:
+    """What a hierarchical collective is made of, for one rank.
+
+    A vector of each rank in the segment, twice; between the ranks of a node flags and direct load and
+    store; between nodes a communicator of MPI for one rank of each. Everything that waits is a generator
+    that yields as long as it must.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    layout
+        The ranks by node.
+    count, dtype
+        Number and type of the elements of a rank's vector.
+    across
+        Ranks of all nodes, this one included, that MPI's collectives combine; empty if this rank is not
+        among those of its node.
+    name
+        For messages, alike on all ranks.
+    plan
+        Number that must be the same on all ranks.
+
+    Attributes
+    ----------
+    mine
+        This rank's vector for even and odd steps.
+    rows
+        For even and odd steps the vectors of the node's ranks, in their order, once connected.
+    """
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        layout: Layout,
+        count: int,
+        dtype: np.dtype[Any],
+        across: Sequence[int],
+        name: str,
+        plan: int,
+    ) -> None:
+        self._manager, self.layout, self._name = manager, layout, name
+        self._across = tuple(across) if len(across) > 1 else ()
+        self._plan = fingerprint("team", layout.ranks, count, dtype.str, plan)
+        self._count, self._dtype = count, dtype
+        self.here = layout.here
+        self._me = self.here.index(manager.rank)
+        self._stride = aligned(count * dtype.itemsize)
+        words = _PHASES * len(self.here)
+        self.memory = manager.get_segment_buffer(_PARITIES * self._stride, words, name)
+        self._words = self.memory.flags
+        self.mine = tuple(self.memory.view(dtype, (count,), k * self._stride) for k in range(_PARITIES))
+        self.rows: tuple[list[Array], ...] = ()
+        self._theirs: list[memoryview] = []
+        self._assembly: Barrier | None = None
+        self._comm: MPI.Intracomm | None = None
+        self._connected = False
+        self.step = 0
+        self._waits_for: tuple[tuple[int, ...], str] = ((), "")
+        self.counters = manager.counters
+
+    def connect(self, timeout: float | None) -> None:
+        """Exchange addresses on the node, and make the communicator between nodes; once, blocking."""
+        if self._connected:
+            return
+        manager = self._manager
+        if not self.rows:
+            peers: dict[int, tuple[int, ...]] = {rank: () for rank in self.here if rank != manager.rank}
+            remotes = self.memory.exchange(peers, self._name, self._plan, timeout) if peers else {}
+            remotes[manager.rank] = self.memory.here
+            direct = [
+                [remotes[rank].direct(self._dtype, self._count, k * self._stride) for rank in self.here]
+                for k in range(_PARITIES)
+            ]
+            self.rows = tuple([row for row in rows if row is not None] for rows in direct)
+            flags = [remotes[rank].flags for rank in self.here]
+            self._theirs = [words for words in flags if words is not None]
+        if self._across and self._comm is None:
+            # Making a communicator cannot be interrupted: not before all its ranks are here.
+            if self._assembly is None:
+                self._assembly = Barrier(manager, self._across, f"{self._name} (connect)", self._plan)
+            self._assembly.wait(timeout)
+            self._comm = manager.communicator(self._across)
+            self._assembly.close()
+        self._connected = True
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator between nodes; only where there is one."""
+        if self._comm is None:
+            raise RuntimeError(f"{self._name!r}: no communicator between nodes on this rank")
+        return self._comm
+
+    def tell(self, phase: int, ranks: Sequence[int]) -> None:
+        """Notify ranks of the node that a phase of this step is over here; what was stored is visible."""
+        self._manager.segment.fence()
+        word = phase * len(self.here) + self._me
+        for rank in ranks:
+            self._theirs[self.here.index(rank)][word] = self.step
+
+    def hear(self, phase: int, ranks: Sequence[int]) -> Iterator[None]:
+        """Wait until ranks of the node have told this one that a phase of this step is over."""
+        words, step, first = self._words, self.step, phase * len(self.here)
+        silent = [rank for rank in ranks if words[first + self.here.index(rank)] < step]
+        while silent:
+            self._waits_for = tuple(silent), "on this node"
+            yield
+            silent = [rank for rank in silent if words[first + self.here.index(rank)] < step]
+        self._manager.segment.acquire()
+
+    def complete(self, request: MPI.Request, nbytes: int) -> Iterator[None]:
+        """Wait until a collective between nodes, which took so many bytes from here, is complete."""
+        self.counters.collectives += 1
+        self.counters.bytes_collective += nbytes
+        self._waits_for = tuple(rank for rank in self._across if rank != self._manager.rank), "between nodes"
+        while not request.Test():
+            yield
+
+    def store(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+        """Store into a peer's vector, and count it."""
+        target[...] = source
+        self.count_puts(1, source.nbytes)
+
+    def load(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+        """Load from a peer's vector, and count it."""
+        target[...] = source
+        self.count_gets(1, source.nbytes)
+
+    def count_puts(self, number: int, nbytes: int) -> None:
+        """Count stores that were made elsewhere."""
+        self.counters.puts += number
+        self.counters.bytes_put += nbytes
+
+    def count_gets(self, number: int, nbytes: int) -> None:
+        """Count loads that were made elsewhere."""
+        self.counters.gets += number
+        self.counters.bytes_got += nbytes
+
+    def waiting(self) -> Waiting:
+        """Which ranks the step waits for; for messages."""
+        ranks, where = self._waits_for
+        what = f"in {self._name!r} (step {self.step}, {where})"
+        return Waiting(ranks, what, "did every rank make the same calls?")
+
+    def free(self) -> None:
+        """Give the communicator back; for when no step is running."""
+        if self._comm is not None and not MPI.Is_finalized():
+            self._comm.Free()
+        self._comm = None
