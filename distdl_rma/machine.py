@@ -22,6 +22,7 @@ from distdl_rma.errors import (
     PartitionError,
 )
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import check_timeout
 
@@ -148,6 +149,15 @@ class Machine:
         """All ranks of M in order, on a grid of the given shape (one-dimensional if None); local."""
         extents = (self.size,) if shape is None else tuple(as_int(extent) for extent in shape)
         return Partition(self.ranks, extents, self.rank, self)
+
+    def group(self, ranks: Iterable[int] | None = None, name: str = "group") -> Group:
+        """Ordered ranks of the machine, this one included, with a barrier and collectives; local.
+
+        All of M if ``ranks`` is None. Raises ``PartitionError`` if a rank is listed twice or is not of M, or
+        this one is missing.
+        """
+        chosen = None if ranks is None else tuple(as_int(rank) for rank in ranks)
+        return Group(self.segments, chosen, name)
 
     def layer_name(self, kind: str) -> str:
         """Name for the next layer, the same on all ranks that build the same layers in order."""

@@ -53,6 +53,8 @@ class Barrier:
         self._told = -1
         self._largest = 0
         self._operation = manager.operation(name)
+        # Ranks that have come as their headers said; those of other nodes take a while to answer.
+        self._come: set[int] = set()
         self._closed = False
 
     def connect(self, timeout: float | None = None) -> None:
@@ -88,6 +90,7 @@ class Barrier:
         if self._at == self._rounds and self._told < 0:
             self._epoch += 1
             self._at, self._largest = 0, value
+            self._come.clear()
             self._manager.begin(self._operation, self._epoch)
             # Others hear of all that have come through this rank, also if it gives up waiting.
             self._manager.defer(self._advance)
@@ -124,5 +127,7 @@ class Barrier:
         # After k rounds 2**k ranks up to this one have been heard of; of others their headers may tell.
         silent = [self._ranks[(me - distance) % size] for distance in range(1 << self._at, size)]
         has_begun = self._manager.supervision.has_begun
-        late = [rank for rank in silent[:_LOOKED_UP] if not has_begun(rank, self.name, self._epoch)]
+        unknown = [rank for rank in silent[:_LOOKED_UP] if rank not in self._come]
+        self._come.update(rank for rank in unknown if has_begun(rank, self.name, self._epoch))
+        late = [rank for rank in silent if rank not in self._come]
         return Waiting(tuple(sorted(late or silent)), f"to reach {self.name!r} (epoch {self._epoch})", _HINT)

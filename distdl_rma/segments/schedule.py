@@ -19,6 +19,7 @@ __all__ = [
     "allreduce_traffic",
     "broadcast_traffic",
     "check_count",
+    "check_lengths",
     "exchange_traffic",
     "fingerprint",
     "one_round_is_better",
@@ -49,7 +50,7 @@ class Traffic:
     """What one rank moves in one step: messages and bytes.
 
     ``puts`` and ``gets`` are copies to and from peers; ``collectives`` are calls of MPI's collectives
-    between nodes, with the bytes that this rank hands to them.
+    ``across`` so many nodes, with the bytes that this rank hands to them.
     """
 
     puts: int = 0
@@ -58,6 +59,17 @@ class Traffic:
     bytes_got: int = 0
     collectives: int = 0
     bytes_collective: int = 0
+    across: int = 1
+
+    @property
+    def messages(self) -> int:
+        """Messages of this rank, if MPI's collectives take as few as they can: a logarithm of the nodes."""
+        return self.puts + self.gets + self.collectives * (self.across - 1).bit_length()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank moves; of those handed to MPI's collectives, each once."""
+        return self.bytes_put + self.bytes_got + self.bytes_collective
 
 
 @dataclass(frozen=True)
@@ -187,24 +199,23 @@ def allreduce_traffic(
     layout: Layout, count: int, itemsize: int, wide_itemsize: int | None = None, one_round: bool = False
 ) -> Traffic:
     """What one rank moves in one step of an allreduce of ``count`` elements."""
-    nbytes, size = count * itemsize, len(layout.ranks)
+    nbytes, size, number = count * itemsize, len(layout.ranks), len(layout.nodes)
     if one_round_is_better(size, nbytes, one_round):
         return Traffic(puts=size - 1, bytes_put=(size - 1) * nbytes)
     start, stop = layout.share(count)
-    share = stop - start
-    stores = layout.allreduce_stores(count)
+    share, stores = stop - start, layout.allreduce_stores(count)
     loads = (len(layout.here) - 1) * bool(share)
-    traffic = Traffic(
+    across = number > 1 and share > 0
+    first, last = Balanced(share, number).interval(layout.my_node)
+    return Traffic(
         puts=len(stores),
         bytes_put=itemsize * sum(span.size for span in stores),
         gets=loads,
         bytes_got=loads * share * itemsize,
+        collectives=2 * across,
+        bytes_collective=across * (share * (wide_itemsize or itemsize) + (last - first) * itemsize),
+        across=number if across else 1,
     )
-    if len(layout.nodes) == 1 or not share:
-        return traffic
-    part_start, part_stop = Balanced(share, len(layout.nodes)).interval(layout.my_node)
-    across = share * (wide_itemsize or itemsize) + (part_stop - part_start) * itemsize
-    return Traffic(traffic.puts, traffic.bytes_put, traffic.gets, traffic.bytes_got, 2, across)
 
 
 def broadcast_traffic(layout: Layout, root: int, nbytes: int) -> Traffic:
@@ -217,6 +228,7 @@ def broadcast_traffic(layout: Layout, root: int, nbytes: int) -> Traffic:
         bytes_got=nbytes * loads,
         collectives=int(across),
         bytes_collective=nbytes * across,
+        across=len(layout.nodes) if across else 1,
     )
 
 
@@ -236,6 +248,21 @@ def check_count(count: object, who: str) -> int:
     if isinstance(count, bool) or number < 0:
         raise ShapeError(f"{who!r}: a number of elements is an integer of at least 0, got {count!r}")
     return number
+
+
+def check_lengths(count: int | Sequence[int], size: int, who: str) -> tuple[int, ...]:
+    """Return a number of elements for each rank, given one for all or one for each.
+
+    Raises
+    ------
+    ShapeError
+        If one is no number of elements, or there is not one for every rank; names ``who`` asked.
+    """
+    if not isinstance(count, Sequence):
+        return (check_count(count, who),) * size
+    if len(count) != size:
+        raise ShapeError(f"{who!r}: {size} ranks need {size} numbers of elements, got {tuple(count)}")
+    return tuple(check_count(number, who) for number in count)
 
 
 def fingerprint(*facts: object) -> int:

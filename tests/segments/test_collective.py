@@ -1,0 +1,263 @@
+"""All double-buffered collectives, over every kind of nodes: values, orders, timeouts, recovery."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.segments import AllGather, Allreduce, Broadcast, ReduceScatter
+
+pytestmark = pytest.mark.mpi
+
+REDUCE = {
+    "sum": lambda rows: rows.sum(0),
+    "mean": lambda rows: rows.sum(0) / len(rows),
+    "min": lambda rows: rows.min(0),
+    "max": lambda rows: rows.max(0),
+}
+COUNTS = [0, 1, 2, 3, 5, 7, 100, 3001, 40_000]
+
+
+def operand(number, rank, step, count, dtype):
+    return np.random.default_rng((number, rank, step)).integers(-9, 9, count).astype(dtype)
+
+
+class Case:
+    """A collective over random ranks, and what it must give."""
+
+    def __init__(self, segments, rng, number):
+        self.number = number
+        everyone = segments.ranks
+        self.ranks = rng.sample(everyone, rng.randint(1, len(everyone)))
+        self.kind = rng.choice(["allreduce", "allgather", "reduce_scatter", "broadcast"])
+        self.dtype = np.dtype(rng.choice(["f4", "f8", "f2", "i4", "i8"]))
+        self.op = rng.choice([op for op in REDUCE if op != "mean" or self.dtype.kind == "f"])
+        self.counts = [rng.choice(COUNTS) // len(everyone) for _ in self.ranks]
+        self.count = rng.choice(COUNTS)
+        self.root = rng.choice(self.ranks)
+        self.active = segments.rank in self.ranks
+        if self.active:
+            self.me = self.ranks.index(segments.rank)
+            name = f"case {number}"
+            self.job = {
+                "allreduce": lambda: Allreduce(segments, self.ranks, self.count, self.dtype, self.op, name),
+                "allgather": lambda: AllGather(segments, self.ranks, self.counts, self.dtype, name),
+                "reduce_scatter": lambda: ReduceScatter(
+                    segments, self.ranks, self.counts, self.dtype, self.op, name
+                ),
+                "broadcast": lambda: Broadcast(segments, self.ranks, self.count, self.dtype, self.root, name),
+            }[self.kind]()
+
+    def operand(self, at, step):
+        size = {"allgather": self.counts[at], "reduce_scatter": sum(self.counts)}.get(self.kind, self.count)
+        return operand(self.number, self.ranks[at], step, size, self.dtype)
+
+    def expected(self, step):
+        rows = [self.operand(at, step) for at in range(len(self.ranks))]
+        if self.kind == "broadcast":
+            return rows[self.ranks.index(self.root)]
+        if self.kind == "allgather":
+            return np.concatenate(rows)
+        total = REDUCE[self.op](np.array(rows))
+        if self.kind == "reduce_scatter":
+            begin = sum(self.counts[: self.me])
+            return total[begin : begin + self.counts[self.me]]
+        return total
+
+    def check(self, result, step):
+        tolerance = 1e-3 if self.dtype == np.float16 else 1e-6
+        np.testing.assert_allclose(result, self.expected(step), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, seed):
+    rng, mine = random.Random(seed), random.Random(100 * seed + comm.rank)
+    cases = [Case(segments, rng, 100 * seed + number) for number in range(12)]
+    cases = [case for case in cases if case.active]
+    for step in range(6):
+        for case in cases:
+            case.job.active[:] = case.operand(case.me, step)
+            case.job.start()
+            if mine.random() < 0.05:
+                time.sleep(2e-3)
+        order = mine.sample(cases, len(cases))
+        for case in order:
+            if mine.random() < 0.3:
+                while not case.job.test():
+                    pass
+                case.check(case.job.result, step)
+            else:
+                case.check(case.job.wait(), step)
+    for case in cases:
+        case.job.close()
+
+
+@pytest.mark.parametrize("count", [1, 5, 700, 50_000])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_reductions_are_bitwise_equal_on_all_ranks_and_from_run_to_run(segments, comm, count, op):
+    job = Allreduce(segments, segments.ranks, count, np.float32, op, f"bits {count}")
+    results = []
+    for _ in range(3):
+        job.active[:] = np.random.default_rng(comm.rank).standard_normal(count) * 10.0**comm.rank
+        job.start()
+        results.append(job.wait().tobytes())
+    assert len(set(comm.allgather(results[0]))) == 1 and len(set(results)) == 1
+    job.close()
+
+
+@pytest.mark.parametrize("count", [3, 20_000])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, comm, count, dtype):
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+
+    def values(rank):
+        generator = torch.Generator().manual_seed(rank)
+        return (torch.randn(count, generator=generator) * 100).to(kind)
+
+    job = Allreduce(segments, segments.ranks, count, dtype, "sum", f"{dtype} {count}")
+    view = torch.uint16 if dtype == "bfloat16" else torch.float16
+    # The order of a sum across nodes is MPI's; of these values it makes no difference before rounding.
+    exact = [values(rank).double() for rank in segments.ranks]
+    job.active[:] = values(comm.rank).view(view).numpy()
+    job.start()
+    found = torch.from_numpy(job.wait().copy()).view(kind)
+    expected = sum(exact).float().to(kind)
+    assert (found == expected).double().mean() > 0.99
+    assert torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1)
+    job.close()
+
+
+def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, comm):
+    jobs = [
+        Broadcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
+        AllGather(segments, segments.ranks, 300, np.int64, name="ahead too"),
+        Allreduce(segments, segments.ranks, 30, np.int64, name="ahead as well"),
+    ]
+    mine = random.Random(comm.rank)
+    first, everyone = segments.ranks[0], np.array(segments.ranks)
+    for step in range(150):
+        for job in jobs:
+            job.active[:] = 1000 * step + comm.rank
+            job.start()
+        if mine.random() < 0.1:
+            time.sleep(1e-3)
+        assert (jobs[0].wait() == 1000 * step + first).all()
+        assert (jobs[1].wait().reshape(comm.size, -1) == 1000 * step + everyone[:, None]).all()
+        assert (jobs[2].wait() == (1000 * step + everyone).sum()).all()
+    for job in jobs:
+        job.close()
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count):
+    if comm.size == 1:
+        pytest.skip("nobody can be missing")
+    job = Allreduce(segments, segments.ranks, count, np.float32, name="late")
+    job.connect()
+    late = comm.size - 1
+    if comm.rank == late:
+        comm.Barrier()
+        time.sleep(0.1)
+    job.active[:] = 1
+    job.start()
+    if comm.rank != late:
+        with pytest.raises(ExchangeTimeout, match=rf"rank.* {late}\b.*in 'late' "):
+            job.wait(timeout=0.1)
+        with pytest.raises(ExchangeTimeout):
+            job.wait(timeout=0)
+        comm.Barrier()
+    assert (job.wait() == comm.size).all()
+    comm.Barrier()
+    job.close()
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_reset_recovers_from_a_step_that_not_all_ranks_took_part_in(segments, comm, count):
+    job = Allreduce(segments, segments.ranks, count, np.float32, name="recovers")
+    for attempt in range(3):
+        # Every other rank starts a step that its neighbours do not; in the second attempt it waits, too.
+        for step in range(2):
+            job.active[:] = step
+            job.start()
+            assert (job.wait() == step * comm.size).all()
+        if (comm.rank + attempt) % 2:
+            job.active[:] = np.nan
+            job.start()
+            if attempt == 1:
+                with pytest.raises(ExchangeTimeout):
+                    job.wait(timeout=0.02)
+        job.reset()
+        assert not job.running
+        with pytest.raises(ProtocolError, match="before a step was waited for"):
+            _ = job.result
+        comm.Barrier()
+    job.active[:] = 1
+    job.start()
+    assert (job.wait() == comm.size).all()
+    job.close()
+
+
+def test_reset_before_the_first_step_and_with_a_rank_missing(segments, comm):
+    job = Allreduce(segments, segments.ranks, 30_000, np.float32, name="missing")
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(ExchangeTimeout, match=r"to reach 'missing|to connect 'missing"):
+            job.reset(timeout=0.05)
+    comm.Barrier()
+    job.reset()
+    job.close()
+
+
+def test_closing_a_running_step_does_not_leave_the_others_waiting(segments, comm):
+    job = Allreduce(segments, segments.ranks, 30_000, np.float32, name="closed early")
+    job.active[:] = 1
+    job.start()
+    if comm.rank == 0:
+        job.close()
+        request = comm.Ibarrier()
+        while not request.Test():
+            segments.progress()
+    else:
+        assert (job.wait() == comm.size).all()
+        comm.Ibarrier().Wait()
+        job.close()
+    used = segments.heap.used
+    segments.get_segment_buffer(8).free()
+    assert segments.heap.used <= used
+
+
+def test_calls_out_of_order_raise(segments):
+    job = Broadcast(segments, segments.ranks, 4, name="strict")
+    with pytest.raises(ProtocolError, match="'strict': wait without a start"):
+        job.wait()
+    job.start()
+    with pytest.raises(ProtocolError, match="started while a step is running"):
+        job.start()
+    job.wait()
+    job.close()
+    with pytest.raises(ClosedError, match="Broadcast 'strict': already closed"):
+        job.start()
+
+
+def test_wrong_arguments_are_named(segments):
+    ranks = segments.ranks
+    with pytest.raises(ShapeError, match="need . numbers of elements"):
+        AllGather(segments, ranks, [1] * (len(ranks) + 1))
+    with pytest.raises(ShapeError, match="integer of at least 0, got -1"):
+        ReduceScatter(segments, ranks, -1)
+    with pytest.raises(PartitionError, match="root is one of the ranks"):
+        Broadcast(segments, ranks, 1, root=99)
+    with pytest.raises(PartitionError, match="of the machine"):
+        Allreduce(segments, (segments.rank, 99), 1)
+
+
+def test_ranks_that_mean_different_collectives_learn_it(segments, comm):
+    if comm.size == 1:
+        pytest.skip("nobody can differ")
+    job = Allreduce(segments, segments.ranks, 30_000 + comm.rank, np.float32, name="differs")
+    with pytest.raises(MismatchError, match="'differs"):
+        job.connect()
+    comm.Barrier()
+    job.close()

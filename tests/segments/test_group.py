@@ -1,0 +1,112 @@
+"""Groups of ranks, and their barrier."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from distdl_rma import ExchangeTimeout, PartitionError
+from distdl_rma.segments import Group
+
+pytestmark = pytest.mark.mpi
+
+
+def test_ranks_are_checked(segments):
+    with pytest.raises(PartitionError, match=r"'group': ranks must be unique, .* got \(0, 0\)"):
+        Group(segments, (0, 0))
+    with pytest.raises(PartitionError, match="hold this rank"):
+        Group(segments, [rank for rank in segments.ranks if rank != segments.rank])
+    with pytest.raises(PartitionError, match="of the machine"):
+        Group(segments, (segments.rank, 17))
+    group = Group(segments, segments.ranks[::-1])
+    assert group.ranks == segments.ranks[::-1] and group.ranks[group.rank] == segments.rank
+
+
+def test_nobody_passes_a_barrier_before_all_have_come(segments, comm):
+    group, mine = Group(segments), random.Random(comm.rank)
+    come = segments.get_segment_buffer(8)
+    everyone = {rank: () for rank in segments.ranks if rank != comm.rank}
+    peers = come.exchange(everyone, "come") if everyone else {}
+    come.view(np.int64, (1,))[0] = 0
+    group.barrier()
+    for epoch in range(1, 60):
+        if mine.random() < 0.1:
+            time.sleep(1e-3)
+        come.here.fetch_add(0, 1)
+        group.barrier()
+        for peer in peers.values():
+            assert peer.fetch_add(0, 0) >= epoch
+    group.barrier()
+    group.close()
+    come.free()
+
+
+def test_a_barrier_names_who_is_missing_and_can_be_repeated(segments, comm):
+    if comm.size == 1:
+        pytest.skip("nobody can be missing")
+    group = Group(segments, name="team")
+    group.barrier()
+    late = comm.size - 1
+    for _ in range(3):
+        if comm.rank == late:
+            comm.Barrier()
+        else:
+            with pytest.raises(ExchangeTimeout, match=rf"for rank {late} to reach 'team \(barrier\)'"):
+                group.barrier(timeout=0.3)
+            with pytest.raises(ExchangeTimeout):
+                group.barrier(timeout=0)
+            comm.Barrier()
+        group.barrier()
+    group.close()
+
+
+def test_who_gave_up_waiting_still_lets_the_others_through(segments, comm):
+    group, second = Group(segments, name="left"), Group(segments, name="other")
+    second.barrier()
+    group.barrier()
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(ExchangeTimeout):
+            group.barrier(timeout=0.05)
+        comm.Barrier()
+        # Waits for something else while the others go through the first barrier.
+        second.barrier()
+        group.barrier()
+    else:
+        comm.Barrier()
+        group.barrier()
+        second.barrier()
+    group.close()
+    second.close()
+
+
+def test_groups_of_random_ranks_make_collectives(segments, comm):
+    rng = random.Random(7)
+    for number in range(6):
+        ranks = rng.sample(segments.ranks, rng.randint(1, comm.size))
+        if comm.rank not in ranks:
+            continue
+        group = Group(segments, ranks, f"group {number}")
+        jobs = [
+            group.allreduce(5, np.int64, name="sum"),
+            group.allgather(1, np.int64, "all"),
+            group.reduce_scatter([1] * group.size, np.int64, name="part"),
+            group.broadcast(1, np.int64, name="from the first"),
+        ]
+        for job in jobs:
+            job.active[:] = comm.rank
+            job.start()
+        assert (jobs[0].wait() == sum(ranks)).all()
+        assert jobs[1].wait().tolist() == ranks
+        assert jobs[2].wait().tolist() == [sum(ranks)]
+        assert jobs[3].wait().tolist() == [ranks[0]]
+        group.barrier()
+        for resource in (*jobs, group):
+            resource.close()
+
+
+def test_a_machine_makes_groups(machine):
+    group = machine.group()
+    group.barrier()
+    assert group.ranks == machine.ranks
+    group.close()
