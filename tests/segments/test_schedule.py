@@ -113,7 +113,7 @@ def test_a_halo_exchange_costs_its_neighbours_only(grid):
 
 
 def test_wrong_numbers_are_named():
-    with pytest.raises(ShapeError, match="'x': a number of elements is an integer of at least 0, got 1.5"):
+    with pytest.raises(ShapeError, match="'x': a number of elements is an integer"):
         schedule.check_count(1.5, "x")
     with pytest.raises(ShapeError, match="'x': 2 ranks need 2 numbers of elements"):
         schedule.check_lengths([1], 2, "x")
