@@ -41,6 +41,7 @@ class Atomics:
         self._positions = positions
         self._immediate = immediate
         self._lock = lock
+        self._asked: list[tuple[MPI.Request, object]] = []
 
     def responding(self, rank: int) -> Callable[[], bool] | None:
         """Test of whether a rank answers; None where its answer is not needed.
@@ -53,11 +54,13 @@ class Atomics:
         answer = np.empty(8, np.uint8)
         with self._lock:
             request = self._window.Rget(answer, target, (0, 8, MPI.BYTE))
+            # The answer's memory is kept while it is under way, also when its wait is given up.
+            self._asked = [asked for asked in self._asked if not asked[0].Test()]
+            self._asked.append((request, answer))
 
         def answered() -> bool:
-            # The closure keeps the answer's memory while the request is under way.
             with self._lock:
-                return bool(request.Test()) and answer is not None
+                return bool(request.Test())
 
         return answered
 

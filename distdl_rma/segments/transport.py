@@ -21,6 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
 # From so many bytes on, a contiguous run is a transfer of its own instead of a part of an MPI datatype.
 _LONG_RUN_BYTES = 64 << 10
+# More transfers than these are looked through for those that are over.
+_MANY_TRANSFERS = 64
 
 
 def fence_for(window: MPI.Win) -> Callable[[], None]:
@@ -56,8 +58,12 @@ class Link(Protocol):
         The bytes must not change until the requests returned are complete.
         """
 
-    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
-        """Begin to copy bytes out of the peer's segment; they are there when the requests are complete."""
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
+        """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
+
+        With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who
+        has the lock.
+        """
 
     def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
         """Set a word of the peer, after all earlier puts arrived there if ``ordered``."""
@@ -89,7 +95,7 @@ class SharedLink:
             self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
         return []
 
-    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
         """Copy bytes out of the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
             out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
@@ -108,11 +114,16 @@ class SharedLink:
         return True
 
 
+# A transfer under way, and the memory that it reads or writes.
+_Transfer = tuple[MPI.Request, Any]
+
+
 @dataclass
 class _Delivery:
-    # What remains of some puts: requests in flight, the question whether the peer answers, the notification.
-    requests: list[MPI.Request] = field(default_factory=list)
-    keep: list[Any] = field(default_factory=list)
+    # What remains of some puts: transfers in flight, the question whether the peer answers, the notification.
+    transfers: list[_Transfer] = field(default_factory=list)
+    # Whether there was any: complete at this end is not yet complete at the peer.
+    begun: bool = False
     notice: tuple[int, int] | None = None
     answer: MPI.Request | None = None
 
@@ -124,6 +135,9 @@ class RemoteLink:
     ``advance``, which every wait and the progress engine call and a start never does. Nor does anything
     block on a peer that does not answer: a flush, which cannot be interrupted, only follows a small get
     that was answered.
+
+    MPI orders nothing here, not even two notifications (its accumulates are ordered word by word), so
+    that what must come later is begun later. The memory of puts is kept here until MPI is done with it.
 
     Parameters
     ----------
@@ -140,8 +154,10 @@ class RemoteLink:
         self._position = position
         self._lock = lock
         self._open = _Delivery()
+        self._tidy_at = _MANY_TRANSFERS
         self._pending: deque[_Delivery] = deque()
-        self._notices: list[tuple[MPI.Request, Any]] = []
+        self._notices: list[_Transfer] = []
+        self._gets: list[_Transfer] = []
         self._answer = np.empty(1, np.int64)
 
     @property
@@ -155,31 +171,39 @@ class RemoteLink:
             requests = _transfers(
                 runs, data, lambda part, target: self._window.Rput(part, self._position, target)
             )
-            self._open.requests += requests
-            self._open.keep.append(data)
-        return requests
+            opened = self._open
+            opened.begun |= bool(requests)
+            opened.transfers += [(request, data) for request in requests]
+            if len(opened.transfers) > self._tidy_at:
+                # A rank may put for ever without a notification or a flush.
+                opened.transfers = _under_way(opened.transfers)
+                self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
+            return requests
 
-    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment."""
         with self._lock:
-            return _transfers(runs, out, lambda part, target: self._window.Rget(part, self._position, target))
+            requests = _transfers(
+                runs, out, lambda part, target: self._window.Rget(part, self._position, target)
+            )
+            if keep:
+                self._gets += [(request, out) for request in requests]
+            return requests
 
     def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
-        """Set a word of the peer, at once or when the puts before it arrived."""
+        """Set a word of the peer, at once or when what must be there before it has arrived."""
         with self._lock:
-            if not ordered or not (self._open.requests or self._pending):
+            if not ordered or not (self._open.begun or self._pending or self._noticing()):
                 self._send_notice(word, value)
                 return
             self._open.notice = (word, value)
-            self._pending.append(self._open)
-            self._open = _Delivery()
+            self._close_open()
 
     def close_delivery(self) -> None:
         """Have what was put so far flushed, with no notification behind it."""
         with self._lock:
-            if self._open.requests:
-                self._pending.append(self._open)
-                self._open = _Delivery()
+            if self._open.begun:
+                self._close_open()
 
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
@@ -188,15 +212,20 @@ class RemoteLink:
                 done = self._pending.popleft()
                 if done.notice:
                     self._send_notice(*done.notice)
-            if self._notices:
-                self._notices = [(request, kept) for request, kept in self._notices if not request.Test()]
-            return not self._pending and not self._notices
+            opened = self._open
+            opened.transfers, self._gets = _under_way(opened.transfers), _under_way(self._gets)
+            return not (self._pending or self._noticing() or self._gets or opened.transfers)
+
+    def _close_open(self) -> None:
+        self._pending.append(self._open)
+        self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
 
     def _arrived(self, delivery: _Delivery) -> bool:
-        if not delivery.requests:
-            return True
+        if not delivery.begun:
+            return not self._noticing()
         if delivery.answer is None:
-            if not MPI.Request.Testall(delivery.requests):
+            delivery.transfers = _under_way(delivery.transfers)
+            if delivery.transfers:
                 return False
             delivery.answer = self._window.Rget(self._answer, self._position, (0, 8, MPI.BYTE))
         if not delivery.answer.Test():
@@ -204,10 +233,22 @@ class RemoteLink:
         self._window.Flush(self._position)
         return True
 
+    def _noticing(self) -> bool:
+        # Whether a notification may not be there yet.
+        self._notices = _under_way(self._notices)
+        return bool(self._notices)
+
     def _send_notice(self, word: int, value: int) -> None:
-        source = np.array([value], dtype=np.int64)
-        request = self._window.Raccumulate(source, self._position, (word * 8, 1, MPI.INT64_T), op=MPI.REPLACE)
-        self._notices.append((request, source))
+        # What was there before comes back: only then the word is known to be set.
+        source, before = np.array([value], np.int64), np.empty(1, np.int64)
+        request = self._window.Rget_accumulate(
+            source, before, self._position, (word * 8, 1, MPI.INT64_T), op=MPI.REPLACE
+        )
+        self._notices.append((request, (source, before)))
+
+
+def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
+    return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers
 
 
 def _transfers(runs: Runs, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
