@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index as as_int
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, ExchangeTimeout, SegmentError, ShapeError
 from distdl_rma.segments.heap import aligned
+from distdl_rma.segments.memory import Layout
 from distdl_rma.segments.patience import Waiting
 from distdl_rma.segments.remote import NOTIFICATION_BITS, RemoteBuffer
 from distdl_rma.segments.transport import Bytes
@@ -74,14 +76,14 @@ class SegmentBuffer:
     def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
         """Typed view of a part of the buffer, ``offset`` bytes from its start; not a copy."""
         self._check()
-        kind = np.dtype(dtype)
-        nbytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
-        if offset < 0 or offset + nbytes > self.nbytes:
+        layout, offset = Layout(dtype, shape), as_int(offset)
+        if offset < 0 or offset + layout.nbytes > self.nbytes:
             raise ShapeError(
-                f"{nbytes} bytes at offset {offset} are not inside a buffer of {self.nbytes} bytes"
+                f"{layout.nbytes} bytes at offset {offset} are not inside a buffer of {self.nbytes} bytes"
             )
         start = self.offset + offset
-        return self._manager.segment.memory[start : start + nbytes].view(kind).reshape(shape)
+        part = self._manager.segment.memory[start : start + layout.nbytes]
+        return part.view(layout.dtype).reshape(layout.shape)
 
     @property
     def here(self) -> RemoteBuffer:
@@ -90,20 +92,25 @@ class SegmentBuffer:
         return RemoteBuffer(self._manager, self._manager.rank, self.place, ())
 
     def notification(self, index: int) -> int:
-        """Return the value of a notification, 0 if there is none; does not block."""
+        """Return the value of a notification, 0 if there is none; does not block, makes no progress."""
         word = self.flag(index)
-        return word >> NOTIFICATION_BITS if word != self._reset_words[index] else 0
+        if word == self._reset_words[index]:
+            return 0
+        self._manager.segment.acquire()
+        return word >> NOTIFICATION_BITS
 
     def notify_test(self, first: int = 0, count: int | None = None) -> int | None:
         """Return the lowest notification that is set among ``count`` from ``first`` on, or None.
 
         Does not block, but makes progress.
         """
-        stop = self._range(first, count)
+        first, stop = self._range(first, count)
         found = self._find(first, stop)
         if found is None:
             self._manager.progress()
             found = self._find(first, stop)
+        if found is not None:
+            self._manager.segment.acquire()
         return found
 
     def notify_waitsome(self, first: int = 0, count: int | None = None, timeout: float | None = None) -> int:
@@ -116,11 +123,16 @@ class SegmentBuffer:
         ExchangeTimeout
             At the deadline (seconds, 0 to look once; None: the machine's default); the call can be
             repeated.
+        SegmentError
+            If there is no such notification, or none at all to wait for.
         """
-        stop = self._range(first, count)
+        first, stop = self._range(first, count)
+        if first == stop:
+            raise SegmentError(f"buffer {self.owner!r}: a wait for none of its notifications would not end")
         found = self._find(first, stop)
         if found is None:
             found = self._wait_for_any(first, stop, timeout)
+        self._manager.segment.acquire()
         return found
 
     def notify_reset(self, index: int) -> int:
@@ -169,14 +181,15 @@ class SegmentBuffer:
         lowest = int(pending.argmax()) if stop > first else 0
         return first + lowest if stop > first and pending[lowest] else None
 
-    def _range(self, first: int, count: int | None) -> int:
-        stop = self.notifications if count is None else first + count
+    def _range(self, first: int, count: int | None) -> tuple[int, int]:
+        first = as_int(first)
+        stop = self.notifications if count is None else first + as_int(count)
         self._check()
         if not 0 <= first <= stop <= self.notifications:
             raise SegmentError(
                 f"notifications {first} to {stop} of a buffer that has {self.notifications} of them"
             )
-        return stop
+        return first, stop
 
     def _waiting(self, first: int, stop: int) -> Waiting:
         which = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from operator import index as as_int
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -12,25 +15,45 @@ from numpy.lib.stride_tricks import as_strided
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments.transport import Runs
 
-__all__ = ["as_array", "as_bytes", "runs_of"]
+__all__ = ["Layout", "Part", "as_array", "as_bytes", "as_target", "as_values"]
 
 
 def as_array(data: Any, what: str) -> npt.NDArray[Any]:
     """Array over the memory of a numpy array, a torch tensor or another object; no copy."""
     if isinstance(data, np.ndarray):
-        return data
-    if hasattr(data, "__array__"):
+        array = data
+    elif hasattr(data, "__array__"):
         try:
-            return np.asarray(data)
+            array = np.asarray(data)
         except (TypeError, RuntimeError) as error:
             # A tensor that needs a gradient, lies on a device, or has a type unknown to numpy.
             raise ShapeError(f"{what}: not an array that numpy can look at: {error}") from None
-    try:
-        return np.frombuffer(data, np.uint8)
-    except (TypeError, ValueError, BufferError):
-        raise ShapeError(
-            f"{what} takes a numpy array, a tensor or bytes, got {type(data).__name__}"
-        ) from None
+    else:
+        try:
+            array = np.asarray(memoryview(data))
+        except (TypeError, ValueError, BufferError):
+            raise ShapeError(
+                f"{what} takes a numpy array, a tensor or bytes, got {type(data).__name__}"
+            ) from None
+    if array.dtype.hasobject:
+        raise ShapeError(f"{what}: Python objects mean nothing to another process, got dtype {array.dtype}")
+    return array
+
+
+def as_target(out: Any, what: str) -> npt.NDArray[Any]:
+    """Array over memory that can be written to; no copy.
+
+    Raises
+    ------
+    ShapeError
+        If writing to it would not change ``out``.
+    """
+    array = as_array(out, what)
+    # An object that gives numpy a copy of itself, as a number does, gives another one each time.
+    copied = array is not out and array.size and not np.may_share_memory(array, as_array(out, what))
+    if copied or not array.flags.writeable:
+        raise ShapeError(f"{what}: {type(out).__name__} is read-only")
+    return array
 
 
 def as_bytes(data: Any, what: str) -> memoryview:
@@ -38,48 +61,111 @@ def as_bytes(data: Any, what: str) -> memoryview:
     try:
         view = memoryview(data)
     except (TypeError, ValueError, BufferError):
-        array = np.ascontiguousarray(as_array(data, what))
-        return array.reshape(-1).view(np.uint8).data
-    if not view.nbytes:
-        return memoryview(b"")
-    return view.cast("B") if view.c_contiguous else np.ascontiguousarray(view).data.cast("B")
+        return _packed(data, what)
+    if not view.c_contiguous or "O" in view.format:
+        return _packed(data, what)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def runs_of(
-    shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, key: Any
-) -> tuple[Runs, tuple[int, ...]]:
-    """Bytes that a slice of a row-major array at an offset means, and the shape of the slice.
+def as_values(data: Any, dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
+    """Array whose values a ``dtype`` takes without a loss; Python's numbers are of any type that holds them.
 
     Raises
     ------
     ShapeError
-        If the key is not made of integers, slices and one ellipsis.
+        If something would be lost.
     """
-    keys = key if isinstance(key, tuple) else (key,)
-    if not all(k is ... or isinstance(k, slice) or _is_integer(k) for k in keys):
-        raise ShapeError(f"a part of a peer's array is given by integers and slices, got {key!r}")
-    # Strides without memory: what the slice touches is never looked at.
-    steps = np.cumprod((dtype.itemsize, *shape[:0:-1]))[::-1] if shape else ()
-    whole = as_strided(np.empty(1, dtype), shape, [int(step) for step in steps], writeable=False)
     try:
-        part = whole[keys if any(k is ... for k in keys) else (*keys, ...)]
-    except IndexError as error:
-        raise ShapeError(f"{key!r} does not fit a peer's array of shape {shape}: {error}") from None
-    begin = offset + part.ctypes.data - whole.ctypes.data
-    nbytes, outer = dtype.itemsize, list(zip(part.shape, part.strides, strict=True))
-    if part.size == 0:
-        return Runs((), nbytes), part.shape
-    while outer and (outer[-1][1] == nbytes or outer[-1][0] == 1):
-        nbytes *= outer.pop()[0]
-    starts = np.array([begin])
-    for count, step in outer:
-        starts = (starts[:, None] + np.arange(count) * step).reshape(-1)
-    return Runs(tuple(starts.tolist()), nbytes), part.shape
+        if isinstance(data, (int, float, complex)) and not isinstance(data, np.generic):
+            if np.can_cast(np.result_type(dtype, data), dtype, "equiv"):
+                return np.asarray(data, dtype)
+            raise ShapeError(f"{what}: {data!r} does not fit into {dtype} without a loss")
+        source = as_array(data, what)
+        if np.can_cast(source.dtype, dtype, "safe"):
+            return source
+    except (OverflowError, TypeError) as error:
+        raise ShapeError(f"{what}: {data!r} does not fit into {dtype}: {error}") from None
+    raise ShapeError(f"{what}: {source.dtype} does not fit into {dtype} without a loss")
 
 
-def _is_integer(key: object) -> bool:
+def _packed(data: Any, what: str) -> memoryview:
+    return np.ascontiguousarray(as_array(data, what)).reshape(-1).view(np.uint8).data
+
+
+class Layout:
+    """Type and shape of a row-major array somewhere in a segment.
+
+    Raises
+    ------
+    ShapeError
+        If the elements are Python objects, or an extent is negative.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
+        self.dtype = np.dtype(dtype)
+        self.shape = tuple(as_int(extent) for extent in shape)
+        if self.dtype.hasobject or any(extent < 0 for extent in self.shape):
+            raise ShapeError(f"no segment holds an array of {self.dtype} of shape {self.shape}")
+        # In Python's integers, which do not overflow.
+        self.nbytes = self.dtype.itemsize * math.prod(self.shape)
+
+    def part(self, key: Any) -> Part:
+        """What a slice means.
+
+        Raises
+        ------
+        ShapeError
+            If the key is not made of integers, slices and one ellipsis, or does not fit the shape.
+        """
+        keys = tuple(_checked(k) for k in (key if isinstance(key, tuple) else (key,)))
+        if not any(k is ... for k in keys):
+            # Without it, a key for a single element gives a number instead of a view.
+            keys = (*keys, ...)
+        # Strides without memory: what the slice touches is never looked at.
+        steps = [self.dtype.itemsize * math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        whole = as_strided(np.empty(1, self.dtype), self.shape, steps, writeable=False)
+        try:
+            part = whole[keys]
+        except (IndexError, TypeError, ValueError) as error:
+            raise ShapeError(f"{key!r} does not fit a peer's array of shape {self.shape}: {error}") from None
+        begin = part.ctypes.data - whole.ctypes.data if part.size else 0
+        return Part(keys, self.dtype, part.shape, part.strides, begin)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a row-major array: its shape, the steps in bytes, and the byte at which it begins."""
+
+    key: tuple[int | slice | EllipsisType, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def runs(self, offset: int) -> Runs:
+        """Its contiguous stretches, in order, in a segment in which the whole array is at an offset."""
+        nbytes, outer = self.dtype.itemsize, list(zip(self.shape, self.strides, strict=True))
+        if not self.nbytes:
+            return Runs((), nbytes)
+        while outer and (outer[-1][1] == nbytes or outer[-1][0] == 1):
+            nbytes *= outer.pop()[0]
+        starts = np.array([offset + self.begin])
+        for count, step in outer:
+            starts = (starts[:, None] + np.arange(count) * step).reshape(-1)
+        return Runs(tuple(starts.tolist()), nbytes)
+
+
+def _checked(key: object) -> int | slice | EllipsisType:
+    if isinstance(key, (slice, EllipsisType)):
+        return key
     try:
-        as_int(key)  # type: ignore[arg-type]
+        if not isinstance(key, bool):
+            return as_int(key)  # type: ignore[arg-type]
     except TypeError:
-        return False
-    return not isinstance(key, bool)
+        pass
+    raise ShapeError(f"a part of a peer's array is given by integers and slices, got {key!r}")

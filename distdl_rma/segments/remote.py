@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.errors import ClosedError, ExchangeTimeout, SegmentError, ShapeError
-from distdl_rma.segments.memory import as_array, as_bytes, runs_of
+from distdl_rma.errors import ClosedError, SegmentError, ShapeError
+from distdl_rma.segments.memory import Layout, as_bytes, as_target, as_values
 from distdl_rma.segments.patience import Waiting
 from distdl_rma.segments.queue import Queue
 from distdl_rma.segments.transport import Bytes, Runs
@@ -54,14 +54,16 @@ class RemoteBuffer:
         self._sequence = manager.sequence
         # Where the peer's memory can be reached, puts are assignments to it.
         memory = self._link.memory
-        self._bytes = None if memory is None else memory.data[self._offset : self._offset + self.nbytes]
+        self._near = None if memory is None else memory[self._offset : self._offset + self.nbytes]
+        self._bytes = None if self._near is None else self._near.data
 
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
 
         Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and no
-        copy is taken of contiguous data. Strided data (a slice) arrives packed. The peer sees it once it
-        saw a later notification from this rank.
+        copy is taken of contiguous data. Data that is not row-major arrives as if it were: a slice is
+        packed. The bytes travel as they are, of any type and byte order. The peer sees them once it saw a
+        later notification from this rank.
 
         Raises
         ------
@@ -69,6 +71,8 @@ class RemoteBuffer:
             If it does not fit into the buffer, or is no array.
         """
         source = as_bytes(data, "put")
+        # Not in numpy's integers, which overflow.
+        offset = as_int(offset)
         end = offset + source.nbytes
         if offset < 0 or end > self.nbytes:
             raise self._outside(offset, source.nbytes)
@@ -77,14 +81,17 @@ class RemoteBuffer:
         if self._bytes is not None:
             self._bytes[offset:end] = source
         elif source.nbytes:
-            self._post(Runs((self._offset + offset,), source.nbytes), _array(source), queue)
+            sent = np.frombuffer(source, np.uint8)
+            self._post(
+                Runs((self._offset + offset,), source.nbytes), sent.copy() if queue is None else sent, queue
+            )
         counters = self._counters
         counters.puts += 1
         counters.bytes_put += source.nbytes
 
     def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
         """Put several arrays, each given with its offset; all are checked before data moves."""
-        listed = [(as_bytes(data, "put_list"), offset) for data, offset in parts]
+        listed = [(as_bytes(data, "put_list"), as_int(offset)) for data, offset in parts]
         for source, offset in listed:
             if offset < 0 or offset + source.nbytes > self.nbytes:
                 raise self._outside(offset, source.nbytes)
@@ -97,24 +104,18 @@ class RemoteBuffer:
         A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
         when the next arrives is overwritten.
         """
-        if not 0 <= index < self.notifications:
-            raise self._no_notification(index)
-        if not 1 <= value <= _LARGEST_VALUE:
-            raise SegmentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
+        word = self._word(index, value)
         if self._manager.closed:
             raise self._closed()
-        self._link.notify(
-            self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
-        )
+        self._link.notify(*word)
 
     def put_notify(
         self, data: Any, index: int, value: int = 1, offset: int = 0, queue: Queue | None = None
     ) -> None:
         """Put, then notify: the notified put of GASPI."""
-        if not 0 <= index < self.notifications:
-            raise self._no_notification(index)
+        word = self._word(index, value)
         self.put(data, offset, queue)
-        self.notify(index, value)
+        self._link.notify(*word)
 
     def get(
         self, out: Any, offset: int = 0, queue: Queue | None = None, timeout: float | None = None
@@ -130,41 +131,47 @@ class RemoteBuffer:
         ExchangeTimeout
             If the peer does not answer; the call can be repeated.
         """
-        target = as_array(out, "get")
-        if not target.flags.writeable:
-            raise ShapeError("get: the array is read-only")
-        if offset < 0 or offset + target.nbytes > self.nbytes:
-            raise self._outside(offset, target.nbytes)
-        self._fetch(Runs((self._offset + offset,), target.nbytes), target, queue, timeout)
+        target = as_target(out, "get")
+        offset, nbytes = as_int(offset), target.nbytes
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._outside(offset, nbytes)
+        near = None
+        if self._near is not None:
+            near = self._near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
+        self._fetch(Runs((self._offset + offset,), nbytes), near, target, queue, timeout)
 
     def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> RemoteArray:
         """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
-        kind = np.dtype(dtype)
-        nbytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise self._outside(offset, nbytes)
-        return RemoteArray(self, kind, tuple(shape), self._offset + offset)
+        layout, offset = Layout(dtype, shape), as_int(offset)
+        if offset < 0 or offset + layout.nbytes > self.nbytes:
+            raise self._outside(offset, layout.nbytes)
+        return RemoteArray(self, layout, offset)
 
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to a 64-bit integer of the peer's buffer, atomically; return what it was. Blocking.
 
-        Atomic towards the other atomic operations of all ranks, not towards puts and plain stores.
+        Atomic towards the other atomic operations of all ranks, not towards puts and plain stores. The
+        sum wraps around.
 
         Raises
         ------
+        ShapeError
+            If the offset is no multiple of 8 inside the buffer, or a number has more than 64 bits.
         ExchangeTimeout
             If the peer does not answer. Nothing was added; the call can be repeated.
         """
+        operand = _int64(value)
         at = self._word_at(offset, timeout)
-        return self._manager.segment.atomics.fetch_add(self.peer, at, value)
+        return self._manager.segment.atomics.fetch_add(self.peer, at, operand)
 
     def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set a 64-bit integer of the peer's buffer to ``desired`` if it is ``expected``, atomically.
 
         Blocking. Returns what it was: ``expected`` if it was set. Raises as :meth:`fetch_add`.
         """
+        old, new = _int64(expected), _int64(desired)
         at = self._word_at(offset, timeout)
-        return self._manager.segment.atomics.compare_swap(self.peer, at, expected, desired)
+        return self._manager.segment.atomics.compare_swap(self.peer, at, old, new)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
@@ -218,36 +225,54 @@ class RemoteBuffer:
 
     # Steps of the operations above.
 
-    def _post(self, runs: Runs, data: Bytes, queue: Queue | None) -> None:
-        source = data.copy() if queue is None else data
+    def _word(self, index: int, value: int) -> tuple[int, int]:
+        # Where a notification is, and the word that sets it.
+        index, value = as_int(index), as_int(value)
+        if not 0 <= index < self.notifications:
+            raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
+        if not 1 <= value <= _LARGEST_VALUE:
+            raise SegmentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
+        return self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
+
+    def _post(self, runs: Runs, source: Bytes, queue: Queue | None) -> None:
         requests = self._link.put(runs, source)
         if queue is not None:
             queue.post(self.peer, requests, source)
 
     def _fetch(
-        self, runs: Runs, target: npt.NDArray[Any], queue: Queue | None, timeout: float | None
+        self,
+        runs: Runs,
+        near: npt.NDArray[Any] | None,
+        target: npt.NDArray[Any],
+        queue: Queue | None,
+        timeout: float | None,
     ) -> None:
         if self._manager.closed:
             raise self._closed()
-        # Into memory of its own: after a timeout the transfer goes on, whatever became of the target.
+        self._counters.gets += 1
+        self._counters.bytes_got += runs.total
+        if near is not None:
+            target[...] = near
+            return
+        # Into memory that the link keeps: after a timeout the transfer goes on, whatever became of the
+        # target, which it then leaves alone.
         bounce = np.empty(runs.total, np.uint8)
-        posted = queue if queue is not None else self._manager.queue("get")
 
         def finish() -> None:
             target[...] = bounce.view(target.dtype).reshape(target.shape)
 
-        posted.post(self.peer, self._link.get(runs, bounce), bounce, finish)
-        self._counters.gets += 1
-        self._counters.bytes_got += runs.total
-        if queue is None:
-            try:
-                posted.wait(timeout)
-            except ExchangeTimeout:
-                self._manager.defer(posted.test)
-                raise
+        requests = self._link.get(runs, bounce, keep=True)
+        if queue is not None:
+            queue.post(self.peer, requests, bounce, finish)
+        else:
+            alone = self._manager.queue("get")
+            alone.post(self.peer, requests, bounce)
+            alone.wait(timeout)
+            finish()
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
         self._manager.check_open()
+        offset = as_int(offset)
         if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
             raise ShapeError(
                 f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
@@ -266,9 +291,6 @@ class RemoteBuffer:
             f" {self.nbytes} bytes"
         )
 
-    def _no_notification(self, index: int) -> SegmentError:
-        return SegmentError(f"notification {index} of a buffer that has {self.notifications}")
-
     def _closed(self) -> ClosedError:
         return ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
 
@@ -280,13 +302,24 @@ class RemoteArray:
     ``x`` may be changed on return. A get blocks and returns an array of its own.
     """
 
-    def __init__(
-        self, buffer: RemoteBuffer, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int
-    ) -> None:
+    def __init__(self, buffer: RemoteBuffer, layout: Layout, offset: int) -> None:
         self._buffer = buffer
-        self.dtype = dtype
-        self.shape = tuple(as_int(extent) for extent in shape)
-        self._begin = begin
+        self._layout = layout
+        self._begin = buffer._offset + offset
+        near = buffer._near
+        if near is not None:
+            near = near[offset : offset + layout.nbytes].view(layout.dtype).reshape(layout.shape)
+        self._near: npt.NDArray[Any] | None = near
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the elements."""
+        return self._layout.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole array."""
+        return self._layout.shape
 
     def __setitem__(self, key: Any, data: Any) -> None:
         """Put; data of another shape is broadcast, data of another type is taken if nothing is lost."""
@@ -294,34 +327,37 @@ class RemoteArray:
 
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
         """Get; blocking."""
-        runs, shape = runs_of(self.shape, self.dtype, self._begin, key)
-        out = np.empty(shape, self.dtype)
-        self._buffer._fetch(runs, out, None, None)
+        part = self._layout.part(key)
+        out = np.empty(part.shape, self.dtype)
+        if self._near is not None:
+            self._buffer._fetch(Runs((0,), part.nbytes), self._near[part.key], out, None, None)
+        else:
+            self._buffer._fetch(part.runs(self._begin), None, out, None, None)
         return out
 
     def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
-        """Put to a slice, posted to a queue."""
-        runs, shape = runs_of(self.shape, self.dtype, self._begin, key)
-        source = np.asarray(data, self.dtype) if np.isscalar(data) else as_array(data, "put")
-        if not np.can_cast(source.dtype, self.dtype, "safe"):
-            raise ShapeError(f"put: {source.dtype} does not fit into {self.dtype} without a loss")
+        """Put to a slice, posted to a queue; ``data`` may be changed on return all the same."""
+        part = self._layout.part(key)
+        source = as_values(data, self.dtype, "put")
         buffer = self._buffer
         if buffer._manager.closed:
             raise buffer._closed()
-        whole = buffer.direct(self.dtype, int(np.prod(self.shape)), self._begin - buffer._offset)
         try:
-            if whole is not None:
+            if self._near is not None:
                 # Straight to its place: packing would be one more pass over the data.
-                whole.reshape(self.shape)[key] = source
+                self._near[part.key] = source
             else:
-                packed = np.empty(shape, self.dtype)
+                packed = np.empty(part.shape, self.dtype)
                 packed[...] = source
-                buffer._post(runs, packed.reshape(-1).view(np.uint8), queue)
+                buffer._post(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
         except ValueError as error:
             raise ShapeError(f"put: {error}") from None
         buffer._counters.puts += 1
-        buffer._counters.bytes_put += runs.total
+        buffer._counters.bytes_put += part.nbytes
 
 
-def _array(source: memoryview) -> Bytes:
-    return np.frombuffer(source, np.uint8)
+def _int64(value: int) -> int:
+    number = as_int(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ShapeError(f"an atomic works on integers of 64 bits, got {number}")
+    return number
