@@ -1,8 +1,8 @@
-"""Segment managers of all ranks, on one node and on several that are simulated."""
+"""Segment managers over every kind of nodes, and a buffer on every rank as all of them see it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +10,8 @@ import pytest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from distdl_rma.segments import SegmentManager
+    from distdl_rma import Machine
+    from distdl_rma.segments import RemoteBuffer, SegmentBuffer, SegmentManager
 
 # Transport, and ranks per simulated node: with 4 ranks one node, 1+1+1+1, 2+2 and 3+1.
 NODES = {"one node": ("auto", None), "all remote": ("remote", None), "pairs": ("auto", 2), "3+1": ("auto", 3)}
@@ -27,3 +28,26 @@ def segments(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Generator[S
     yield manager
     manager.close()
     own.Free()
+
+
+Meet = Callable[..., "tuple[SegmentBuffer, dict[int, RemoteBuffer]]"]
+
+
+@pytest.fixture
+def meet(machine: Machine, comm: MPI.Intracomm) -> Generator[Meet]:
+    """Function that makes a buffer on every rank, and returns it with everybody's, this rank's included."""
+    made = []
+
+    def make(nbytes: int, notifications: int = 0) -> tuple[SegmentBuffer, dict[int, RemoteBuffer]]:
+        buffer = machine.segments.get_segment_buffer(nbytes, notifications, "test")
+        made.append((buffer, buffer.exchange(dict.fromkeys(range(comm.size), ()), "test")))
+        return made[-1]
+
+    yield make
+    for _, remotes in made:
+        for remote in remotes.values():
+            remote.flush()
+    # What all ranks put has arrived: the memory may be used for something else.
+    comm.Barrier()
+    for buffer, _ in made:
+        buffer.free()

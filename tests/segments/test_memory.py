@@ -1,0 +1,163 @@
+"""What travels, and which bytes a slice means."""
+
+import array
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from distdl_rma import ShapeError
+from distdl_rma.segments.memory import Layout, as_bytes, as_target, as_values
+from tests.segments.strategies import slices
+
+DTYPES = ("uint8", ">i2", "float32", "int64", "complex128", "M8[s]", "U3", [("a", "<i4"), ("b", ">f8")])
+
+
+@given(slices(), st.sampled_from(DTYPES), st.integers(0, 9))
+def test_the_runs_of_a_slice_are_the_bytes_that_numpy_finds(shape_and_key, dtype, offset):
+    shape, key = shape_and_key
+    layout = Layout(dtype, shape)
+    segment = np.random.default_rng(1).integers(0, 50, offset + layout.nbytes + 9).astype(np.uint8)
+    whole = segment[offset : offset + layout.nbytes].view(layout.dtype).reshape(shape)
+    part = layout.part(key)
+    runs = part.runs(offset)
+    # With an ellipsis also a single element is a view: as a number it would lose its byte order.
+    meant = whole[key if ... in key else (*key, ...)]
+    assert part.shape == meant.shape
+    assert runs.total == part.nbytes == layout.dtype.itemsize * math.prod(part.shape)
+    packed = b"".join(segment[at : at + runs.nbytes].tobytes() for at in runs.offsets)
+    assert packed == meant.tobytes()
+
+
+def test_what_is_contiguous_in_memory_is_one_run():
+    part = Layout(np.float32, (4, 5, 6)).part((slice(1, 3),))
+    assert part.runs(100).offsets == (100 + 4 * 30,) and part.runs(100).nbytes == 2 * 4 * 30
+    assert len(Layout(np.float32, (4, 5, 6)).part((slice(1, 3), slice(0, 2))).runs(0).offsets) == 2
+
+
+@pytest.mark.parametrize(
+    "key", [None, True, np.True_, [0, 1], np.array([0]), 1.0, "a", 3, (0, 0, 0), slice(0, 1, 0), slice(0.5)]
+)
+def test_a_key_that_is_no_slice_of_the_shape_is_refused(key):
+    with pytest.raises(ShapeError, match=r"integers and slices|does not fit a peer's array of shape"):
+        Layout(np.int64, (3, 4)).part(key)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, -1), (2, -3)])
+def test_a_negative_extent_is_refused(shape):
+    with pytest.raises(ShapeError, match="no segment holds"):
+        Layout(np.int64, shape)
+
+
+def test_bytes_of_a_huge_shape_do_not_wrap_around():
+    assert Layout(np.int64, (1 << 31, 1 << 31)).nbytes == 1 << 65
+
+
+def test_python_objects_do_not_travel():
+    with pytest.raises(ShapeError, match="object"):
+        Layout(object, (3,))
+    for what in (np.array([None]), np.zeros(2, [("a", "i4"), ("b", "O")])):
+        with pytest.raises(ShapeError, match="Python objects mean nothing to another process"):
+            as_bytes(what, "put")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_of_an_array_are_its_elements_in_row_major_order(dtype):
+    data = np.zeros((3, 4), dtype)
+    data.reshape(-1).view(np.uint8)[:] = np.arange(data.nbytes) % 48
+    readonly = data.copy()
+    readonly.flags.writeable = False
+    for view in (
+        data,
+        readonly,
+        data[::2],
+        data.T,
+        data[:, ::-1],
+        np.asfortranarray(data),
+        data[1, 2],
+        data[:0],
+    ):
+        assert as_bytes(view, "put").tobytes() == view.tobytes()
+
+
+def test_contiguous_data_is_not_copied():
+    data = np.zeros(5)
+    as_bytes(data, "put")[:] = np.ones(5).data.cast("B")
+    assert (data == 1).all()
+    tensor = torch.zeros(5)
+    as_bytes(tensor, "put")[:] = torch.ones(5).numpy().data.cast("B")
+    assert (tensor == 1).all()
+
+
+def test_bytes_and_the_like_travel_as_they_are():
+    for data in (b"abc", bytearray(b"abc"), memoryview(b"abc"), memoryview(b"a.b.c")[::2]):
+        assert as_bytes(data, "put").tobytes() == b"abc"
+    assert as_bytes(b"", "put").nbytes == 0
+    assert as_bytes(array.array("d", [1.0, 2.0]), "put").tobytes() == np.array([1.0, 2.0]).tobytes()
+
+
+@pytest.mark.parametrize("data", [[1, 2], 3, None, "text", {1: 2}])
+def test_what_is_no_memory_is_refused_with_its_type(data):
+    with pytest.raises(
+        ShapeError, match=f"put takes a numpy array, a tensor or bytes, got {type(data).__name__}"
+    ):
+        as_bytes(data, "put")
+
+
+def test_tensors_that_numpy_cannot_look_at_are_refused_with_the_reason():
+    for tensor, reason in (
+        (torch.zeros(3, dtype=torch.bfloat16), "BFloat16"),
+        (torch.zeros(3, requires_grad=True), "grad"),
+        (torch.zeros(3, dtype=torch.complex64).conj(), "conj"),
+        (torch.zeros(3, device="meta"), "meta"),
+    ):
+        with pytest.raises(ShapeError, match=f"put: not an array that numpy can look at: .*{reason}"):
+            as_bytes(tensor, "put")
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype"),
+    [
+        (3, "uint8"), (True, "bool"), (True, "int8"), (3, "float32"), (0.1, "float32"), (1j, "complex64"),
+        (3, ">i4"), (0.5, ">f8"), (np.int8(-1), "int64"), (np.float32(0.1), "float64"),
+        (np.arange(3), "float64"), (np.arange(3, dtype=">i4"), "<i4"), (torch.ones(2), "float64"),
+        (b"ab", "uint8"),
+    ],
+)  # fmt: skip
+def test_values_that_fit_are_taken(data, dtype):
+    taken = as_values(data, np.dtype(dtype), "put")
+    assert (taken.astype(dtype) == np.asarray(taken)).all()
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype"),
+    [
+        (1.5, "int64"), (-1, "uint8"), (300, "uint8"), (1 << 70, "int64"), (1j, "float64"), (2, "bool"),
+        (np.float64(0.1), "float32"), (np.int64(3), "int32"), (np.zeros(2), "int64"),
+        (torch.ones(2), "int64"), (1, [("a", "i4")]), (array.array("d", [1.0]), "uint8"),
+        (np.zeros(2, "U5"), "U3"),
+    ],
+)  # fmt: skip
+def test_values_that_would_lose_something_are_refused(data, dtype):
+    with pytest.raises(ShapeError, match=r"put: .* fit into"):
+        as_values(data, np.dtype(dtype), "put")
+
+
+def test_a_target_is_the_memory_of_what_was_given():
+    for out in (np.zeros(3), torch.zeros(3), bytearray(3), np.zeros((4, 4)).T[::2], memoryview(bytearray(3))):
+        as_target(out, "get")[...] = 1
+        assert all(np.asarray(out).reshape(-1) == 1)
+    assert as_target(np.zeros((0, 3)), "get").size == 0
+
+
+def test_a_target_that_would_not_change_is_refused():
+    readonly = np.zeros(3)
+    readonly.flags.writeable = False
+    for out in (readonly, b"abc", np.float64(1), np.broadcast_to(np.zeros(1), (3,))):
+        with pytest.raises(ShapeError, match=r"get: .* is read-only"):
+            as_target(out, "get")
+    with pytest.raises(ShapeError, match="got list"):
+        as_target([1, 2], "get")

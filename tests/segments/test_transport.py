@@ -1,0 +1,190 @@
+"""The link to another node, over the weakest RMA that MPI allows."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from distdl_rma.segments.transport import RemoteLink, Runs
+
+_WORDS = 16
+
+
+class Operation:
+    """An operation under way, which is also its request."""
+
+    def __init__(self, window, word, carry_out, complete_when_there):
+        self.window, self.word, self.complete_when_there = window, word, complete_when_there
+        self._carry_out = carry_out
+        self.there = False
+        self.complete = False
+
+    def arrive(self):
+        self._carry_out()
+        self.there = self.complete = True
+
+    def Test(self):  # noqa: N802
+        self.window.turn()
+        return self.complete
+
+
+class WeakWindow:
+    """A peer's memory, in which operations arrive in any order, those on one word excepted.
+
+    A put is complete at its origin at any time before it arrives, and then its memory is used again.
+    """
+
+    def __init__(self, seed, nbytes=4096):
+        self.memory = np.zeros(nbytes, np.uint8)
+        self.words = self.memory.view(np.int64)
+        self._chance = random.Random(seed)
+        self._under_way = []
+        self.flushes = 0
+
+    def turn(self):
+        while self._under_way and self._chance.random() < 0.5:
+            self._step(self._chance.choice(self._under_way))
+
+    def _step(self, operation):
+        if not operation.complete_when_there and not operation.complete:
+            operation.complete = True
+            return
+        same_word = [o for o in self._under_way if o.word is not None and o.word == operation.word]
+        chosen = same_word[0] if same_word else operation
+        chosen.arrive()
+        self._under_way.remove(chosen)
+
+    def _begin(self, word, carry_out, complete_when_there):
+        self._under_way.append(Operation(self, word, carry_out, complete_when_there))
+        return self._under_way[-1]
+
+    def Rput(self, part, rank, target):  # noqa: N802
+        offset, nbytes, _ = target
+        data = part[0].copy()
+        return self._begin(None, lambda: self._store(offset, data[:nbytes]), False)
+
+    def Rget(self, part, rank, target):  # noqa: N802
+        out, (offset, nbytes, _) = np.asarray(part[0] if isinstance(part, list) else part), target
+        return self._begin(
+            None, lambda: out.view(np.uint8).__setitem__(..., self.memory[offset : offset + nbytes]), True
+        )
+
+    def Raccumulate(self, source, rank, target, op):  # noqa: N802
+        return self._begin(target[0], lambda: self._store(target[0], source.view(np.uint8)), False)
+
+    def Rget_accumulate(self, source, before, rank, target, op):  # noqa: N802
+        return self._begin(target[0], lambda: self._store(target[0], source.view(np.uint8)), True)
+
+    def Flush(self, rank):  # noqa: N802
+        self.flushes += 1
+        while self._under_way:
+            self._under_way.pop(0).arrive()
+
+    def _store(self, offset, data):
+        self.memory[offset : offset + data.size] = data
+
+
+def link_over(seed):
+    window = WeakWindow(seed)
+    return window, RemoteLink(window, 0, threading.RLock())
+
+
+def put(link, number):
+    """Put a number to a place of its own, behind the words of the notifications."""
+    link.put(Runs((8 * (_WORDS + number),), 8), np.array([number + 1]).view(np.uint8))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_notification_is_seen_after_all_earlier_puts_and_notifications(seed):
+    window, link = link_over(seed)
+    chance = random.Random(-seed)
+    puts, notified, noticed = 0, [], 0
+
+    def look():
+        # In the order of sending: whatever is there, what was sent before is there too.
+        nonlocal noticed
+        seen = [word for word, _ in notified if window.words[word]]
+        assert seen == [word for word, _ in notified][: len(seen)]
+        for _, before in notified[: len(seen)]:
+            assert window.words[_WORDS : _WORDS + before].all()
+        noticed = max(noticed, len(seen))
+
+    while len(notified) < _WORDS:
+        if chance.random() < 0.4:
+            put(link, puts)
+            puts += 1
+        elif chance.random() < 0.5:
+            notified.append((len(notified), puts))
+            link.notify(notified[-1][0], 7)
+        else:
+            link.advance()
+        window.turn()
+        look()
+    while not link.advance():
+        look()
+    look()
+    assert noticed == _WORDS
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_when_nothing_is_left_to_advance_everything_is_there(seed):
+    window, link = link_over(seed)
+    chance = random.Random(seed)
+    word, puts = 0, 0
+    for _ in range(20):
+        for _ in range(chance.randrange(4)):
+            put(link, puts)
+            puts += 1
+        if chance.random() < 0.5 and word < _WORDS:
+            link.notify(word, 5, ordered=chance.random() < 0.7)
+            word += 1
+        if chance.random() < 0.3:
+            link.close_delivery()
+            while not link.advance():
+                pass
+            assert window.words[:word].all() and window.words[_WORDS : _WORDS + puts].all()
+
+
+def test_an_unordered_notification_waits_for_nothing():
+    window, link = link_over(1)
+    put(link, 0)
+    link.notify(0, 5)
+    link.notify(1, 6, ordered=False)
+    # Nothing was advanced: the only operations that have begun are the put and this one.
+    assert not window.flushes
+    assert sorted(str(o.word) for o in window._under_way) == ["8", "None"]
+
+
+def test_nothing_is_flushed_before_the_peer_answered():
+    window, link = link_over(1)
+    window.turn = lambda: None
+    put(link, 0)
+    link.notify(0, 5)
+    for _ in range(5):
+        assert not link.advance() and not window.flushes
+    del window.turn
+    while not link.advance():
+        pass
+    assert window.flushes == 1 and window.words[0] == 5
+
+
+def test_sources_of_puts_are_not_kept_for_ever():
+    _, link = link_over(1)
+    for number in range(1000):
+        put(link, number % 100)
+    assert len(link._open.transfers) < 400
+    # They are flushed all the same.
+    link.close_delivery()
+    assert len(link._pending) == 1
+
+
+def test_an_array_that_is_got_is_kept_until_it_is_there():
+    window, link = link_over(1)
+    window.turn = lambda: None
+    link.get(Runs((0,), 8), np.empty(8, np.uint8), keep=True)
+    assert not link.advance() and len(link._gets) == 1
+    del window.turn
+    while not link.advance():
+        pass
+    assert not link._gets
