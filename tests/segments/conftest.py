@@ -40,6 +40,8 @@ def meet(machine: Machine, comm: MPI.Intracomm) -> Generator[Meet]:
 
     def make(nbytes: int, notifications: int = 0) -> tuple[SegmentBuffer, dict[int, RemoteBuffer]]:
         buffer = machine.segments.get_segment_buffer(nbytes, notifications, "test")
+        # Before peers know it; memory that was used before is not cleared by the library.
+        buffer.array[:] = 0
         made.append((buffer, buffer.exchange(dict.fromkeys(range(comm.size), ()), "test")))
         return made[-1]
 

@@ -1,0 +1,191 @@
+"""Notifications of a buffer: set, found, waited for, taken back."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from distdl_rma import ClosedError, ConfigurationError, ExchangeTimeout, SegmentError
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def own(meet, comm):
+    """Buffer with eight notifications, and itself as a peer sees it."""
+    buffer, remotes = meet(64, 8)
+    return buffer, remotes[comm.rank]
+
+
+def test_a_notification_is_unset_then_set_then_reset_with_its_value(own):
+    buffer, me = own
+    assert buffer.notification(3) == 0 and buffer.notify_test() is None and buffer.notify_reset(3) == 0
+    me.notify(3, 77)
+    assert buffer.notification(3) == 77 and buffer.notify_test() == 3
+    assert buffer.notify_reset(3) == 77
+    assert buffer.notification(3) == 0 and buffer.notify_test() is None and buffer.notify_reset(3) == 0
+
+
+def test_a_value_has_32_bits_and_is_1_by_default(own):
+    buffer, me = own
+    for value in (1, 2**31 - 1, 2**31, 2**32 - 1):
+        me.notify(0, value)
+        assert buffer.notify_wait(0) == value
+    me.notify(0)
+    assert buffer.notify_wait(0) == 1
+
+
+def test_the_same_value_twice_in_a_row_is_seen_twice(own):
+    buffer, me = own
+    for _ in range(100):
+        me.notify(0, 5)
+        assert buffer.notify_wait(0, timeout=5) == 5
+        assert buffer.notify_test() is None
+
+
+def test_one_that_was_not_reset_is_overwritten(own):
+    buffer, me = own
+    me.notify(0, 5)
+    me.notify(0, 6)
+    assert buffer.notify_reset(0) == 6 and buffer.notify_reset(0) == 0
+
+
+def test_waitsome_finds_the_lowest_of_its_range_and_leaves_it_set(own):
+    buffer, me = own
+    for index in (6, 2, 4):
+        me.notify(index, index)
+    assert buffer.notify_waitsome() == 2 == buffer.notify_waitsome()
+    assert buffer.notify_waitsome(3) == 4 and buffer.notify_waitsome(5, 3) == 6
+    assert buffer.notify_waitsome(np.int8(6), np.uint8(1)) == 6
+    assert (
+        buffer.notify_test(0, 2) is None and buffer.notify_test(7) is None and buffer.notify_test(8) is None
+    )
+    with pytest.raises(ExchangeTimeout, match="one of notifications 0 to 1 of buffer 'test'"):
+        buffer.notify_waitsome(0, 2, timeout=0.01)
+    with pytest.raises(ExchangeTimeout, match="notification 7 of buffer 'test'"):
+        buffer.notify_waitsome(7, timeout=0)
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 2), (0, 9), (8, 1), (9, 0), (3, -1), (0, 2**70)])
+def test_a_range_that_is_not_there_is_refused(own, first, count):
+    for call in (own[0].notify_waitsome, own[0].notify_test):
+        with pytest.raises(SegmentError, match=r"notifications .* of a buffer that has 8 of them"):
+            call(first, count)
+
+
+def test_a_wait_for_nothing_is_refused_and_a_test_of_nothing_finds_nothing(own, machine):
+    buffer = machine.segments.get_segment_buffer(8)
+    for nothing in (
+        lambda: own[0].notify_waitsome(3, 0),
+        lambda: own[0].notify_waitsome(8),
+        buffer.notify_waitsome,
+    ):
+        with pytest.raises(SegmentError, match="would not end"):
+            nothing()
+    assert own[0].notify_test(3, 0) is None and buffer.notify_test() is None
+    buffer.free()
+
+
+@pytest.mark.parametrize("index", [-1, 8, 2**70])
+def test_a_notification_that_is_not_there_is_refused(own, index):
+    buffer, me = own
+    for call in (buffer.notification, buffer.notify_reset, buffer.notify_wait, me.notify):
+        with pytest.raises(SegmentError, match=f"notification {index} of a buffer that has 8"):
+            call(index)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.03])
+def test_a_wait_gives_up_at_its_deadline_and_can_be_repeated(own, seconds):
+    buffer, me = own
+    for wait in (lambda t: buffer.notify_wait(5, t), lambda t: buffer.notify_waitsome(5, 1, t)):
+        begin = time.monotonic()
+        with pytest.raises(ExchangeTimeout, match=f"waited {seconds:g} s.*to set notification 5"):
+            wait(seconds)
+        assert seconds <= time.monotonic() - begin < seconds + 5
+    me.notify(5, 3)
+    assert buffer.notify_waitsome(timeout=0) == 5 and buffer.notify_wait(5, timeout=0) == 3
+
+
+@pytest.mark.parametrize("seconds", [-1, "soon", float("nan")])
+def test_a_timeout_that_is_none_is_refused(own, seconds):
+    with pytest.raises(ConfigurationError, match="a timeout is a number of seconds"):
+        own[0].notify_wait(0, timeout=seconds)
+
+
+def test_a_freed_buffer_has_no_notifications(machine):
+    buffer = machine.segments.get_segment_buffer(8, 2)
+    me = buffer.here
+    me.notify(1, 4)
+    buffer.free()
+    for call in (buffer.notification, buffer.notify_reset, buffer.notify_wait, buffer.notify_waitsome):
+        with pytest.raises(ClosedError, match="already freed"):
+            call(0)
+    again = machine.segments.get_segment_buffer(8, 2)
+    assert again.notify_test() is None
+    again.free()
+
+
+def test_every_notification_of_every_rank_is_found_once(meet, comm):
+    rounds, size = 40, comm.size
+    buffer, remotes = meet(0, 2 * size)
+    chance = random.Random(comm.rank)
+    found = dict.fromkeys(range(size), 0)
+    sent = dict.fromkeys(range(size), 0)
+    # Each rank sends the next one to a peer only after that peer took the last one back.
+    while min(found.values()) < rounds or min(sent.values()) < rounds:
+        for peer in chance.sample(range(size), size):
+            if sent[peer] < rounds and (not sent[peer] or buffer.notify_reset(size + peer)):
+                sent[peer] += 1
+                remotes[peer].notify(comm.rank, sent[peer])
+        index = buffer.notify_test(0, size)
+        if index is None and min(found.values()) < rounds and chance.random() < 0.1:
+            time.sleep(1e-4)
+        if index is not None:
+            found[index] += 1
+            assert buffer.notify_reset(index) == found[index]
+            remotes[index].notify(size + comm.rank)
+    assert set(found.values()) == set(sent.values()) == {rounds}
+
+
+def test_one_that_arrives_during_a_reset_is_not_lost(meet, comm):
+    buffer, remotes = meet(8, 1)
+    last = 3000
+    after = remotes[(comm.rank + 1) % comm.size]
+    if comm.size == 1:
+        for value in range(1, last + 1):
+            after.notify(0, value)
+    seen = 0
+    for value in range(1, last + 1):
+        # Not acknowledged: values are overwritten, and resets hit the moment of arrival.
+        if comm.size > 1:
+            after.notify(0, value)
+        got = buffer.notify_reset(0)
+        assert got == 0 or got > seen
+        seen = max(seen, got)
+    while seen < last:
+        got = buffer.notify_wait(0)
+        assert got > seen
+        seen = got
+    assert buffer.notify_test() is None
+    after.flush()
+
+
+def test_waitsome_serves_the_ranks_in_the_order_in_which_they_come(meet, comm):
+    buffer, remotes = meet(8 * comm.size, comm.size)
+    chance = random.Random(comm.rank)
+    for epoch in range(1, 30):
+        if chance.random() < 0.2:
+            time.sleep(chance.random() * 1e-3)
+        remotes[0].put_notify(np.array([epoch * 10 + comm.rank]), comm.rank, epoch, 8 * comm.rank)
+        if comm.rank == 0:
+            waiting = set(range(comm.size))
+            while waiting:
+                rank = buffer.notify_waitsome(0, comm.size)
+                assert buffer.view(np.int64, (comm.size,))[rank] == epoch * 10 + rank
+                assert buffer.notify_reset(rank) == epoch
+                waiting.remove(rank)
+            for peer in range(1, comm.size):
+                remotes[peer].notify(0, epoch)
+        else:
+            assert buffer.notify_wait(0) == epoch

@@ -1,0 +1,238 @@
+"""What is ordered after what, a test for each line of the table.
+
+For operations from one rank to one peer, on both transports, with and without a progress thread:
+
+(a) Data that was put before a notification is there when the notification is seen, whatever queue the put
+    was posted to: ``test_a_notification_is_seen_after_the_puts_before_it``.
+(b) Notifications become visible in the order in which they were given:
+    ``test_notifications_become_visible_in_order``.
+(c) When ``flush()`` returns, all earlier puts and notifications are there, also for who learns of it in
+    another way: ``test_after_a_flush_everything_is_there``.
+(d) When ``queue.wait()`` returns, the sources of the queue's puts may be overwritten, and the arrays of its
+    gets are filled: ``test_after_the_wait_of_a_queue_its_memory_may_be_used``.
+(e) When a put without a queue returns, its source may be overwritten; so may the data of a slice, with a
+    queue or without: ``test_a_source_may_be_overwritten_when_a_put_without_a_queue_returns``.
+(f) Atomic operations on one word have one order, in which those of each rank are as in its program:
+    ``test_atomics_on_a_word_have_one_order``.
+(g) A get after a flush sees this rank's puts: ``test_a_get_after_a_flush_returns_what_was_put``.
+(h) What a rank read before it gave a notification cannot be changed by who waits for that notification
+    before it writes: ``test_a_slot_is_rewritten_only_after_its_reader_said_so``.
+
+Not ordered, and nothing here relies on it: two puts to the same bytes, or a put and a get of them, without a
+flush in between; a put and an atomic operation on the same word without a flush in between; the operations
+of different ranks, and those of one rank to different peers. On a node some of these happen to be ordered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+
+from distdl_rma import Machine
+
+pytestmark = pytest.mark.mpi
+
+TINY, LARGE = 1, 40_000
+WAYS = [("auto", "none"), ("auto", "thread"), ("remote", "none"), ("remote", "thread")]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=["-".join(way) for way in WAYS])
+def machine(request, comm):
+    """Machine of all ranks, on either transport, with a progress thread and without."""
+    transport, progress = request.param
+    with Machine(comm, segment_size="64MiB", timeout=15, transport=transport, progress=progress) as machine:
+        yield machine
+
+
+@pytest.fixture
+def chance(comm):
+    return random.Random(comm.rank)
+
+
+@pytest.fixture
+def ring(meet, comm):
+    """Function that makes buffers; returns this rank's, the next rank's and the previous rank's."""
+
+    def make(nbytes, notifications):
+        buffer, remotes = meet(nbytes, notifications)
+        return buffer, remotes[(comm.rank + 1) % comm.size], remotes[(comm.rank - 1) % comm.size]
+
+    return make
+
+
+def pause(chance):
+    if chance.random() < 0.1:
+        time.sleep(chance.random() * 1e-3)
+
+
+def test_a_notification_is_seen_after_the_puts_before_it(ring, machine, chance):
+    data, go = 0, 1
+    buffer, after, before = ring(8 * 3 * LARGE, 2)
+    queues = [None, machine.segments.queue("a"), machine.segments.queue("b")]
+    sources = [np.empty(LARGE, np.int64) for _ in queues]
+    for epoch in range(1, 40):
+        sizes = [chance.choice((TINY, LARGE)) for _ in queues]
+        shuffled = chance.sample(range(3), 3)
+        for i in shuffled:
+            sources[i][:] = epoch
+            pause(chance)
+            after.put(sources[i][: sizes[i]], 8 * i * LARGE, queues[i])
+        after.view(np.int64, (3, LARGE))[:, LARGE - 2 :: -5000] = epoch
+        # The sizes travel as the value of the notification.
+        after.notify(data, 1 + sum((size == LARGE) << i for i, size in enumerate(sizes)))
+        value = buffer.notify_wait(data) - 1
+        there = buffer.view(np.int64, (3, LARGE))
+        assert (there[:, LARGE - 2 :: -5000] == epoch).all()
+        for i in range(3):
+            assert (there[i, : LARGE if value >> i & 1 else TINY] == epoch).all()
+        pause(chance)
+        before.notify(go)
+        buffer.notify_wait(go)
+        for queue in queues[1:]:
+            queue.wait()
+
+
+def test_notifications_become_visible_in_order(ring, chance):
+    number, go = 30, 30
+    buffer, after, before = ring(8 * LARGE, number + 1)
+    for _ in range(15):
+        size = chance.choice((TINY, LARGE))
+        for index in range(number):
+            if chance.random() < 0.1:
+                after.put(np.zeros(size), 0)
+            pause(chance)
+            after.notify(index, index + 1)
+            # At any moment: what is set is set from the first on.
+            visible = [buffer.notification(i) for i in reversed(range(number))][::-1]
+            assert visible == sorted(visible, key=lambda value: value or number + 1)
+        for index in reversed(range(number)):
+            buffer.notify_waitsome(index, 1)
+            assert all(buffer.notification(i) == i + 1 for i in range(index))
+        for index in range(number):
+            assert buffer.notify_reset(index) == index + 1
+        before.notify(go)
+        buffer.notify_wait(go)
+
+
+def test_after_a_flush_everything_is_there(ring, machine, comm, chance):
+    buffer, after, _ = ring(8 * LARGE, 3)
+    queue = machine.segments.queue()
+    there = buffer.view(np.int64, (LARGE,))
+    for epoch in range(1, 40):
+        size = LARGE if epoch % 3 else TINY
+        source = np.full(size, epoch)
+        after.put(source[: size // 2], 0)
+        after.notify(0, epoch)
+        after.put(source[size // 2 :], 8 * (size // 2), queue)
+        after.notify(1, epoch)
+        after.notify(2, epoch)
+        pause(chance)
+        after.flush()
+        # Others learn of it by messages that know nothing of ours.
+        comm.Barrier()
+        assert (there[:size] == epoch).all()
+        assert [buffer.notify_reset(i) for i in range(3)] == [epoch] * 3
+        comm.Barrier()
+        queue.wait()
+
+
+def test_after_the_wait_of_a_queue_its_memory_may_be_used(ring, machine, comm, chance):
+    buffer, after, _ = ring(8 * 2 * LARGE, 0)
+    there = buffer.view(np.int64, (2, LARGE))
+    there[1] = comm.rank
+    comm.Barrier()
+    puts, gets = machine.segments.queue("puts"), machine.segments.queue("gets")
+    source, out = np.empty(LARGE, np.int64), np.empty((3, LARGE), np.int64)
+    for epoch in range(1, 25):
+        source[:], out[:] = epoch, -1
+        after.put(source, 0, puts)
+        for row in out:
+            after.get(row, 8 * LARGE, gets)
+        pause(chance)
+        for queue in chance.sample((puts, gets), 2):
+            queue.wait()
+        source[:] = -1
+        assert (out == (comm.rank + 1) % comm.size).all()
+        after.flush()
+        comm.Barrier()
+        assert (there[0] == epoch).all()
+        comm.Barrier()
+
+
+def test_a_source_may_be_overwritten_when_a_put_without_a_queue_returns(ring, comm, machine):
+    slots = 12
+    buffer, after, _ = ring(8 * slots * LARGE, 0)
+    there, queue = buffer.view(np.int64, (slots, LARGE)), machine.segments.queue()
+    array = after.view(np.int64, (slots, LARGE))
+    source = np.empty(LARGE, np.int64)
+    for slot in range(slots):
+        source[:] = slot
+        if slot % 3 == 0:
+            after.put(source, 8 * slot * LARGE)
+        elif slot % 3 == 1:
+            array[slot, ::-1] = source
+        else:
+            array.put((slot, slice(None)), source, queue)
+        source[:] = -1
+    after.flush()
+    comm.Barrier()
+    assert (there == np.arange(slots)[:, None]).all()
+
+
+def test_atomics_on_a_word_have_one_order(meet, comm, chance):
+    _, remotes = meet(16)
+    word, rounds = 8, 40
+    seen = []
+    for i in range(rounds):
+        pause(chance)
+        if chance.random() < 0.5:
+            seen.append((remotes[0].fetch_add(word, 1), True))
+        else:
+            # Guess what is there; a guess that is right counts as one more.
+            guess = seen[-1][0] + 1 if i else 0
+            was = remotes[0].compare_swap(word, guess, guess + 1)
+            seen.append((was, was == guess))
+    values = [was for was, _ in seen]
+    assert values == sorted(values)
+    # After its own addition a rank never sees less than that.
+    assert all(b >= a + added for (a, added), (b, _) in itertools.pairwise(seen))
+    added = sorted(was for theirs in comm.allgather(seen) for was, changed in theirs if changed)
+    assert added == list(range(len(added))) and remotes[0].fetch_add(word, 0) == len(added)
+
+
+def test_a_get_after_a_flush_returns_what_was_put(ring, chance):
+    _, after, _ = ring(8 * LARGE, 0)
+    for epoch in range(1, 40):
+        size = chance.choice((TINY, 1000, LARGE))
+        after.put(np.full(size, epoch), 8 * (LARGE - size))
+        pause(chance)
+        after.flush()
+        out = np.empty(size, np.int64)
+        after.get(out, 8 * (LARGE - size))
+        assert (out == epoch).all()
+        assert (after.view(np.int64, (LARGE,))[: LARGE - size - 1 : -7] == epoch).all()
+
+
+def test_a_slot_is_rewritten_only_after_its_reader_said_so(ring, chance):
+    full, empty = 0, 1
+    buffer, after, before = ring(8 * LARGE, 2)
+    slot = buffer.view(np.int64, (LARGE,))
+    sent = seen = 0
+    # Each rank sends as soon as it may, and reads when it likes.
+    while seen < 60 or sent < 60:
+        if sent < 60 and (not sent or buffer.notify_reset(empty)):
+            sent += 1
+            after.put_notify(np.full(LARGE, sent), full, sent)
+        if chance.random() < 0.5 and buffer.notify_test(full, 1) is not None:
+            seen += 1
+            assert buffer.notification(full) == seen
+            first = slot.copy()
+            pause(chance)
+            assert (first == seen).all() and (slot == seen).all()
+            assert buffer.notify_reset(full) == seen
+            before.notify(empty)
+        buffer.notify_test()

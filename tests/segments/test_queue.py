@@ -1,0 +1,130 @@
+"""Queues: when the memory at this end may be used again."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from distdl_rma import ClosedError, ExchangeTimeout, Machine
+from distdl_rma.segments.queue import Queue
+
+pytestmark = pytest.mark.mpi
+
+WORDS = 20_000
+
+
+def test_after_the_wait_the_source_may_be_used_again_and_gets_are_there(meet, machine, comm):
+    buffer, remotes = meet(8 * WORDS, 1)
+    after, before = remotes[(comm.rank + 1) % comm.size], (comm.rank - 1) % comm.size
+    queue = machine.segments.queue("data")
+    source, out = np.empty(WORDS, np.int64), np.zeros(WORDS, np.int64)
+    for epoch in range(20):
+        source[:] = epoch * 100 + comm.rank
+        after.put(source, queue=queue)
+        queue.wait()
+        assert len(queue) == 0
+        source[:] = -1
+        after.flush()
+        after.get(out, queue=queue)
+        queue.wait()
+        assert (out == epoch * 100 + comm.rank).all()
+        comm.Barrier()
+        assert (buffer.view(np.int64, (WORDS,)) == epoch * 100 + before).all()
+        comm.Barrier()
+
+
+def test_queues_are_independent_and_hold_operations_to_several_peers(meet, machine, comm):
+    buffer, remotes = meet(8 * comm.size)
+    queues = [machine.segments.queue(f"q{i}") for i in range(3)]
+    sources = {peer: np.array([10 * comm.rank + peer]) for peer in remotes}
+    for peer, remote in remotes.items():
+        remote.put(sources[peer], 8 * comm.rank, queue=queues[peer % 3])
+    for queue in reversed(queues):
+        queue.wait()
+        assert queue.test() and len(queue) == 0
+    for remote in remotes.values():
+        remote.flush()
+    comm.Barrier()
+    assert buffer.view(np.int64, (comm.size,)).tolist() == [10 * p + comm.rank for p in range(comm.size)]
+
+
+def test_an_empty_queue_does_not_wait(machine):
+    queue = machine.segments.queue()
+    queue.wait(timeout=0)
+    assert queue.test() and len(queue) == 0
+
+
+def test_operations_on_nothing_and_on_slices_go_through_queues(meet, machine, comm):
+    _, remotes = meet(800)
+    queue, remote = machine.segments.queue(), remotes[comm.rank]
+    remote.put(b"", queue=queue)
+    remote.get(np.zeros(0), queue=queue)
+    array = remote.view(np.int64, (10, 10))
+    array.put((slice(None), slice(None)), np.arange(100).reshape(10, 10), queue)
+    array.put((slice(0, 0), 1), 5, queue)
+    array.put((slice(None, None, 3), 4), 7, queue)
+    queue.wait()
+    remote.flush()
+    wanted = np.arange(100).reshape(10, 10)
+    wanted[::3, 4] = 7
+    assert (array[...] == wanted).all()
+
+
+def test_a_wait_that_timed_out_can_be_resumed(machine, monkeypatch):
+    queue, finished = Queue(machine.segments, "slow"), []
+    left = [3]
+
+    class Request:
+        @staticmethod
+        def Testall(requests):  # noqa: N802
+            left[0] -= 1
+            return left[0] <= 0
+
+    monkeypatch.setattr("distdl_rma.segments.queue.MPI", type("MPI", (), {"Request": Request}))
+    queue.post(machine.rank, [None], None, lambda: finished.append(1))
+    with pytest.raises(ExchangeTimeout, match=r"to take 1 operation\(s\) of queue 'slow'"):
+        queue.wait(timeout=0)
+    assert not finished and len(queue) == 1
+    queue.wait(timeout=5)
+    assert finished == [1] and len(queue) == 0
+
+
+@pytest.mark.parametrize("transport", ["auto", "remote"])
+@pytest.mark.parametrize("progress", ["none", "thread"])
+def test_a_machine_closes_with_operations_in_flight_and_queues_forgotten(comm, transport, progress):
+    for _ in range(3):
+        machine = Machine(comm, segment_size="8MiB", transport=transport, progress=progress, timeout=15)
+        buffer = machine.segments.get_segment_buffer(4 << 20, 1)
+        remotes = buffer.exchange(dict.fromkeys(range(comm.size), ()), "all")
+        queue = machine.segments.queue()
+        for remote in remotes.values():
+            remote.put(np.ones(1 << 20, np.uint8), queue=queue)
+            remote.get(np.empty(1 << 20, np.uint8), 1 << 20, machine.segments.queue("forgotten"))
+            remote.view(np.uint8, (1 << 10, 1 << 10), 2 << 20)[::2, ::2] = 1
+        remotes[(comm.rank + 1) % comm.size].notify(0)
+        gc.collect()
+        machine.close()
+        with pytest.raises(ClosedError, match="already closed"):
+            queue.wait()
+
+
+def test_a_get_that_was_given_up_leaves_its_array_alone(comm):
+    with Machine(comm, segment_size="8MiB", transport="remote", progress="none", timeout=15) as machine:
+        buffer = machine.segments.get_segment_buffer(4 << 20, 1)
+        buffer.array[:] = 5
+        remotes = buffer.exchange(dict.fromkeys(range(comm.size), ()), "all")
+        remote = remotes[(comm.rank + 1) % comm.size]
+        comm.Barrier()
+        for _ in range(20):
+            out = np.zeros(4 << 20, np.uint8)
+            try:
+                remote.get(out, timeout=0)
+            except ExchangeTimeout:
+                # Now it may be used for anything: the answer that is still to come does not change it.
+                out[:] = 7
+                for _ in range(50):
+                    machine.segments.progress()
+                assert (out == 7).all()
+            remote.get(out)
+            assert (out == 5).all()
+        comm.Barrier()

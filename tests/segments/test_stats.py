@@ -1,0 +1,91 @@
+"""What a machine tells about itself and its segment."""
+
+import numpy as np
+import pytest
+
+from distdl_rma import Machine, SegmentError
+
+pytestmark = pytest.mark.mpi
+
+
+def test_stats_tell_bytes_and_owners(machine):
+    manager = machine.segments
+    before = manager.stats()
+    first = manager.get_segment_buffer(1000, 3, "first")
+    again = manager.get_segment_buffer(1, 0, "first")
+    second = manager.get_segment_buffer(0, 1, "second")
+    during = manager.stats()
+    # Data in whole cache lines, then the words of the notifications, in whole cache lines together.
+    assert during.owners["first"] == (2, 1024 + 64 + 64) and during.owners["second"] == (1, 64)
+    assert during.used == before.used + 1024 + 64 + 64 + 64 and during.peak >= during.used
+    assert during.reserved == 64 << 20 and during.largest_free <= during.reserved - during.used
+    assert sum(nbytes for _, nbytes in during.owners.values()) == during.used
+    for buffer in (first, again, second):
+        buffer.free()
+    after = manager.stats()
+    assert (after.used, after.owners, after.largest_free) == (before.used, before.owners, before.largest_free)
+    assert after.peak >= during.used
+
+
+def test_an_exhausted_segment_leaves_everything_as_it_was(machine):
+    manager = machine.segments
+    before = manager.stats()
+    held = [manager.get_segment_buffer(8 << 20) for _ in range(before.largest_free // (8 << 20))]
+    asked = r"asked for 8388608 bytes, \d+ of 67108864 are free, largest block"
+    with pytest.raises(SegmentError, match=asked):
+        manager.get_segment_buffer(8 << 20)
+    held.append(manager.get_segment_buffer(1 << 20))
+    for buffer in held[::2] + held[1::2]:
+        buffer.free()
+    assert manager.stats().owners == before.owners and manager.stats().largest_free == before.largest_free
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "nbytes"),
+    [
+        ("3MiB", None, 3 << 20),
+        (np.int64(1 << 20), "7MiB", 1 << 20),
+        (None, "2 MiB", 2 << 20),
+        (100_001, None, 100_032),
+    ],
+)
+def test_the_segment_has_the_size_of_the_argument_else_of_the_environment(
+    comm, monkeypatch, argument, environment, nbytes
+):
+    monkeypatch.delenv("DISTDL_RMA_SEGMENT_SIZE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("DISTDL_RMA_SEGMENT_SIZE", environment)
+    with Machine(comm, segment_size=argument) as machine:
+        assert machine.segments.stats().reserved == machine.describe()["segment bytes"] == nbytes
+        whole = machine.segments.get_segment_buffer(machine.segments.stats().largest_free)
+        whole.array[:] = 1
+        assert machine.segments.stats().largest_free == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_different_sizes_on_different_ranks_give_the_smallest(comm):
+    with Machine(comm, segment_size=(1 + comm.rank) << 20) as machine:
+        assert machine.segments.stats().reserved == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("options", "way", "engine"),
+    [
+        ({}, "shared", "none"),
+        ({"transport": "remote"}, "remote", "thread"),
+        ({"transport": "remote", "progress": "none"}, "remote", "none"),
+        ({"progress": "thread"}, "shared", "thread"),
+    ],
+)
+def test_describe_tells_ranks_transport_and_progress(comm, options, way, engine):
+    ranks = tuple(reversed(range(comm.size)))
+    with Machine(comm, ranks, segment_size="1MiB", timeout=12, **options) as machine:
+        told = machine.describe()
+    assert told["rank"] == comm.rank and told["ranks"] == ranks
+    assert told["transport"] == {rank: "shared" if rank == comm.rank else way for rank in ranks}
+    assert sorted(sum(told["nodes"], ())) == sorted(ranks)
+    if comm.size > 1:
+        assert told["progress"] == engine
+    assert told["timeout seconds"] == 12 and told["memory model"] == "unified"
+    assert told["MPI"] and told["MPI standard"] and told["thread level"] == "multiple"
+    assert told["more ranks than cores"] in (False, True)
