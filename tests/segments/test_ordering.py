@@ -69,6 +69,12 @@ def pause(chance):
         time.sleep(chance.random() * 1e-3)
 
 
+def flush(*remotes):
+    """Without a progress thread nothing is sent on once a rank has left for something else."""
+    for remote in remotes:
+        remote.flush()
+
+
 def test_a_notification_is_seen_after_the_puts_before_it(ring, machine, chance):
     data, go = 0, 1
     buffer, after, before = ring(8 * 3 * LARGE, 2)
@@ -94,6 +100,7 @@ def test_a_notification_is_seen_after_the_puts_before_it(ring, machine, chance):
         buffer.notify_wait(go)
         for queue in queues[1:]:
             queue.wait()
+    flush(after, before)
 
 
 def test_notifications_become_visible_in_order(ring, chance):
@@ -116,6 +123,7 @@ def test_notifications_become_visible_in_order(ring, chance):
             assert buffer.notify_reset(index) == index + 1
         before.notify(go)
         buffer.notify_wait(go)
+    flush(after, before)
 
 
 def test_after_a_flush_everything_is_there(ring, machine, comm, chance):
@@ -236,3 +244,4 @@ def test_a_slot_is_rewritten_only_after_its_reader_said_so(ring, chance):
             assert buffer.notify_reset(full) == seen
             before.notify(empty)
         buffer.notify_test()
+    flush(after, before)
