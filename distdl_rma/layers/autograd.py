@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
 from distdl_rma.errors import (
     ClosedError,
@@ -21,7 +22,18 @@ from distdl_rma.machine import Machine
 __all__ = ["anchor", "first_derivative", "tells_peers"]
 
 # Raised on every rank of a layer alike, or before it told its peers anything.
-_REFUSALS = (ClosedError, MismatchError, PartitionError, ProtocolError, ShapeError, UnsupportedError)
+_REFUSALS: tuple[type[BaseException], ...] = (
+    ClosedError,
+    MismatchError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
+# How torch ends a recomputation under checkpointing as soon as nothing more is needed: no failure.
+_ENOUGH: tuple[type[BaseException], ...] = tuple(
+    kind for name, kind in vars(torch.utils.checkpoint).items() if name == "_StopRecomputationError"
+)
 
 
 class _Layer(Protocol):
@@ -75,7 +87,7 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
         try:
             return forward(layer, *args, **kwargs)
-        except _REFUSALS:
+        except (*_REFUSALS, *_ENOUGH):
             raise
         except Exception as error:
             if not layer.machine.closed:
