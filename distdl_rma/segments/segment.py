@@ -107,21 +107,22 @@ class Segment:
         # The same, where nodes are made of ranks that load and store each other's memory.
         self.direct_nodes = self.nodes if transport == "auto" else tuple((rank,) for rank in ranks)
         self._links: dict[int, Link] = {}
+        self._busy: set[RemoteLink] = set()
         for position, rank in enumerate(ranks):
             if rank in views and (transport == "auto" or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)
             else:
-                self._links[rank] = RemoteLink(self._window, position, self.lock)
-        self._remote = [link for link in self._links.values() if isinstance(link, RemoteLink)]
+                self._links[rank] = RemoteLink(self._window, position, self.lock, self._busy)
+        self.has_remote = any(isinstance(link, RemoteLink) for link in self._links.values())
         self.atomics = self._choose_atomics(ranks, dict(zip(self.node_ranks, begins, strict=True)))
         # What MPI put here is only visible to loads after a Sync, on any processor.
-        self.acquire: Callable[[], None] = self._window.Sync if self._remote else self.fence
+        self.acquire: Callable[[], None] = self._window.Sync if self.has_remote else self.fence
         # Kept until the end: MPICH 5.0 gives its context to the next window and then hangs in Unlock_all.
         self._node = node
 
     def _choose_atomics(self, ranks: tuple[int, ...], begins: dict[int, int]) -> Atomics:
         # Shared memory needs no help of the target, but only serves where all ranks can use it.
-        if not self._remote:
+        if not self.has_remote:
             positions = {rank: (at, begins[rank]) for at, rank in enumerate(self.node_ranks)}
             return Atomics(self._shared, positions, True, self.lock)
         return Atomics(self._window, {rank: (at, 0) for at, rank in enumerate(ranks)}, False, self.lock)
@@ -131,26 +132,24 @@ class Segment:
         return self._links[rank]
 
     @property
-    def has_remote(self) -> bool:
-        """Whether any peer is reached through MPI."""
-        return bool(self._remote)
-
-    @property
     def unified(self) -> bool:
         """Whether MPI's puts and this processor's loads see one memory (MPI_WIN_UNIFIED)."""
         return bool(self._window.model == MPI.WIN_UNIFIED)
 
     def progress(self) -> bool:
         """Let all pending deliveries advance; return whether none is left. Does not block."""
-        left = [link for link in self._remote if not link.advance()]
-        if self._remote:
+        with self.lock:
+            for link in tuple(self._busy):
+                if link.advance():
+                    self._busy.discard(link)
+        if self.has_remote:
             self._window.Sync()
-        return not left
+        return not self._busy
 
     def close(self) -> None:
         """Free both windows; collective. Every view of the memory dangles afterwards."""
         self._links.clear()
-        self._remote.clear()
+        self._busy.clear()
         self.words.release()
         self.memory = np.empty(0, np.uint8)
         for window in (self._window, self._shared):

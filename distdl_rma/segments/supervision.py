@@ -235,11 +235,12 @@ class Supervision:
         # Record of a rank without waiting for it: None as long as its node has not answered.
         if self._segment.link(rank).memory is not None:
             return self.read(rank)
-        requests, header, _ = self._ask(rank)
-        if not MPI.Request.Testall(requests):
-            return None
-        self._asked.pop(rank)
-        return parse(header.tobytes())
+        with self._segment.lock:
+            requests, header, _ = self._ask(rank)
+            if not MPI.Request.Testall(requests):
+                return None
+            self._asked.pop(rank)
+            return parse(header.tobytes())
 
     def _gone(self, rank: int) -> str | None:
         # Why nothing more can come from a rank, None while it can.

@@ -147,12 +147,21 @@ class RemoteLink:
         Rank of the peer in the window's group.
     lock
         Held by whoever calls in; the progress engine is another thread.
+    busy
+        Links that have something pending; this one adds itself, whoever advances them all takes it out.
     """
 
-    def __init__(self, window: MPI.Win, position: int, lock: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self,
+        window: MPI.Win,
+        position: int,
+        lock: AbstractContextManager[Any],
+        busy: set[RemoteLink],
+    ) -> None:
         self._window = window
         self._position = position
         self._lock = lock
+        self._busy = busy
         self._open = _Delivery()
         self._tidy_at = _MANY_TRANSFERS
         self._pending: deque[_Delivery] = deque()
@@ -168,6 +177,7 @@ class RemoteLink:
     def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment."""
         with self._lock:
+            self._busy.add(self)
             requests = _transfers(
                 runs, data, lambda part, target: self._window.Rput(part, self._position, target)
             )
@@ -187,12 +197,14 @@ class RemoteLink:
                 runs, out, lambda part, target: self._window.Rget(part, self._position, target)
             )
             if keep:
+                self._busy.add(self)
                 self._gets += [(request, out) for request in requests]
             return requests
 
     def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
         """Set a word of the peer, at once or when what must be there before it has arrived."""
         with self._lock:
+            self._busy.add(self)
             if not ordered or not (self._open.begun or self._pending or self._noticing()):
                 self._send_notice(word, value)
                 return

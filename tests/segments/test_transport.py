@@ -87,7 +87,7 @@ class WeakWindow:
 
 def link_over(seed):
     window = WeakWindow(seed)
-    return window, RemoteLink(window, 0, threading.RLock())
+    return window, RemoteLink(window, 0, threading.RLock(), set())
 
 
 def put(link, number):
