@@ -133,6 +133,21 @@ def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
     assert not broken, f"{name(page)} links to {broken}"
 
 
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)\(", tests, re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", prose(page)))
+    assert named <= defined, f"{name(page)} names tests that do not exist: {sorted(named - defined)}"
+
+
+def test_every_line_of_what_is_ordered_names_its_test() -> None:
+    ordered = (ROOT / "docs" / "one-sided.md").read_text().partition("| guaranteed | test |")[2]
+    rows = ordered.partition("\n\n")[0].splitlines()[2:]
+    assert rows
+    assert all(re.search(r"\| `test_\w+` \|$", row) for row in rows)
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = re.findall(r"\]\((docs/[\w-]+\.md)", prose(ROOT / "README.md"))
     assert {name(page) for page in PAGES[1:]} == set(linked)
