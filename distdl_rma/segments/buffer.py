@@ -267,9 +267,13 @@ class SegmentBuffer:
 
     def _wrong(self, index: int) -> ClosedError | SegmentError:
         if self._freed or self._manager.closed:
-            return ClosedError(f"segment buffer {self.owner!r}: already freed")
+            return self._gone()
         return SegmentError(f"notification {index} of a buffer that has {self.notifications}")
 
     def _check(self) -> None:
         if self._freed or self._manager.closed:
-            raise ClosedError(f"segment buffer {self.owner!r}: already freed")
+            raise self._gone()
+
+    def _gone(self) -> ClosedError:
+        why = "already freed" if self._freed else "its machine is already closed"
+        return ClosedError(f"segment buffer {self.owner!r}: {why}")

@@ -69,7 +69,7 @@ class Handshake:
         return Waiting(
             (peer,),
             f"to connect {self._label!r}",
-            "did every rank build and call the same layers in the same order?",
+            "did every rank build and call the same things in the same order?",
         )
 
     def _remote(self, peer: int, reply: npt.NDArray[np.int64]) -> RemoteBuffer:
@@ -77,10 +77,11 @@ class Handshake:
         mine = _clip(self._label).decode(errors="replace")
         if theirs != mine or int(reply[0]) != self._fingerprint:
             what = "the same name, another plan" if theirs == mine else f"{theirs!r}"
+            plans = self._fingerprint, int(reply[0])
+            which = f" (plans {plans[0]:014x} and {plans[1]:014x})" if any(plans) else ""
             raise MismatchError(
-                f"rank {self._manager.rank} connects {self._label!r} but rank {peer} connects {what} (plans"
-                f" {self._fingerprint:014x} and {int(reply[0]):014x}): do all ranks build and call the same"
-                " layers in the same order, with the same arguments?"
+                f"rank {self._manager.rank} connects {self._label!r} but rank {peer} connects {what}{which}:"
+                " do all ranks build and call the same things in the same order, with the same arguments?"
             )
         place = (int(reply[1]), int(reply[2]), int(reply[3]), int(reply[4]))
         note = tuple(int(value) for value in reply[_NOTE])

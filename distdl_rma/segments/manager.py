@@ -205,7 +205,7 @@ class SegmentManager:
             "nodes": segment.nodes,
             "transport": {rank: "shared" if near else "remote" for rank, near in direct.items()},
             "segment bytes": segment.nbytes,
-            "MPI": MPI.Get_library_version().splitlines()[0].rstrip("\0").strip(),
+            "MPI": " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\0").split()),
             "MPI standard": ".".join(map(str, MPI.Get_version())),
             "thread level": _THREAD_LEVELS[MPI.Query_thread()],
             "memory model": "unified" if segment.unified else "separate",

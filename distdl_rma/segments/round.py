@@ -77,6 +77,7 @@ class Round:
         self._connected = size == 1
         self._closed = False
         self.epoch = 0
+        self._waited = 0
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with the other ranks, once; blocking."""
@@ -96,7 +97,7 @@ class Round:
     def start(self, row: npt.NDArray[Any]) -> None:
         """Push a copy of this rank's vector; does not wait, except that the first start connects."""
         self._check()
-        if self.epoch and not self.arrived():
+        if self.epoch != self._waited:
             raise ProtocolError(f"{self._name!r}: started again before the last epoch was waited for")
         self.connect()
         self.rows[(self.epoch + 1) & 1][self._me][...] = row
@@ -148,6 +149,7 @@ class Round:
         self._check()
         if not self.arrived():
             self._manager.patience.until(self.arrived, self.missing, timeout)
+        self._waited = self.epoch
         rows: npt.NDArray[Any] = self._slots[self.epoch & 1].copy()
         return rows
 
