@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.conftest import ON_TWO_HOSTS
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 # Transport, and ranks per simulated node: with 4 ranks one node, 1+1+1+1, 2+2 and 3+1.
 NODES = {"one node": ("auto", None), "all remote": ("remote", None), "pairs": ("auto", 2), "3+1": ("auto", 3)}
+if ON_TWO_HOSTS:
+    NODES = {"real nodes": ("auto", None)}
 
 
 @pytest.fixture(scope="session", params=NODES.values(), ids=NODES.keys())
