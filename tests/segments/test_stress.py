@@ -200,7 +200,7 @@ class Rank:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("transport", "progress"), WAYS)
 def test_random_operations_leave_what_the_model_says_and_nothing_behind(comm, transport, progress):
-    rounds = -(-OPERATIONS // (len(WAYS) * OPERATIONS_PER_ROUND * comm.size**2))
+    rounds = -(-OPERATIONS // (OPERATIONS_PER_ROUND * comm.size**2))
     common = random.Random(SEED)
     with Machine(comm, segment_size="16MiB", timeout=30, transport=transport, progress=progress) as machine:
         manager = machine.segments
