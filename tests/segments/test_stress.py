@@ -20,7 +20,7 @@ from distdl_rma.segments import Allreduce
 pytestmark = pytest.mark.mpi
 
 SEED = int(os.environ.get("STRESS_SEED", "1"))
-# In all of the four ways together; fewer ranks have fewer pairs.
+# In each of the four ways; fewer ranks have fewer pairs.
 OPERATIONS = (
     int(os.environ.get("STRESS_OPERATIONS", "0"))
     or (4000, 8000, 12_000, 20_000)[min(MPI.COMM_WORLD.size, 4) - 1]
