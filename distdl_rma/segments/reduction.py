@@ -18,7 +18,7 @@ __all__ = ["Array", "Element", "Reduction", "element_of"]
 Array = npt.NDArray[Any]
 
 # Bytes reduced at a time: all rows of a block stay in the cache until it is stored to every peer.
-_BLOCK_BYTES = 128 << 10
+_BLOCK_BYTES = 256 << 10
 _UFUNCS: dict[str, Callable[..., Any]] = {
     "sum": np.add,
     "mean": np.add,
