@@ -24,19 +24,16 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.patience import check_timeout
+from distdl_rma.segments.patience import chosen_timeout
 
-__all__ = ["TIMEOUT_VARIABLE", "MPIPartition", "Machine"]
+__all__ = ["MPIPartition", "Machine"]
 
-TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
-_DEFAULT_TIMEOUT = 300.0
-_EXIT_SECONDS = 5.0
 # How long a rank that fails stays for its peers to notice, and then to say so themselves.
 _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
 _CREATE_TAG, _MEET_TAG = 7, 8
-# Room for M and a message, pickled.
-_MEETING_BYTES = 1 << 20
+# For a rank whose own timeout is none.
+_DEFAULT_TIMEOUT = 300.0
 
 
 class Tenant(Protocol):
@@ -100,9 +97,16 @@ class Machine:
         group.Free()
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._layers = 0
+        self._process = os.getpid()
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self.closed = False
-        self.segments = SegmentManager(self.comm, self.ranks, segment_size, self.timeout, transport, progress)
+        try:
+            self.segments = SegmentManager(
+                self.comm, self.ranks, segment_size, self.timeout, transport, progress
+            )
+        except DistdlError:
+            self.comm.Free()
+            raise
         atexit.register(self._close_at_exit)
         _watch_exceptions(self)
 
@@ -189,7 +193,11 @@ class Machine:
         Raises
         ------
         ExchangeTimeout
-            If not all ranks close in time; names those that do not. Nothing is freed.
+            If not all ranks close in time; names those that do not. Nothing is freed; call it again.
+
+        Notes
+        -----
+        After a failure it is local, and the memory goes with the process.
         """
         if self.closed:
             return
@@ -202,14 +210,16 @@ class Machine:
             comm, key = self._origin
             comm.Delete_attr(key)
             self._origin = None
+        failed = self.segments.failed
         self.segments.close()
-        self.comm.Free()
+        if not failed:
+            self.comm.Free()
 
     def _close_at_exit(self) -> None:
-        # Closing is collective: only if every rank gets here, and never for long.
-        if self.closed or MPI.Is_finalized():
+        # Closing is collective: only if every rank gets here. A forked process is none of the ranks.
+        if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
-        if self.segments.wait_for_all_at_exit(_EXIT_SECONDS):
+        if self.segments.wait_for_all_at_exit():
             self.close()
         self.segments.stop()
 
@@ -236,32 +246,40 @@ def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     return Machine.on(comm).partition()
 
 
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _machines: weakref.WeakSet[Machine] = weakref.WeakSet()
+_previous_hooks: list[_Hook] = []
+_telling: list[BaseException] = []
 
 
 def _watch_exceptions(machine: Machine) -> None:
     """Have an exception that nobody catches reported to the ranks of all machines, from now on."""
-    if not _machines and sys.excepthook is not _tell_peers:
+    if sys.excepthook is not _tell_peers:
         _previous_hooks.append(sys.excepthook)
         sys.excepthook = _tell_peers
     _machines.add(machine)
 
 
-_previous_hooks: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
-
-
 def _tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    still_open = [machine for machine in _machines if not machine.closed]
-    for machine in still_open:
-        machine.fail(error)
-    _previous_hooks[-1](kind, error, trace)
-    # What ends this process may end the job: the peers shall learn why before that.
-    deadline = time.monotonic() + _NOTICE_SECONDS
-    while still_open and time.monotonic() < deadline:
-        still_open = [machine for machine in still_open if not machine.segments.supervision.noticed()]
-        time.sleep(1e-3)
-    if _machines:
-        time.sleep(_LAST_WORDS_SECONDS)
+    # A hook that was installed in between may call this one, which then was called before it.
+    if _telling:
+        _previous_hooks[0](kind, error, trace)
+        return
+    _telling.append(error)
+    try:
+        still_open = [m for m in _machines if not m.closed and m._process == os.getpid()]
+        for machine in still_open:
+            machine.fail(error)
+        _previous_hooks[-1](kind, error, trace)
+        # What ends this process may end the job: the peers shall learn why before that.
+        deadline, told = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
+        while still_open and time.monotonic() < deadline:
+            still_open = [machine for machine in still_open if not machine.segments.supervision.noticed()]
+            time.sleep(1e-3)
+        if told:
+            time.sleep(_LAST_WORDS_SECONDS)
+    finally:
+        _telling.clear()
 
 
 _keys: list[int] = []
@@ -276,14 +294,29 @@ def _machine_key() -> int:
 
 def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int, ...]:
     chosen = tuple(range(comm.size)) if ranks is None else tuple(as_int(rank) for rank in ranks)
+    problem = _problem_of(comm, chosen)
+    if problem:
+        # Those that wait for this rank shall know; whom it means can only be guessed.
+        first = min((rank for rank in chosen if 0 <= rank < comm.size), default=comm.rank)
+        if first != comm.rank:
+            _sent.append(comm.isend((chosen, problem), first, _MEET_TAG))
+        raise PartitionError(problem)
+    return chosen
+
+
+def _problem_of(comm: MPI.Intracomm, chosen: tuple[int, ...]) -> str:
     for rank in chosen:
         if not 0 <= rank < comm.size:
-            raise PartitionError(f"rank {rank} of M is out of range: the communicator has {comm.size} ranks")
+            return f"rank {rank} of M is out of range: the communicator has {comm.size} ranks"
         if chosen.count(rank) > 1:
-            raise PartitionError(f"rank {rank} is listed more than once in M = {chosen}")
+            return f"rank {rank} is listed more than once in M = {chosen}"
     if comm.rank not in chosen:
-        raise PartitionError(f"rank {comm.rank} made this call but is not in M = {chosen}")
-    return chosen
+        return f"rank {comm.rank} made this call but is not in M = {chosen}"
+    return ""
+
+
+# What was sent must stay as it is until it is received, also if this rank gave up waiting.
+_sent: list[Any] = []
 
 
 def _meet(comm: MPI.Intracomm, ranks: tuple[int, ...], timeout: float | None) -> float:
@@ -293,21 +326,19 @@ def _meet(comm: MPI.Intracomm, ranks: tuple[int, ...], timeout: float | None) ->
     """
     problem, seconds = "", _DEFAULT_TIMEOUT
     try:
-        seconds = _timeout(timeout)
+        seconds = chosen_timeout(timeout)
     except ConfigurationError as error:
         problem = str(error)
     first, mine = min(ranks), (ranks, problem)
     if comm.rank == first:
         others = [rank for rank in ranks if rank != first]
-        asked = {rank: comm.irecv(_MEETING_BYTES, rank, _MEET_TAG) for rank in others}
-        views = {first: mine} | {rank: _received(comm, asked[rank], rank, seconds) for rank in others}
+        views = {first: mine} | _received(comm, others, seconds)
         verdict = _verdict(views)
-        told = [comm.isend(verdict, rank, _MEET_TAG) for rank in others]
-        for request in told:
-            request.wait()
+        _sent.extend(comm.isend(verdict, rank, _MEET_TAG) for rank in others)
     else:
-        comm.isend(mine, first, _MEET_TAG)
-        verdict = _received(comm, comm.irecv(_MEETING_BYTES, first, _MEET_TAG), first, seconds)
+        _sent.append(comm.isend(mine, first, _MEET_TAG))
+        verdict = _received(comm, [first], seconds)[first]
+    _sent[:] = [request for request in _sent if not request.test()[0]]
     if verdict is not None:
         raise verdict
     return seconds
@@ -317,36 +348,28 @@ def _verdict(views: dict[int, tuple[tuple[int, ...], str]]) -> DistdlError | Non
     (first, (expected, _)), *_ = views.items()
     for rank, (ranks, problem) in views.items():
         if problem:
-            return ConfigurationError(f"rank {rank}: {problem}")
+            kind = PartitionError if ranks != expected else ConfigurationError
+            return kind(f"rank {rank}: {problem}")
         if ranks != expected:
             return PartitionError(f"rank {first} was given M = {expected} but rank {rank} M = {ranks}")
     return None
 
 
-def _received(comm: MPI.Intracomm, request: Any, rank: int, seconds: float) -> Any:
+def _received(comm: MPI.Intracomm, ranks: list[int], seconds: float) -> dict[int, Any]:
+    """One message of each of some ranks, by rank."""
+    arrived: dict[int, Any] = {}
     deadline = time.monotonic() + seconds
-    while True:
-        arrived, message = request.test()
-        if arrived:
-            return message
-        if time.monotonic() > deadline:
+    while len(arrived) < len(ranks):
+        for rank in ranks:
+            # Probed first: a receive that is given up would still be written to.
+            if rank not in arrived and comm.iprobe(rank, _MEET_TAG):
+                arrived[rank] = comm.recv(source=rank, tag=_MEET_TAG)
+        late = [rank for rank in ranks if rank not in arrived]
+        if late and time.monotonic() > deadline:
             raise ExchangeTimeout(
-                f"rank {comm.rank} waited {seconds:g} s for rank {rank} to make the machine: do all ranks of"
-                " M call Machine with the same ranks?"
+                f"rank {comm.rank} waited {seconds:g} s for rank {late[0]} to make the machine: do all ranks"
+                " of M call Machine with the same ranks?"
             )
-        time.sleep(1e-4)
-
-
-def _timeout(seconds: float | None) -> float:
-    if seconds is not None:
-        return check_timeout(seconds)
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if text is None:
-        return _DEFAULT_TIMEOUT
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        raise ConfigurationError(f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}")
-    return value
+        if late:
+            time.sleep(1e-4)
+    return arrived

@@ -195,7 +195,7 @@ class SegmentBuffer:
         which = (
             f"notification {first}" if stop == first + 1 else f"one of notifications {first} to {stop - 1}"
         )
-        return Waiting(self._peers, f"to set {which} of buffer {self.owner!r}")
+        return Waiting(self._peers, f"to set {which} of buffer {self.owner!r}", anyone=True)
 
     # What channels and collectives are made of: words that hold growing epochs, each with one writer.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -11,11 +10,11 @@ from operator import index as as_int
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, PeerFailedError, SegmentError
+from distdl_rma.errors import ClosedError, DistdlError, PartitionError, PeerFailedError, SegmentError
 from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.handshake import Handshake
 from distdl_rma.segments.heap import Heap
-from distdl_rma.segments.patience import Counters, Patience, Waiting
+from distdl_rma.segments.patience import Counters, Patience, Waiting, chosen_timeout
 from distdl_rma.segments.progress import ProgressEngine, check_progress
 from distdl_rma.segments.queue import Queue
 from distdl_rma.segments.segment import Segment
@@ -54,7 +53,7 @@ class SegmentManager:
     nbytes
         Segment size per rank in bytes, as text with a unit, or None for the default.
     timeout
-        Default timeout of every wait in seconds.
+        Default timeout of every wait in seconds; None for ``DISTDL_RMA_TIMEOUT``, or else 300.
     transport
         ``"auto"`` or ``"remote"``, see :class:`Segment`.
     progress
@@ -69,15 +68,27 @@ class SegmentManager:
         comm: MPI.Intracomm,
         ranks: Sequence[int] | None = None,
         nbytes: int | str | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         transport: str = "auto",
         progress: str | None = None,
         node_size: int | None = None,
     ) -> None:
-        self._comm = comm
         self.ranks = tuple(range(comm.size)) if ranks is None else tuple(ranks)
+        if len(set(self.ranks)) != comm.size or len(self.ranks) != comm.size:
+            raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {self.ranks}")
+        # Messages of the library never meet those of the caller.
+        self._comm = comm.Dup()
         self.rank = self.ranks[comm.rank]
-        self.segment = Segment(comm, self.ranks, nbytes, transport, progress, node_size)
+
+        def check() -> None:
+            chosen_timeout(timeout)
+            check_progress(progress, has_remote=False)
+
+        try:
+            self.segment = Segment(self._comm, self.ranks, nbytes, transport, check, node_size)
+        except DistdlError:
+            self._comm.Free()
+            raise
         self.transport = transport
         self.heap = Heap(self.segment.nbytes)
         self.heap.allocate(HEADER_BYTES, "header")
@@ -87,15 +98,15 @@ class SegmentManager:
         self._work: list[Callable[[], bool]] = []
         self._advancing = False
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
-        self.supervision = Supervision(self.segment, comm.Dup(), self.ranks, self._advance_all)
+        self.supervision = Supervision(self.segment, self._comm.Dup(), self.ranks, self._advance_all)
         self.patience = Patience(
-            timeout,
+            chosen_timeout(timeout),
             0 if self.segment.crowded or self.segment.has_remote else _SPINS,
             self.supervision,
             self.counters,
         )
         self.closed = False
-        self._everyone: MPI.Request | None = None
+        self._meetings: list[MPI.Request] = []
         self._engine: ProgressEngine | None = None
         if check_progress(progress, self.segment.has_remote) == "thread":
             self._engine = ProgressEngine(self._turn, self.segment.crowded)
@@ -228,6 +239,7 @@ class SegmentManager:
         PeerFailedError
             If a rank of the machine has failed.
         """
+        self.check_open()
         self._advance_all()
         self.supervision.check()
 
@@ -286,49 +298,65 @@ class SegmentManager:
             If not all ranks come; nothing is freed, and the call can be repeated.
         """
         self.check_open()
+        if self.failed:
+            return
         # Peers may still wait for what this rank began to send.
         self.patience.until(
             self.segment.progress, lambda: Waiting(self.ranks, "to take its last puts"), timeout
         )
-        everyone = self._assemble()
         self.patience.until(
-            everyone.Test, lambda: Waiting(self.supervision.present(), "to close the machine"), timeout
+            self._all_here, lambda: Waiting(self.supervision.present(), "to close the machine"), timeout
         )
 
-    def wait_for_all_at_exit(self, seconds: float) -> bool:
-        """Wait until all ranks are about to close, without raising; return whether they are."""
-        if self.supervision.failures or self.supervision.failed:
-            return False
-        everyone = self._assemble()
-        deadline = time.monotonic() + seconds
-        while not everyone.Test():
-            self._advance_all()
-            if time.monotonic() > deadline or self.supervision.failures:
-                return False
-            time.sleep(1e-3)
-        return True
+    def wait_for_all_at_exit(self) -> bool:
+        """Wait until all ranks are about to close, without raising; return whether they are.
+
+        As long as the others live: the end of MPI would wait for them as well.
+        """
+        try:
+            if not self.failed:
+                self.gather_to_close(float("inf"))
+        except DistdlError:
+            self.supervision.fail("its program ended before all ranks could close the machine")
+        return not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank or another one has failed, so that nothing collective can work any more."""
+        return self.supervision.failed or bool(self.supervision.failures)
 
     def close(self, timeout: float | None = None) -> None:
-        """Free the segment; collective, idempotent. All buffers and views of them end here."""
+        """Free the segment; collective, idempotent. All buffers and views of them end here.
+
+        After a failure it is local, and the memory goes with the process.
+        """
         if self.closed:
             return
         self.gather_to_close(timeout)
         self._reclaim()
         self.stop()
         self.closed = True
-        self.supervision.close()
-        self.segment.close()
+        if not self.failed:
+            self.supervision.close()
+            self.segment.close()
+            self._comm.Free()
 
     def stop(self) -> None:
         """End the progress engine, if there is one; idempotent."""
         if self._engine is not None:
             self._engine.stop()
 
-    def _assemble(self) -> MPI.Request:
-        if self._everyone is None:
+    def _all_here(self) -> bool:
+        # MPI has no way to take back that a rank came. So the ranks meet twice: one that gave up waiting
+        # for the first meeting does not come to the second, unless it calls again.
+        if not self._meetings:
             self.supervision.leave("closing the machine or ending its program")
-            self._everyone = self._comm.Ibarrier()
-        return self._everyone
+            self._meetings.append(self._comm.Ibarrier())
+        if not self._meetings[0].Test():
+            return False
+        if len(self._meetings) == 1:
+            self._meetings.append(self._comm.Ibarrier())
+        return bool(self._meetings[1].Test())
 
 
 _THREAD_LEVELS = {

@@ -10,7 +10,18 @@ from typing import NoReturn, Protocol
 
 from distdl_rma.errors import ConfigurationError
 
-__all__ = ["Counters", "Patience", "Supervisor", "Waiting", "check_timeout"]
+__all__ = [
+    "TIMEOUT_VARIABLE",
+    "Counters",
+    "Patience",
+    "Supervisor",
+    "Waiting",
+    "check_timeout",
+    "chosen_timeout",
+]
+
+TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
+_DEFAULT_TIMEOUT = 300.0
 
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
@@ -22,12 +33,14 @@ _LOOK_SECONDS = 0.1
 class Waiting:
     """What a rank waits for: ranks, and what they are to do, as in "to send in 'enc1' (epoch 7, ...)".
 
-    ``hint`` ends the message of a wait that reached its deadline.
+    ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` the ranks are those that
+    may do it, and the wait is in vain only when all of them have left.
     """
 
     ranks: tuple[int, ...]
     what: str
     hint: str = ""
+    anyone: bool = False
 
 
 @dataclass
@@ -154,3 +167,16 @@ def check_timeout(seconds: float) -> float:
     if not value >= 0:
         raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
     return value
+
+
+def chosen_timeout(seconds: float | None) -> float:
+    """Return a timeout as asked for, else that of the environment, else 300 seconds; raise if it is none."""
+    if seconds is not None:
+        return check_timeout(seconds)
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    try:
+        return _DEFAULT_TIMEOUT if text is None else check_timeout(float(text))
+    except (ValueError, ConfigurationError):
+        raise ConfigurationError(
+            f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"
+        ) from None

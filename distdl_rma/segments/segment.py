@@ -14,10 +14,9 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.errors import ConfigurationError, SegmentError
+from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
 from distdl_rma.segments.atomics import Atomics
 from distdl_rma.segments.heap import ALIGNMENT, aligned
-from distdl_rma.segments.progress import check_progress
 from distdl_rma.segments.transport import Bytes, Link, RemoteLink, SharedLink, fence_for
 
 __all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
@@ -27,6 +26,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_DEFAULT = 4 << 30
 # Less than this by default would only fail later; who wants less says so.
 _SMALLEST_DEFAULT = 32 << 20
+_SMALLEST = 4096
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TRANSPORTS = ("auto", "remote")
 
@@ -39,13 +39,17 @@ def parse_size(text: str | int) -> int:
     ConfigurationError
         If the text is not a whole number with one of the units B, KiB, MiB, GiB, TiB or none.
     """
-    found = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", str(text))
-    if isinstance(text, bool) or not found or found[2] not in _UNITS or int(found[1]) < 1:
+    found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if _is_size(text) else None
+    if not found or found[2] not in _UNITS or int(found[1]) < 1:
         raise ConfigurationError(
             f"a segment size is a whole number of bytes or one with a unit ({', '.join(list(_UNITS)[2:])}),"
             f" got {text!r}"
         )
     return int(found[1]) * _UNITS[found[2]]
+
+
+def _is_size(text: object) -> bool:
+    return isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
 
 
 class Segment:
@@ -65,8 +69,8 @@ class Segment:
         Size on every rank; None for the environment variable or a default from the free shared memory.
     transport
         ``"auto"``: direct on a node, MPI elsewhere. ``"remote"``: MPI for every peer.
-    progress
-        The option of the manager, checked here with the others.
+    check
+        Raises ``ConfigurationError`` for other options that are wrong on this rank; all ranks then refuse.
     node_size
         For tests: so many consecutive ranks of a node count as a node of their own.
     """
@@ -77,13 +81,18 @@ class Segment:
         ranks: tuple[int, ...],
         nbytes: int | str | None,
         transport: str,
-        progress: str | None = None,
+        check: Callable[[], object] = lambda: None,
         node_size: int | None = None,
     ) -> None:
         node = _node_of(comm, node_size)
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
-        self.nbytes = _agree_on_size(comm, node, nbytes, transport, progress)
-        _check_room(comm, node, self.nbytes)
+        try:
+            self.nbytes = _agree_on_size(comm, node, nbytes, transport, check)
+            _check_room(comm, node, self.nbytes)
+        except DistdlError:
+            node.Free()
+            raise
+        _reserved[id(self)] = self.nbytes
         # Held by whoever touches what is pending: the progress engine is another thread.
         self.lock = threading.RLock()
         self._shared = MPI.Win.Allocate_shared(self.nbytes + ALIGNMENT, 1, comm=node)
@@ -148,6 +157,7 @@ class Segment:
 
     def close(self) -> None:
         """Free both windows; collective. Every view of the memory dangles afterwards."""
+        _reserved.pop(id(self), None)
         self._links.clear()
         self._busy.clear()
         self.words.release()
@@ -179,9 +189,16 @@ def _as_array(memory: MPI.buffer) -> Bytes:
     return array
 
 
-def _free_shared_memory() -> int | None:
-    # None where shared memory is no file system of its own.
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+# Bytes of the segments of this process. What they reserve is consumed later, so that it still looks free.
+_reserved: dict[int, int] = {}
+
+
+def _room(node: MPI.Intracomm) -> int | None:
+    # Collective over the node. None where shared memory is no file system of its own.
+    promised: int = sum(node.allgather(sum(_reserved.values())))
+    if not _SHARED_MEMORY.is_dir():
+        return None
+    return max(0, int(shutil.disk_usage(_SHARED_MEMORY).free) - promised)
 
 
 def _agree_on_size(
@@ -189,15 +206,17 @@ def _agree_on_size(
     node: MPI.Intracomm,
     nbytes: int | str | None,
     transport: str,
-    progress: str | None,
+    check: Callable[[], object],
 ) -> int:
     # A wrong option on one rank only is an error on all of them, before anything is reserved.
-    size, problem = 0, ""
+    size, problem, room = 0, "", _room(node)
     try:
         if transport not in _TRANSPORTS:
             raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {transport!r}")
-        check_progress(progress, has_remote=False)
-        size = aligned(_size_for(node, nbytes))
+        check()
+        size = aligned(_size_for(room, node.size, nbytes))
+        if size < _SMALLEST:
+            raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {nbytes!r}")
     except ConfigurationError as error:
         problem = str(error)
     said = comm.allgather((problem, size, transport))
@@ -211,19 +230,18 @@ def _agree_on_size(
     return min(int(size) for _, size, _ in said)
 
 
-def _size_for(node: MPI.Intracomm, nbytes: int | str | None) -> int:
+def _size_for(free: int | None, ranks: int, nbytes: int | str | None) -> int:
     asked = nbytes if nbytes is not None else os.environ.get(SEGMENT_SIZE_VARIABLE)
     if asked is not None:
         return parse_size(asked)
-    free = _free_shared_memory()
-    share = _LARGEST_DEFAULT if free is None else free // 2 // node.size
+    share = _LARGEST_DEFAULT if free is None else free // 2 // ranks
     # Too little for the smallest default is found by the check of the room that follows.
     return max(_SMALLEST_DEFAULT, min(_LARGEST_DEFAULT, share, sys.maxsize // 4))
 
 
 def _check_room(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int) -> None:
     # Memory is consumed when touched: without this check a full file system ends in SIGBUS, much later.
-    free = _free_shared_memory()
+    free = _room(node)
     wanted = nbytes * node.size
     short = f"{wanted} bytes ({node.size} ranks x {nbytes}) wanted, {free} bytes free in {_SHARED_MEMORY}"
     lacking = [said for said in comm.allgather(short if free is not None and wanted > free else "") if said]

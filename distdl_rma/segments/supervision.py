@@ -75,7 +75,9 @@ class Supervision:
         self._left = ""
         self._sent: list[tuple[MPI.Request, object]] = []
         self._suspects: dict[int, float] = {}
-        self._asked: dict[int, tuple[list[MPI.Request], Bytes, float]] = {}
+        # Records of ranks of other nodes, as last seen in this wait.
+        self._seen: dict[int, Record] = {}
+        self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
 
     def advance(self, waiting: Callable[[], Waiting]) -> None:
         """Make progress for everyone, and raise ``PeerFailedError`` if a rank failed."""
@@ -111,18 +113,23 @@ class Supervision:
             self.board.write(State.LEFT, self._left, waiting.ranks)
         else:
             self.board.write(State.WAITING, waiting.what, waiting.ranks)
+        now, gone = time.monotonic(), []
         for rank in waiting.ranks[:_WATCHED]:
-            cause = self._gone(rank)
-            if cause is None:
+            cause, left = self._gone(rank)
+            if not cause:
                 self._suspects.pop(rank, None)
-                continue
-            now = time.monotonic()
-            if now - self._suspects.setdefault(rank, now) > _SUSPICION_SECONDS:
-                self._raise(rank, cause, waiting)
+            elif now - self._suspects.setdefault(rank, now) > _SUSPICION_SECONDS:
+                gone.append((rank, cause))
+                if not left:
+                    # It failed: nothing that it takes part in can go on.
+                    self._raise(rank, cause, waiting)
+        if gone and (not waiting.anyone or len(gone) == len(waiting.ranks)):
+            self._raise(*gone[0], waiting)
 
     def done(self) -> None:
         """Tell others that the wait is over."""
         self._suspects.clear()
+        self._seen.clear()
         if self._left:
             self.board.write(State.LEFT, self._left)
         elif not self.failed:
@@ -134,13 +141,17 @@ class Supervision:
         message = f"rank {self.rank} waited {seconds:g} s {_for(waiting)}"
         # Who only looks once does not want to know why nothing has come yet.
         with self._segment.lock:
-            parts = self.chain(waiting) if seconds else []
+            parts = self.chain(waiting, min(seconds, _ANSWER_SECONDS)) if seconds else []
         if waiting.hint:
             parts.append(waiting.hint)
         raise ExchangeTimeout("; ".join([message, *parts]))
 
-    def chain(self, waiting: Waiting) -> list[str]:
-        """What the ranks are doing that this one waits for, those that they wait for, and so on."""
+    def chain(self, waiting: Waiting, seconds: float = _ANSWER_SECONDS) -> list[str]:
+        """What the ranks are doing that this one waits for, those that they wait for, and so on.
+
+        Blocking for so many seconds at most, for ranks of other nodes.
+        """
+        deadline = time.monotonic() + seconds
         told, open_ranks = {self.rank}, list(waiting.ranks)
         said: list[str] = []
         while open_ranks and len(said) < _LONGEST_CHAIN:
@@ -148,9 +159,9 @@ class Supervision:
             if rank in told:
                 continue
             told.add(rank)
-            record = self.read(rank)
+            record = self.read(rank, deadline)
             if record is None:
-                said.append(f"rank {rank} is silent: no answer within {_ANSWER_SECONDS:g} s")
+                said.append(f"rank {rank} is silent: no answer within {seconds:g} s")
             elif self._process_is_gone(rank, record):
                 said.append(f"rank {rank} is silent: its process {record.process} has ended")
             else:
@@ -159,17 +170,17 @@ class Supervision:
                     open_ranks += record.waits_for
         return said
 
-    def read(self, rank: int) -> Record | None:
-        """What a rank is doing; None if it does not answer. Blocking, for a second at most."""
+    def read(self, rank: int, deadline: float) -> Record | None:
+        """What a rank is doing; None if it does not answer. Blocking, until the deadline at most."""
         link = self._segment.link(rank)
         if link.memory is not None:
             record = None
             while record is None:
                 record = parse(bytes(link.memory[:HEADER_BYTES].data))
             return record
-        requests, header, asked = self._ask(rank)
+        requests, header = self._ask(rank)
         while not MPI.Request.Testall(requests):
-            if time.monotonic() - asked > _ANSWER_SECONDS:
+            if time.monotonic() > deadline:
                 return None
             time.sleep(1e-3)
         self._asked.pop(rank, None)
@@ -234,41 +245,43 @@ class Supervision:
     def _glance(self, rank: int) -> Record | None:
         # Record of a rank without waiting for it: None as long as its node has not answered.
         if self._segment.link(rank).memory is not None:
-            return self.read(rank)
+            return self.read(rank, 0.0)
         with self._segment.lock:
-            requests, header, _ = self._ask(rank)
-            if not MPI.Request.Testall(requests):
-                return None
-            self._asked.pop(rank)
-            return parse(header.tobytes())
+            requests, header = self._ask(rank)
+            if MPI.Request.Testall(requests):
+                self._asked.pop(rank)
+                record = parse(header.tobytes())
+                if record is not None:
+                    self._seen[rank] = record
+            return self._seen.get(rank)
 
-    def _gone(self, rank: int) -> str | None:
-        # Why nothing more can come from a rank, None while it can.
+    def _gone(self, rank: int) -> tuple[str, bool]:
+        # Why nothing more can come from a rank, "" while it can; and whether it left of its own accord.
         record = self._glance(rank)
         if record is None:
-            return None
+            return "", False
         if record.state is State.FAILED:
-            return record.text
+            return record.text, False
         if record.state is State.LEFT and rank != self.rank and not self._left:
-            return f"it left, {record.text}"
+            return f"it left, {record.text}", True
         if self._process_is_gone(rank, record):
-            return f"it is silent, its process {record.process} has ended"
-        return None
+            return f"it is silent, its process {record.process} has ended", False
+        return "", False
 
     def _process_is_gone(self, rank: int, record: Record) -> bool:
         near = rank in self._segment.node_ranks and record.namespace == self._namespace
         return near and bool(record.namespace) and is_gone(record.process)
 
-    def _ask(self, rank: int) -> tuple[list[MPI.Request], Bytes, float]:
+    def _ask(self, rank: int) -> tuple[list[MPI.Request], Bytes]:
         if rank not in self._asked:
             header = np.empty(HEADER_BYTES, np.uint8)
             requests = self._segment.link(rank).get(Runs((0,), HEADER_BYTES), header)
-            self._asked[rank] = requests, header, time.monotonic()
+            self._asked[rank] = requests, header
         return self._asked[rank]
 
 
 def _for(waiting: Waiting) -> str:
-    whom = numbered(waiting.ranks) if waiting.ranks else "somebody"
+    whom = numbered(waiting.ranks) if waiting.ranks else "the other ranks"
     return f"for {whom} {waiting.what}"
 
 
