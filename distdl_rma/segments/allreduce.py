@@ -12,7 +12,7 @@ from distdl_rma.geometry.split import Balanced
 from distdl_rma.segments.collective import Algorithm, Collective, Schedule
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import Waiting
-from distdl_rma.segments.reduction import Array, Reduction, element_of
+from distdl_rma.segments.reduction import Array, Reduction, calmly, element_of
 from distdl_rma.segments.round import Round
 from distdl_rma.segments.schedule import Layout, check_count, fingerprint, one_round_is_better
 from distdl_rma.segments.team import Team
@@ -108,6 +108,7 @@ class _OneRound:
         )
         self.connect, self._push, self._arrived = self._round.connect, self._round.push, self._round.arrived
         self._begun = self._done = 0
+        self.broken = ""
 
     def begin(self, step: int) -> None:
         """Push this rank's vector."""
@@ -115,13 +116,18 @@ class _OneRound:
         self._push()
 
     def advance(self) -> bool:
-        """Reduce, once everything has arrived."""
+        """Reduce, once everything has arrived; return whether that is done, or broken."""
         step = self._begun
         if self._done != step:
             if not self._arrived():
                 return False
-            self._reduce[step & 1]()
-            self._done = step
+            try:
+                # In place: never twice.
+                self._done = step
+                self._reduce[step & 1]()
+            except BaseException as error:
+                self.broken = repr(error)
+                raise
         return True
 
     def waiting(self) -> Waiting:
@@ -130,14 +136,17 @@ class _OneRound:
 
     def close(self) -> None:
         """Give the memory back as soon as everything has arrived."""
-        self._round.close()
+        # Others may still write for a step that broke: its memory is not used again.
+        if not self.broken:
+            self._round.close()
 
 
 def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[], object]:
     # Everything that can be looked up before is: a small step takes a few microseconds in all.
     if len(rows) == 2 and reduction.element.exact and reduction.op == "sum":
         first, second = rows
-        return lambda: np.add(first, second, out)
+        calm = calmly(np.add)
+        return lambda: calm(first, second, out)
     return lambda: reduction.reduce(rows, (out,))
 
 

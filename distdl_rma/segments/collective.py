@@ -27,11 +27,14 @@ class Algorithm(Protocol):
         What the caller writes and reads, for even and odd steps.
     needs_progress
         Whether other ranks wait for what this one does in ``advance``.
+    broken
+        What interrupted a step in the middle; empty if nothing did. Such a step cannot be taken up again.
     """
 
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     needs_progress: bool
+    broken: str
 
     def connect(self, timeout: float | None) -> None:
         """Exchange addresses, once; blocking."""
@@ -40,7 +43,7 @@ class Algorithm(Protocol):
         """Begin a step; does not wait."""
 
     def advance(self) -> bool:
-        """Advance the step; return whether it is complete."""
+        """Advance the step; return whether it is complete, or will never be since it is broken."""
 
     def waiting(self) -> Waiting:
         """Which ranks the step waits for."""
@@ -57,6 +60,10 @@ class Collective:
     segment, and a result stays valid until the next but one start. All ranks construct it in the same
     order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for
     several of them in different orders.
+
+    What raises in the middle of a step, as a signal handler may, leaves it half done: the exception goes
+    out, and from then on every call raises ``ProtocolError``. Close the collective, and make it anew on all
+    ranks. A timeout is nothing of this kind.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Collective:
         self._steps = 0
         self._running = False
         self._valid = False  # whether there is a result
+        self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` has not been called
         self._connected = False
         self._closed = False
 
@@ -120,7 +128,7 @@ class Collective:
         Raises
         ------
         ProtocolError
-            If a step is running.
+            If a step is running, or one was interrupted.
         """
         if self._running or self._closed or self._manager.closed:
             self._check()
@@ -130,13 +138,26 @@ class Collective:
         self._begin()
 
     def test(self) -> bool:
-        """Advance the running step; return whether it is complete. Does not block."""
+        """Advance the running step; return whether it is complete. Does not block.
+
+        True until it is waited for, which then returns at once.
+
+        Raises
+        ------
+        ProtocolError
+            If nothing was started since the last wait, or a step was interrupted.
+        """
         self._check()
-        if self._running and not self._advance():
+        if not self._running:
+            if self._unfetched:
+                return True
+            raise ProtocolError(f"{self.name!r}: test without a start")
+        if not self._advance():
             self._manager.progress()
             if not self._advance():
                 return False
         self._end()
+        self._unfetched = True
         return True
 
     def wait(self, timeout: float | None = None) -> Array:
@@ -150,7 +171,7 @@ class Collective:
         Raises
         ------
         ProtocolError
-            If nothing was started.
+            If nothing was started since the last wait, or a step was interrupted.
         ExchangeTimeout
             At the deadline, naming the ranks that are missing; the wait can be repeated.
         """
@@ -164,21 +185,24 @@ class Collective:
             else:
                 self._manager.patience.until(advance, self._algorithm.waiting, timeout)
             self._end()
-        elif not self._valid:
+        elif not self._unfetched:
             raise ProtocolError(f"{self.name!r}: wait without a start")
+        self._unfetched = False
         return self._results[self._steps & 1]
 
     def reset(self, timeout: float | None = None) -> None:
         """Make the collective usable again after a step that some ranks did not start, or did not wait for.
 
         Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
-        start the step that others started take part in it with zeros, and its result is dropped. Not for
-        after ``PeerFailedError``, which ends the whole machine.
+        start the steps that others started take part in them with zeros, and the results are dropped. Not
+        for after ``PeerFailedError``, which ends the whole machine.
 
         Raises
         ------
         ExchangeTimeout
             If a rank does not call; the call can be repeated.
+        ProtocolError
+            If a step was interrupted: the collective has to be made anew.
         """
         self._check()
         self.connect(timeout)
@@ -186,14 +210,14 @@ class Collective:
             if self._assembly is None:
                 self._assembly = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
             self._reset_to = self._assembly.wait(timeout, self._steps)
-        # No rank is more than one step ahead: it would have had to wait for this one.
-        if self._steps < self._reset_to:
-            self.active[...] = 0
-            self._begin()
-        if self._running:
+        # A rank that nobody sends anything to, as the root of a broadcast, may be many steps ahead.
+        while self._running or self._steps < self._reset_to:
+            if not self._running:
+                self.active[...] = 0
+                self._begin()
             self._manager.patience.until(self._advance, self._algorithm.waiting, timeout)
             self._end()
-        self._valid, self._reset_to = False, None
+        self._valid, self._unfetched, self._reset_to = False, False, None
 
     def close(self) -> None:
         """Give the memory back when no rank uses it any more; local, idempotent.
@@ -208,22 +232,33 @@ class Collective:
                     self._assembly.close()
 
     def _begin(self) -> None:
-        step = self._steps + 1
-        self._algorithm.begin(step)
-        self._steps, self._running = step, True
-        if self._algorithm.needs_progress:
-            # Every wait advances it: ranks may wait for their steps in different orders.
-            self._manager.defer(self._advance)
+        algorithm = self._algorithm
+        try:
+            self._steps, self._running, self._unfetched = self._steps + 1, True, False
+            algorithm.begin(self._steps)
+            if algorithm.needs_progress:
+                # Every wait advances it: ranks may wait for their steps in different orders.
+                self._manager.defer(self._advance)
+        except BaseException as error:
+            algorithm.broken = algorithm.broken or repr(error)
+            raise
 
     def _end(self) -> None:
-        if self._running:
-            self._running, self._valid = False, True
-            if self._algorithm.needs_progress:
-                self._manager.withdraw(self._advance)
+        algorithm = self._algorithm
+        if algorithm.broken:
+            self._check()
+        self._running, self._valid = False, True
+        if algorithm.needs_progress:
+            self._manager.withdraw(self._advance)
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
             raise ClosedError(f"{type(self).__name__} {self.name!r}: already closed")
+        if self._algorithm.broken:
+            raise ProtocolError(
+                f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "
+                "close it and make it anew on all ranks"
+            )
 
 
 class Schedule:
@@ -259,6 +294,7 @@ class Schedule:
         self._operation = manager.operation(name)
         self._lock = manager.segment.lock
         self._step: Iterator[None] | None = None
+        self.broken = ""
         self.connect, self.waiting = team.connect, team.waiting
 
     def begin(self, step: int) -> None:
@@ -269,12 +305,17 @@ class Schedule:
         self.advance()
 
     def advance(self) -> bool:
-        """Advance the step; return whether it is complete."""
+        """Advance the step; return whether it is complete, or will never be since it is broken."""
         # The progress engine is another thread.
         with self._lock:
             if self._step is not None:
-                for _ in self._step:
-                    return False
+                try:
+                    for _ in self._step:
+                        return False
+                except BaseException as error:
+                    # A generator that raised is over, and would look complete.
+                    self.broken, self._step = self.broken or repr(error), None
+                    raise
                 self._step = None
             return True
 
@@ -282,7 +323,8 @@ class Schedule:
         """Give memory and communicator back as soon as the step that is running is complete."""
 
         def idle() -> bool:
-            complete = self.advance()
+            # Others, and MPI, may still write for a step that broke: its memory is not used again.
+            complete = self.advance() and not self.broken
             if complete:
                 self._team.free()
             return complete

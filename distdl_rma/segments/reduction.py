@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments import bfloat16
 
-__all__ = ["Array", "Element", "Reduction", "element_of"]
+__all__ = ["Array", "Element", "Reduction", "calmly", "element_of"]
 
 Array = npt.NDArray[Any]
 
@@ -50,9 +52,7 @@ class Element:
         if self.name == "bfloat16":
             out[...] = bfloat16.narrow(wide)
         else:
-            # Beyond the largest float16 lies infinity, which is no cause for a warning.
-            with np.errstate(over="ignore"):
-                out[...] = wide
+            out[...] = wide
 
 
 _ELEMENTS = {
@@ -85,8 +85,24 @@ def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:
     return _ELEMENTS[name]
 
 
+def calmly(function: Callable[..., object]) -> Callable[..., object]:
+    """Function that neither warns nor raises for what is infinite or no number, at next to no cost.
+
+    Not for two threads at once.
+    """
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        # numpy keeps its error state in the context, and entering one is cheaper than np.errstate.
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        return functools.partial(context.run, function)
+    return np.errstate(all="ignore")(function)
+
+
 class Reduction:
     """One operation on rows of one element type; every element in the order of the rows.
+
+    Infinities and what is no number are results as any other: numpy's error state and filters of warnings
+    make no difference.
 
     Parameters
     ----------
@@ -123,30 +139,36 @@ class Reduction:
 
     def reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
         """Reduce rows of one length and store the result to all targets, which may be some of the rows."""
-        for begin in range(0, rows[0].size, self._block):
-            end = begin + self._block
-            first, *others = [target[begin:end] for target in targets]
-            self._reduce_block([row[begin:end] for row in rows], first)
-            for other in others:
-                other[...] = first
+        with np.errstate(all="ignore"):
+            for begin in range(0, rows[0].size, self._block):
+                end = begin + self._block
+                first, *others = [target[begin:end] for target in targets]
+                self._reduce_block([row[begin:end] for row in rows], first)
+                for other in others:
+                    other[...] = first
 
     def partial(self, rows: Sequence[Array], out: Array) -> None:
         """Reduce rows into an array of the wide type that is none of them; not divided yet."""
-        for begin in range(0, rows[0].size, self._block):
-            end = begin + self._block
-            self._combine([row[begin:end] for row in rows], out[begin:end])
+        with np.errstate(all="ignore"):
+            for begin in range(0, rows[0].size, self._block):
+                end = begin + self._block
+                self._combine([row[begin:end] for row in rows], out[begin:end])
 
     def finish(self, wide: Array, out: Array) -> None:
         """Divide, if it is a mean, and store with one rounding; ``wide`` is used up, or is ``out``."""
-        if self.divides:
-            np.divide(wide, self.size, out=wide)
-        if out is not wide:
-            self.element.narrow(wide, out)
+        with np.errstate(all="ignore"):
+            self._finish(wide, out)
 
     def _reduce_block(self, rows: list[Array], out: Array) -> None:
         wide = out if self.element.exact else np.empty(out.size, self.element.wide)
         self._combine(rows, wide)
-        self.finish(wide, out)
+        self._finish(wide, out)
+
+    def _finish(self, wide: Array, out: Array) -> None:
+        if self.divides:
+            np.divide(wide, self.size, out=wide)
+        if out is not wide:
+            self.element.narrow(wide, out)
 
     def _combine(self, rows: list[Array], out: Array) -> None:
         # The last row may be overwritten by the result, and so may any of two.

@@ -79,6 +79,7 @@ class Team:
         self._theirs: list[memoryview] = []
         self._assembly: Barrier | None = None
         self._comm: MPI.Intracomm | None = None
+        self._request: MPI.Request | None = None
         self._connected = False
         self.step = 0
         self._waits_for: tuple[tuple[int, ...], str] = ((), "")
@@ -135,16 +136,14 @@ class Team:
 
     def complete(self, request: MPI.Request, nbytes: int) -> Iterator[None]:
         """Wait until a collective between nodes, which took so many bytes from here, is complete."""
+        # It holds the buffers, which MPI uses even if what waits for it is interrupted.
+        self._request = request
         self.counters.collectives += 1
         self.counters.bytes_collective += nbytes
         self._waits_for = tuple(rank for rank in self._across if rank != self._manager.rank), "between nodes"
         while not request.Test():
             yield
-
-    def store(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-        """Store into a peer's vector, and count it."""
-        target[...] = source
-        self.count_puts(1, source.nbytes)
+        self._request = None
 
     def load(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
         """Load from a peer's vector, and count it."""

@@ -239,9 +239,118 @@ def test_calls_out_of_order_raise(segments):
     with pytest.raises(ProtocolError, match="started while a step is running"):
         job.start()
     job.wait()
+    with pytest.raises(ProtocolError, match="'strict': wait without a start"):
+        job.wait()
     job.close()
     with pytest.raises(ClosedError, match="Broadcast 'strict': already closed"):
         job.start()
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_a_step_can_be_tested_until_it_is_waited_for_once(segments, count):
+    job = Allreduce(segments, segments.ranks, count, np.int64, name="once")
+    for step in range(3):
+        with pytest.raises(ProtocolError, match="'once': test without a start"):
+            job.test()
+        job.active[:] = step
+        job.start()
+        while not job.test():
+            pass
+        assert job.test() and not job.running
+        assert (job.wait() == step * len(segments.ranks)).all()
+        assert (job.result == step * len(segments.ranks)).all()
+        with pytest.raises(ProtocolError, match="'once': wait without a start"):
+            job.wait()
+    job.close()
+
+
+def raises(*_):
+    raise KeyboardInterrupt("by hand")
+
+
+def raises_later(_):
+    yield
+    raises()
+
+
+@pytest.mark.parametrize(
+    ("count", "where", "at_start"),
+    [
+        (4, {"_reduce": (raises, raises)}, False),
+        (4, {"_push": raises}, True),
+        (30_000, {"_script": raises_later}, False),
+        (30_000, {"_script": lambda _: iter(raises, 0)}, True),
+    ],
+    ids=["reduce", "push", "in the script", "at its begin"],
+)
+def test_an_interrupted_step_is_never_taken_for_a_complete_one(segments, comm, count, where, at_start):
+    if comm.size == 1 and count > 4:
+        pytest.skip("one rank has no shares")
+    job = Allreduce(segments, segments.ranks, count, np.float32, name="interrupted")
+    job.connect()
+    comm.Barrier()
+    for name, value in where.items():
+        setattr(job._algorithm, name, value)
+    job.active[:] = 1
+    if not at_start:
+        job.start()
+    with pytest.raises(KeyboardInterrupt, match="by hand"):
+        job.start() if at_start else job.wait()
+    for call in (job.start, job.test, job.wait, job.wait, job.reset, lambda: job.result):
+        with pytest.raises(ProtocolError, match="'interrupted': step 1 was interrupted by KeyboardInterrupt"):
+            call()
+    segments.progress()
+    job.close()
+    comm.Barrier()
+    again = Allreduce(segments, segments.ranks, count, np.float32, name="interrupted")
+    again.active[:] = 1
+    again.start()
+    assert (again.wait() == comm.size).all()
+    again.close()
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+@pytest.mark.filterwarnings("error")
+def test_floating_point_errors_are_results(segments, comm, count):
+    job = Allreduce(segments, segments.ranks, count, np.float32, "mean", name="infinite")
+    with np.errstate(all="raise"):
+        job.active[:] = 1
+        job.active[:2] = 3e38, -np.inf if comm.rank else np.inf
+        job.start()
+        result = job.wait()
+    assert (result[2:] == 1).all()
+    if comm.size > 1:
+        assert np.isinf(result[0]) and np.isnan(result[1])
+    job.close()
+
+
+def test_reset_after_some_ranks_ran_ahead_many_steps(segments, comm):
+    first, everyone = segments.ranks[0], len(segments.ranks)
+    counts = [0] + [3] * (everyone - 1)
+    jobs = [
+        Broadcast(segments, segments.ranks, 4, np.int64, first, "far ahead"),
+        ReduceScatter(segments, segments.ranks, counts, np.int64, name="far ahead, too"),
+    ]
+    for job in jobs:
+        job.connect()
+        if comm.rank == first:
+            # Between nodes it waits for nobody; on a node it does, and the first step stays open.
+            for _ in range(3):
+                job.active[:] = -1
+                job.start()
+                try:
+                    job.wait(timeout=0.05)
+                except ExchangeTimeout:
+                    break
+        comm.Barrier()
+        job.reset()
+        for step in range(3):
+            job.active[:] = 100 + step
+            job.start()
+            expected = 100 + step if job is jobs[0] else everyone * (100 + step)
+            assert (job.wait() == expected).all()
+        comm.Barrier()
+        job.close()
 
 
 def test_wrong_arguments_are_named(segments):
