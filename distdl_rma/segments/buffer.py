@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.errors import ClosedError, ExchangeTimeout, SegmentError, ShapeError
+from distdl_rma.errors import ClosedError, MismatchError, SegmentError, ShapeError
 from distdl_rma.segments.heap import aligned
-from distdl_rma.segments.memory import Layout
-from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.memory import Layout, as_offset
+from distdl_rma.segments.patience import Waiting, check_timeout
 from distdl_rma.segments.remote import NOTIFICATION_BITS, RemoteBuffer
 from distdl_rma.segments.transport import Bytes
 
@@ -73,10 +73,10 @@ class SegmentBuffer:
         """The buffer's bytes; a view, not a copy."""
         return self.view(np.uint8, (self.nbytes,))
 
-    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
+    def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
         """Typed view of a part of the buffer, ``offset`` bytes from its start; not a copy."""
         self._check()
-        layout, offset = Layout(dtype, shape), as_int(offset)
+        layout, offset = Layout(dtype, shape), as_offset(offset, "view")
         if offset < 0 or offset + layout.nbytes > self.nbytes:
             raise ShapeError(
                 f"{layout.nbytes} bytes at offset {offset} are not inside a buffer of {self.nbytes} bytes"
@@ -152,10 +152,14 @@ class SegmentBuffer:
 
         Blocking; raises as :meth:`notify_waitsome`.
         """
-        if self._freed or self._manager.closed or not 0 <= index < self.notifications:
-            raise self._wrong(index)
         words, reset = self._words, self._reset_words
-        if words[index] == reset[index]:
+        try:
+            if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+                raise self._wrong(index)
+            unset = words[index] == reset[index]
+        except TypeError:
+            raise self._wrong(index) from None
+        if unset:
             self._manager.patience.until(
                 lambda: words[index] != reset[index], lambda: self._waiting(index, index + 1), timeout
             )
@@ -182,8 +186,11 @@ class SegmentBuffer:
         return first + lowest if stop > first and pending[lowest] else None
 
     def _range(self, first: int, count: int | None) -> tuple[int, int]:
-        first = as_int(first)
-        stop = self.notifications if count is None else first + as_int(count)
+        try:
+            first = as_int(first)
+            stop = self.notifications if count is None else first + as_int(count)
+        except TypeError:
+            raise SegmentError(f"notifications are given by integers, got {first!r} and {count!r}") from None
         self._check()
         if not 0 <= first <= stop <= self.notifications:
             raise SegmentError(
@@ -206,9 +213,12 @@ class SegmentBuffer:
 
     def flag(self, index: int) -> int:
         """Return the raw word of a notification; does not block."""
-        if self._freed or self._manager.closed or not 0 <= index < self.notifications:
-            raise self._wrong(index)
-        return int(self._words[index])
+        try:
+            if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+                raise self._wrong(index)
+            return int(self._words[index])
+        except TypeError:
+            raise self._wrong(index) from None
 
     def wait_flag(
         self, index: int, epoch: int, waiting: Callable[[], Waiting], timeout: float | None = None
@@ -238,24 +248,34 @@ class SegmentBuffer:
         label, fingerprint
             What the buffer is for; a peer with another label or fingerprint is a mismatch.
         timeout
-            Seconds; None for the machine's default.
+            Seconds for all peers together; None for the machine's default.
 
         Raises
         ------
         MismatchError
             On both sides, if a peer's call was for something else; names both.
         ExchangeTimeout
-            If a peer does not call; names it. The call can be repeated.
+            If a peer does not call; names it. The call can be repeated, as it was.
+        ProtocolError
+            If it is not the call that was interrupted or reached its deadline before.
+        PartitionError, ShapeError
+            If a peer is no rank of the machine, or a note is not made of integers of 64 bits.
         """
         self._check()
-        handshake = self._handshake or self._manager.call(self, notes, label, fingerprint)
-        self._handshake = None
+        if timeout is not None:
+            check_timeout(timeout)
+        # After a timeout, or whatever else ended the wait, its messages are still under way: the next call
+        # waits for these same ones.
+        if self._handshake is None:
+            self._handshake = self._manager.call(self, notes, label, fingerprint)
+        else:
+            self._handshake.check_same(notes, label, fingerprint)
         try:
-            remotes = handshake.finish(timeout)
-        except ExchangeTimeout:
-            # Its messages are still under way: the next call waits for these same ones.
-            self._handshake = handshake
+            remotes = self._handshake.finish(timeout)
+        except MismatchError:
+            self._handshake = None
             raise
+        self._handshake = None
         self._peers = tuple(dict.fromkeys((*self._peers, *notes)))
         return remotes
 
@@ -268,7 +288,7 @@ class SegmentBuffer:
     def _wrong(self, index: int) -> ClosedError | SegmentError:
         if self._freed or self._manager.closed:
             return self._gone()
-        return SegmentError(f"notification {index} of a buffer that has {self.notifications}")
+        return SegmentError(f"notification {index!r} of a buffer that has {self.notifications}")
 
     def _check(self) -> None:
         if self._freed or self._manager.closed:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from distdl_rma.segments.patience import Waiting
+from distdl_rma.errors import ShapeError
+from distdl_rma.segments.patience import Waiting, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
 
-__all__ = ["Queue"]
+__all__ = ["Queue", "check_queue"]
 
 
 class Queue:
@@ -43,6 +44,7 @@ class Queue:
 
     def test(self) -> bool:
         """Whether all operations posted so far are complete at this end; does not block."""
+        self._manager.check_open()
         with self._manager.segment.lock:
             left = []
             for entry in self._posted:
@@ -60,9 +62,17 @@ class Queue:
         Raises ``ExchangeTimeout`` at the deadline (seconds; None: the machine's default); it can then be
         called again.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         self._manager.check_open()
         self._manager.patience.until(self.test, self._waiting, timeout)
 
     def _waiting(self) -> Waiting:
         peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
         return Waiting(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
+
+
+def check_queue(queue: object, what: str) -> None:
+    """Raise if what an operation shall be posted to is no queue."""
+    if not isinstance(queue, Queue):
+        raise ShapeError(f"{what}: a queue is made by segments.queue(), got {type(queue).__name__}")

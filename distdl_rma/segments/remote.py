@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, SegmentError, ShapeError
-from distdl_rma.segments.memory import Layout, as_bytes, as_target, as_values
-from distdl_rma.segments.patience import Waiting
-from distdl_rma.segments.queue import Queue
+from distdl_rma.segments.memory import Layout, as_bytes, as_offset, as_target
+from distdl_rma.segments.patience import Waiting, check_timeout
+from distdl_rma.segments.queue import Queue, check_queue
+from distdl_rma.segments.remote_array import RemoteArray
 from distdl_rma.segments.transport import Bytes, Runs
 
 if TYPE_CHECKING:
@@ -68,9 +69,11 @@ class RemoteBuffer:
         Raises
         ------
         ShapeError
-            If it does not fit into the buffer, or is no array.
+            If it does not fit into the buffer, is no array, or the queue is none.
         """
         source = as_bytes(data, "put")
+        if queue is not None:
+            check_queue(queue, "put")
         # Not in numpy's integers, which overflow.
         offset = as_int(offset)
         end = offset + source.nbytes
@@ -91,7 +94,13 @@ class RemoteBuffer:
 
     def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
         """Put several arrays, each given with its offset; all are checked before data moves."""
-        listed = [(as_bytes(data, "put_list"), as_int(offset)) for data, offset in parts]
+        try:
+            pairs = [(data, as_int(offset)) for data, offset in parts]
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"put_list takes pairs of an array and its offset: {error}") from None
+        if queue is not None:
+            check_queue(queue, "put_list")
+        listed = [(as_bytes(data, "put_list"), offset) for data, offset in pairs]
         for source, offset in listed:
             if offset < 0 or offset + source.nbytes > self.nbytes:
                 raise self._outside(offset, source.nbytes)
@@ -132,7 +141,11 @@ class RemoteBuffer:
             If the peer does not answer; the call can be repeated.
         """
         target = as_target(out, "get")
-        offset, nbytes = as_int(offset), target.nbytes
+        if queue is not None:
+            check_queue(queue, "get")
+        if timeout is not None:
+            check_timeout(timeout)
+        offset, nbytes = as_offset(offset, "get"), target.nbytes
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(offset, nbytes)
         near = None
@@ -140,9 +153,9 @@ class RemoteBuffer:
             near = self._near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
         self._fetch(Runs((self._offset + offset,), nbytes), near, target, queue, timeout)
 
-    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> RemoteArray:
+    def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
-        layout, offset = Layout(dtype, shape), as_int(offset)
+        layout, offset = Layout(dtype, shape), as_offset(offset, "view")
         if offset < 0 or offset + layout.nbytes > self.nbytes:
             raise self._outside(offset, layout.nbytes)
         return RemoteArray(self, layout, offset)
@@ -175,6 +188,8 @@ class RemoteBuffer:
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
+        if timeout is not None:
+            check_timeout(timeout)
         self._manager.check_open()
         self._link.close_delivery()
         self._manager.patience.until(
@@ -227,7 +242,12 @@ class RemoteBuffer:
 
     def _word(self, index: int, value: int) -> tuple[int, int]:
         # Where a notification is, and the word that sets it.
-        index, value = as_int(index), as_int(value)
+        try:
+            index, value = as_int(index), as_int(value)
+        except TypeError:
+            raise SegmentError(
+                f"a notification's index and value are integers, got {index!r} and {value!r}"
+            ) from None
         if not 0 <= index < self.notifications:
             raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
         if not 1 <= value <= _LARGEST_VALUE:
@@ -267,12 +287,16 @@ class RemoteBuffer:
         else:
             alone = self._manager.queue("get")
             alone.post(self.peer, requests, bounce)
-            alone.wait(timeout)
+            self._manager.patience.until(
+                alone.test, lambda: Waiting((self.peer,), f"to answer a get of {runs.total} bytes"), timeout
+            )
             finish()
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
+        if timeout is not None:
+            check_timeout(timeout)
         self._manager.check_open()
-        offset = as_int(offset)
+        offset = as_offset(offset, "an atomic")
         if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
             raise ShapeError(
                 f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
@@ -293,67 +317,6 @@ class RemoteBuffer:
 
     def _closed(self) -> ClosedError:
         return ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
-
-
-class RemoteArray:
-    """A peer's memory as an array: ``there[2:4, ::2] = x`` puts, ``there[0]`` gets.
-
-    Slices are those of numpy: integers, slices and an ellipsis. A put does not block for the transfer, and
-    ``x`` may be changed on return. A get blocks and returns an array of its own.
-    """
-
-    def __init__(self, buffer: RemoteBuffer, layout: Layout, offset: int) -> None:
-        self._buffer = buffer
-        self._layout = layout
-        self._begin = buffer._offset + offset
-        near = buffer._near
-        if near is not None:
-            near = near[offset : offset + layout.nbytes].view(layout.dtype).reshape(layout.shape)
-        self._near: npt.NDArray[Any] | None = near
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the elements."""
-        return self._layout.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole array."""
-        return self._layout.shape
-
-    def __setitem__(self, key: Any, data: Any) -> None:
-        """Put; data of another shape is broadcast, data of another type is taken if nothing is lost."""
-        self.put(key, data)
-
-    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
-        """Get; blocking."""
-        part = self._layout.part(key)
-        out = np.empty(part.shape, self.dtype)
-        if self._near is not None:
-            self._buffer._fetch(Runs((0,), part.nbytes), self._near[part.key], out, None, None)
-        else:
-            self._buffer._fetch(part.runs(self._begin), None, out, None, None)
-        return out
-
-    def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
-        """Put to a slice, posted to a queue; ``data`` may be changed on return all the same."""
-        part = self._layout.part(key)
-        source = as_values(data, self.dtype, "put")
-        buffer = self._buffer
-        if buffer._manager.closed:
-            raise buffer._closed()
-        try:
-            if self._near is not None:
-                # Straight to its place: packing would be one more pass over the data.
-                self._near[part.key] = source
-            else:
-                packed = np.empty(part.shape, self.dtype)
-                packed[...] = source
-                buffer._post(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
-        except ValueError as error:
-            raise ShapeError(f"put: {error}") from None
-        buffer._counters.puts += 1
-        buffer._counters.bytes_put += part.nbytes
 
 
 def _int64(value: int) -> int:

@@ -36,6 +36,14 @@ def test_a_value_has_32_bits_and_is_1_by_default(own):
     assert buffer.notify_wait(0) == 1
 
 
+def test_an_index_that_is_no_integer_is_refused(own):
+    buffer, _ = own
+    for call in (buffer.notify_wait, buffer.notify_reset, buffer.notification, buffer.notify_waitsome):
+        for index in (0.0, "a"):
+            with pytest.raises(SegmentError, match="notification"):
+                call(index)
+
+
 def test_the_same_value_twice_in_a_row_is_seen_twice(own):
     buffer, me = own
     for _ in range(100):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from distdl_rma import ClosedError, Machine, SegmentError, ShapeError
+from distdl_rma import ClosedError, ConfigurationError, ExchangeTimeout, Machine, SegmentError, ShapeError
 from tests.segments.strategies import slices
 
 pytestmark = pytest.mark.mpi
@@ -228,6 +228,75 @@ def test_a_view_of_ones_own_buffer_may_overlap_what_is_put_into_it(meet, comm):
     assert mine.tolist() == [*range(99), 98]
 
 
+@pytest.fixture(params=["auto", "remote"])
+def around(comm, request):
+    """Machine, own buffer and the next rank's buffer, zeroed, over both transports."""
+    machine = Machine(comm, segment_size="2MiB", transport=request.param, timeout=15)
+    buffer = machine.segments.get_segment_buffer(1 << 10, 2)
+    buffer.array[:] = 0
+    remotes = buffer.exchange(dict.fromkeys(range(comm.size), ()), "around")
+    yield machine, buffer, remotes[(comm.rank + 1) % comm.size]
+    comm.Barrier()
+    machine.close()
+
+
+def test_what_is_no_queue_part_or_timeout_is_refused_before_anything_moves(around, comm):
+    _, buffer, remote = around
+    array = remote.view(np.uint8, 4)
+    for call in (
+        lambda: remote.put(b"1", queue="q"),
+        lambda: remote.put_notify(b"1", 0, queue=3),
+        lambda: remote.put_list([(b"1", 0)], queue="q"),
+        lambda: remote.get(np.zeros(1), queue="q"),
+        lambda: array.put(0, 1, "q"),
+        lambda: remote.put_list([(b"1", 0), b"22"]),
+        lambda: remote.put_list([(b"1", 0), (b"1", "x")]),
+        lambda: remote.put_list([(b"1", 0), 5]),
+        lambda: remote.put_list(None),
+        lambda: remote.view(np.uint8, 4, 0.5),
+        lambda: remote.view("nonsense", 4),
+        lambda: buffer.view("S", 4),
+        lambda: array.__setitem__(0, 2**53 + 0.5),
+    ):
+        with pytest.raises(ShapeError):
+            call()
+    for wait in (
+        lambda: remote.get(np.zeros(1), timeout=-1),
+        lambda: remote.fetch_add(0, 1, timeout=-1),
+        lambda: remote.compare_swap(0, 1, 1, timeout="x"),
+        lambda: remote.flush(timeout=float("nan")),
+    ):
+        with pytest.raises(ConfigurationError, match="a timeout is"):
+            wait()
+    with pytest.raises(SegmentError, match="are integers"):
+        remote.notify(0.0)
+    remote.flush()
+    comm.Barrier()
+    assert not buffer.array.any() and buffer.notify_test() is None
+
+
+def test_a_remote_array_is_a_sequence_of_rows_and_an_array(around):
+    remote = around[2]
+    there = remote.view(np.int16, (2, 3))
+    there[...] = [[1, 2, 3], [4, 5, 6]]
+    remote.flush()
+    assert len(there) == 2 and [row.tolist() for row in there] == [[1, 2, 3], [4, 5, 6]]
+    assert np.asarray(there).tolist() == np.array(there, np.float64).tolist() == [[1, 2, 3], [4, 5, 6]]
+    point = remote.view(np.int16, ())
+    for call in (len, iter):
+        with pytest.raises(TypeError, match="without dimensions"):
+            call(point)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_get_that_is_not_answered_says_how_much_it_asked_for(there, monkeypatch):
+    monkeypatch.setattr(there, "_near", None)
+    monkeypatch.setattr(there._link, "get", lambda *_, **__: [None], raising=False)
+    monkeypatch.setattr("distdl_rma.segments.queue.Queue.test", lambda self: False)
+    with pytest.raises(ExchangeTimeout, match="to answer a get of 24 bytes"):
+        there.get(np.zeros(3), timeout=0)
+
+
 def test_counters_count_bytes_and_operations(there, machine):
     counters = machine.segments.counters
     before = counters.puts, counters.bytes_put, counters.gets, counters.bytes_got
@@ -261,6 +330,7 @@ def test_every_operation_after_the_close_says_so(comm, transport):
         lambda: array.__setitem__(0, 1),
         lambda: array[0],
         queue.wait,
+        queue.test,
         lambda: buffer.notification(0),
         buffer.notify_test,
         buffer.notify_waitsome,
