@@ -242,12 +242,7 @@ class RemoteBuffer:
 
     def _word(self, index: int, value: int) -> tuple[int, int]:
         # Where a notification is, and the word that sets it.
-        try:
-            index, value = as_int(index), as_int(value)
-        except TypeError:
-            raise SegmentError(
-                f"a notification's index and value are integers, got {index!r} and {value!r}"
-            ) from None
+        index, value = as_int(index), as_int(value)
         if not 0 <= index < self.notifications:
             raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
         if not 1 <= value <= _LARGEST_VALUE:

@@ -124,8 +124,9 @@ def test_tensors_that_numpy_cannot_look_at_are_refused_with_the_reason():
         (3, "uint8"), (True, "bool"), (True, "int8"), (3, "float32"), (0.1, "float32"), (1j, "complex64"),
         (3, ">i4"), (0.5, ">f8"), (np.int8(-1), "int64"), (np.float32(0.1), "float64"),
         (np.arange(3), "float64"), (np.arange(3, dtype=">i4"), "<i4"), (torch.ones(2), "float64"),
-        (b"ab", "uint8"), (np.array([2**53, -(2**63)]), "float64"), (1 << 24, "float32"), (math.inf, "float16"),
-        (np.array([2**63], "uint64"), "complex128"), ([1, 2], "float32"), ([[0.1], [2]], "float32"), ([], "int8"),
+        (b"ab", "uint8"), (np.array([2**53, -(2**63)]), "float64"), (1 << 24, "float32"),
+        (math.inf, "float16"), (np.array([2**63], "uint64"), "complex128"), ([1, 2], "float32"),
+        ([[0.1], [2]], "float32"), ([], "int8"),
         (np.array(["2020-01-01", "NaT"], "M8[D]"), "M8[s]"),
     ],
 )  # fmt: skip
