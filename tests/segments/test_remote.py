@@ -199,7 +199,15 @@ def test_values_are_broadcast_and_converted_without_loss_only(there):
     array[0, ::-3] = 0.1
     there.flush()
     assert array[...].tolist() == [[0.1, 0, 5, 0.1], [0, 1, 6, 3], [0, 0, 7, 0]]
-    for data in (np.zeros(5), np.zeros((3, 4, 1)), np.zeros(4, complex), "text", 2**2000, [1, 2, 3, 4]):
+    for data in (
+        np.zeros(5),
+        np.zeros((3, 4, 1)),
+        np.zeros(4, complex),
+        "text",
+        2**2000,
+        [1, 2, 3],
+        ["1", 2, 3, 4],
+    ):
         with pytest.raises(ShapeError, match="put"):
             array[0] = data
     with pytest.raises(ShapeError, match="without a loss"):
