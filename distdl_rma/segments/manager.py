@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from operator import index as as_int
@@ -313,11 +314,11 @@ class SegmentManager:
 
         As long as the others live: the end of MPI would wait for them as well.
         """
-        try:
-            if not self.failed:
-                self.gather_to_close(float("inf"))
-        except DistdlError:
-            self.supervision.fail("its program ended before all ranks could close the machine")
+        with suppress(DistdlError):
+            self.gather_to_close(float("inf"))
+        if self.failed:
+            # Others may already wait for this rank to close as well.
+            self.supervision.fail("its program ended after a failure")
         return not self.failed
 
     @property

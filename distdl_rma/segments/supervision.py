@@ -122,6 +122,7 @@ class Supervision:
                 gone.append((rank, cause))
                 if not left:
                     # It failed: nothing that it takes part in can go on.
+                    self.failures.setdefault(rank, cause)
                     self._raise(rank, cause, waiting)
         if gone and (not waiting.anyone or len(gone) == len(waiting.ranks)):
             self._raise(*gone[0], waiting)
@@ -238,7 +239,6 @@ class Supervision:
         self._comm.Free()
 
     def _raise(self, rank: int, cause: str, waiting: Waiting | None) -> NoReturn:
-        self.failures.setdefault(rank, cause)
         here = f"; rank {self.rank} waited {_for(waiting)}" if waiting else ""
         raise PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause)
 
