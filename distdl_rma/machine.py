@@ -293,26 +293,16 @@ def _machine_key() -> int:
 
 
 def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    # Raised on this rank alone: whom else it means cannot be told, and who waits for it says so in time.
     chosen = tuple(range(comm.size)) if ranks is None else tuple(as_int(rank) for rank in ranks)
-    problem = _problem_of(comm, chosen)
-    if problem:
-        # Those that wait for this rank shall know; whom it means can only be guessed.
-        first = min((rank for rank in chosen if 0 <= rank < comm.size), default=comm.rank)
-        if first != comm.rank:
-            _sent.append(comm.isend((chosen, problem), first, _MEET_TAG))
-        raise PartitionError(problem)
-    return chosen
-
-
-def _problem_of(comm: MPI.Intracomm, chosen: tuple[int, ...]) -> str:
     for rank in chosen:
         if not 0 <= rank < comm.size:
-            return f"rank {rank} of M is out of range: the communicator has {comm.size} ranks"
+            raise PartitionError(f"rank {rank} of M is out of range: the communicator has {comm.size} ranks")
         if chosen.count(rank) > 1:
-            return f"rank {rank} is listed more than once in M = {chosen}"
+            raise PartitionError(f"rank {rank} is listed more than once in M = {chosen}")
     if comm.rank not in chosen:
-        return f"rank {comm.rank} made this call but is not in M = {chosen}"
-    return ""
+        raise PartitionError(f"rank {comm.rank} made this call but is not in M = {chosen}")
+    return chosen
 
 
 # What was sent must stay as it is until it is received, also if this rank gave up waiting.
@@ -348,8 +338,7 @@ def _verdict(views: dict[int, tuple[tuple[int, ...], str]]) -> DistdlError | Non
     (first, (expected, _)), *_ = views.items()
     for rank, (ranks, problem) in views.items():
         if problem:
-            kind = PartitionError if ranks != expected else ConfigurationError
-            return kind(f"rank {rank}: {problem}")
+            return ConfigurationError(f"rank {rank}: {problem}")
         if ranks != expected:
             return PartitionError(f"rank {first} was given M = {expected} but rank {rank} M = {ranks}")
     return None

@@ -75,7 +75,7 @@ def test_words_and_offsets_are_integers_of_any_kind(meet, comm):
         lambda: me.fetch_add(0.0, 1),
         lambda: me.compare_swap(0, 0, None),
     ):
-        with pytest.raises(TypeError, match="integer"):
+        with pytest.raises((TypeError, ShapeError), match=r"integer|whole number"):
             call()
     for value in (2**63, -(2**63) - 1, np.uint64(2**63)):
         with pytest.raises(ShapeError, match="integers of 64 bits"):
