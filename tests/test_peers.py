@@ -245,3 +245,59 @@ finish()
     _, _err, said = tell(3, body)
     assert set(said) == {0, 1, 2}
     assert all(word in said[2][1] for word in ("MismatchError", "'grads"))
+
+
+NOTES = """
+lone = Machine(comm, transport={!r}, segment_size="8MiB", timeout=8)
+board = lone.segments.get_segment_buffer(0, notifications=comm.size)
+peers = board.exchange(dict.fromkeys([r for r in range(comm.size) if r != comm.rank], ()), "board")
+comm.Barrier()
+begin = time.time()
+"""
+
+
+def test_rank_that_leaves_early_does_not_stop_a_wait_for_another_one(tell):
+    body = """
+if comm.rank == 0:
+    for _ in range(2):
+        board.notify_reset(board.notify_waitsome())
+else:
+    time.sleep(2.5 * (comm.rank - 1))
+    peers[0].notify(comm.rank)
+lone.close()
+"""
+    code, err, _ = tell(3, NOTES.format("auto") + body)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("transport", ["auto", "remote"])
+def test_rank_that_left_is_reported_on_every_way(tell, transport):
+    body = """
+if comm.rank == 1:
+    sys.exit(0)
+try:
+    board.notify_wait(1)
+except Exception as error:
+    told(error)
+"""
+    code, err, said = tell(2, NOTES.format(transport) + body)
+    seconds, text = said[0]
+    assert code == 0, err
+    assert "PeerFailedError: rank 1 failed: it left" in text and seconds < 5
+
+
+def test_program_whose_ranks_end_far_apart_closes_them_together(tell):
+    code, err, _ = tell(2, NOTES.format("auto") + "if comm.rank == 0: time.sleep(6)\n")
+    assert code == 0 and "WARN" not in err, err
+
+
+def test_failed_machine_is_closed_at_once(tell):
+    body = """
+lone.fail(OSError("no more disk"))
+lone.close()
+told(OSError(f"closed: {lone.closed}"))
+"""
+    _, _, said = tell(2, NOTES.format("remote") + body)
+    assert len(said) == 2
+    for seconds, text in said.values():
+        assert "closed: True" in text and seconds < 2
