@@ -10,21 +10,20 @@ import weakref
 from collections.abc import Callable, Iterable
 from operator import index as as_int
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from mpi4py import MPI
 
 from distdl_rma.errors import (
     ClosedError,
     ConfigurationError,
-    DistdlError,
     ExchangeTimeout,
     PartitionError,
 )
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.patience import chosen_timeout
+from distdl_rma.segments.patience import DEFAULT_TIMEOUT, chosen_timeout
 
 __all__ = ["MPIPartition", "Machine"]
 
@@ -32,15 +31,6 @@ __all__ = ["MPIPartition", "Machine"]
 _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
 _CREATE_TAG, _MEET_TAG = 7, 8
-# For a rank whose own timeout is none.
-_DEFAULT_TIMEOUT = 300.0
-
-
-class Tenant(Protocol):
-    """Something whose memory lies in the segment and must leave before that goes."""
-
-    def release(self) -> None:
-        """Leave; local, never refused."""
 
 
 class Machine:
@@ -91,22 +81,18 @@ class Machine:
         base = MPI.COMM_WORLD if comm is None else comm
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
-        self.timeout = _meet(base, self.ranks, timeout)
-        group = base.group.Incl(list(self.ranks))
-        self.comm = base.Create_group(group, _CREATE_TAG)
-        group.Free()
+        _meet(base, self.ranks, timeout)
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._layers = 0
         self._process = os.getpid()
-        self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self.closed = False
+        group = base.group.Incl(list(self.ranks))
+        comm = base.Create_group(group, _CREATE_TAG)
+        group.Free()
         try:
-            self.segments = SegmentManager(
-                self.comm, self.ranks, segment_size, self.timeout, transport, progress
-            )
-        except DistdlError:
-            self.comm.Free()
-            raise
+            self.segments = SegmentManager(comm, self.ranks, segment_size, timeout, transport, progress)
+        finally:
+            # The manager has one of its own.
+            comm.Free()
         atexit.register(self._close_at_exit)
         _watch_exceptions(self)
 
@@ -168,10 +154,6 @@ class Machine:
         self._layers += 1
         return f"{kind}#{self._layers}"
 
-    def before_close(self, tenant: Tenant) -> None:
-        """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
-        self._tenants.add(tenant)
-
     def describe(self) -> dict[str, object]:
         """What this machine is, and how its ranks reach each other; local.
 
@@ -188,7 +170,7 @@ class Machine:
         self.segments.fail(error)
 
     def close(self, timeout: float | None = None) -> None:
-        """Free the segment and the communicator; collective, idempotent.
+        """Free the segment and the communicators; collective, idempotent.
 
         Raises
         ------
@@ -201,19 +183,17 @@ class Machine:
         """
         if self.closed:
             return
-        self.segments.gather_to_close(timeout)
-        for tenant in tuple(self._tenants):
-            tenant.release()
-        self.closed = True
+        self.segments.close(timeout)
         atexit.unregister(self._close_at_exit)
         if self._origin is not None:
             comm, key = self._origin
             comm.Delete_attr(key)
             self._origin = None
-        failed = self.segments.failed
-        self.segments.close()
-        if not failed:
-            self.comm.Free()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the machine was closed."""
+        return self.segments.closed
 
     def _close_at_exit(self) -> None:
         # Closing is collective: only if every rank gets here. A forked process is none of the ranks.
@@ -309,39 +289,28 @@ def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int,
 _sent: list[Any] = []
 
 
-def _meet(comm: MPI.Intracomm, ranks: tuple[int, ...], timeout: float | None) -> float:
-    """Have all ranks of M agree on M, before any call that would hang if they did not; the timeout.
+def _meet(comm: MPI.Intracomm, ranks: tuple[int, ...], timeout: float | None) -> None:
+    """Have all ranks of M agree on M, before any call that would hang if they did not.
 
-    A wrong option on one rank is an error on all of them. The least rank id asks, compares and answers.
+    The least rank id asks, compares and answers.
     """
-    problem, seconds = "", _DEFAULT_TIMEOUT
     try:
         seconds = chosen_timeout(timeout)
-    except ConfigurationError as error:
-        problem = str(error)
-    first, mine = min(ranks), (ranks, problem)
+    except ConfigurationError:
+        # Said on all ranks, with the other options, once they have met.
+        seconds = DEFAULT_TIMEOUT
+    first = min(ranks)
     if comm.rank == first:
         others = [rank for rank in ranks if rank != first]
-        views = {first: mine} | _received(comm, others, seconds)
-        verdict = _verdict(views)
-        _sent.extend(comm.isend(verdict, rank, _MEET_TAG) for rank in others)
+        views = {first: ranks} | _received(comm, others, seconds)
+        _sent.extend(comm.isend(views, rank, _MEET_TAG) for rank in others)
     else:
-        _sent.append(comm.isend(mine, first, _MEET_TAG))
-        verdict = _received(comm, [first], seconds)[first]
+        _sent.append(comm.isend(ranks, first, _MEET_TAG))
+        views = _received(comm, [first], seconds)[first]
     _sent[:] = [request for request in _sent if not request.test()[0]]
-    if verdict is not None:
-        raise verdict
-    return seconds
-
-
-def _verdict(views: dict[int, tuple[tuple[int, ...], str]]) -> DistdlError | None:
-    (first, (expected, _)), *_ = views.items()
-    for rank, (ranks, problem) in views.items():
-        if problem:
-            return ConfigurationError(f"rank {rank}: {problem}")
-        if ranks != expected:
-            return PartitionError(f"rank {first} was given M = {expected} but rank {rank} M = {ranks}")
-    return None
+    for rank, theirs in views.items():
+        if theirs != views[first]:
+            raise PartitionError(f"rank {first} was given M = {views[first]} but rank {rank} M = {theirs}")
 
 
 def _received(comm: MPI.Intracomm, ranks: list[int], seconds: float) -> dict[int, Any]:

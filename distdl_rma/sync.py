@@ -100,7 +100,7 @@ class GradientSync:
         for replica in self._replicas:
             replica.taken_over = True
         # The gradients must leave the segment before it goes.
-        self._machine.before_close(self)
+        self._machine.segments.before_close(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from itertools import groupby
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.fingerprint import fingerprint
 
 __all__ = ["Exchange", "Piece"]
 
@@ -91,11 +91,8 @@ class Exchange:
     @cached_property
     def fingerprint(self) -> int:
         """Number that is equal on all ranks of the same movement, and (almost surely) of no other."""
-        text = "|".join(
-            f"{d.partition.ranks}{d.partition.shape}{d.splits}{d.axes}" for d in (self.source, self.target)
-        )
-        digest = blake2b(f"{text}|{self.transposed}".encode(), digest_size=7).digest()
-        return int.from_bytes(digest, "little")
+        ends = ((d.partition.ranks, d.partition.shape, d.splits, d.axes) for d in (self.source, self.target))
+        return fingerprint(*ends, self.transposed)
 
 
 def by_peer(pieces: tuple[Piece, ...]) -> list[tuple[int, tuple[Piece, ...]]]:

@@ -7,12 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
-from zlib import crc32
 
 import numpy as np
 import torch
 
 from distdl_rma.errors import DistdlError, ProtocolError, ShapeError
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.layers.tensors import DTYPES
 from distdl_rma.machine import Machine
 from distdl_rma.segments.round import Round
@@ -110,7 +110,7 @@ class Plans(Generic[P]):
         self._rank = machine.rank
         self._round: Round | None = None
         if len(self._ranks) > 1:
-            title = f"{name} (shapes, {crc32(arguments.encode()):08x})"
+            title = f"{name} (shapes, {fingerprint(arguments):014x})"
             self._round = Round(machine.segments, self._ranks, _WORDS, np.int64, title)
             weakref.finalize(self, self._round.close)
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.geometry.split import Listed
 from distdl_rma.segments.collective import Collective, Schedule
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.reduction import Array
-from distdl_rma.segments.schedule import Layout, check_lengths, fingerprint
+from distdl_rma.segments.schedule import Layout, check_lengths
 from distdl_rma.segments.team import Team
 
 __all__ = ["AllGather"]

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.segments.collective import Algorithm, Collective, Schedule
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import Waiting
 from distdl_rma.segments.reduction import Array, Reduction, calmly, element_of
 from distdl_rma.segments.round import Round
-from distdl_rma.segments.schedule import Layout, check_count, fingerprint, one_round_is_better
+from distdl_rma.segments.schedule import Layout, check_count, one_round_is_better
 from distdl_rma.segments.team import Team
 
 __all__ = ["Allreduce"]

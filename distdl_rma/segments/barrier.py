@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distdl_rma.errors import ClosedError
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import Waiting
 from distdl_rma.segments.remote import RemoteBuffer
-from distdl_rma.segments.schedule import fingerprint
 
 __all__ = ["Barrier"]
 

@@ -9,9 +9,10 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.errors import PartitionError
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.collective import Collective, Schedule
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.schedule import Layout, check_count, fingerprint
+from distdl_rma.segments.schedule import Layout, check_count
 from distdl_rma.segments.team import Team
 
 __all__ = ["Broadcast"]

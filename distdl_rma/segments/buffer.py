@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, MismatchError, SegmentError, ShapeError
 from distdl_rma.segments.heap import aligned
-from distdl_rma.segments.memory import Layout, as_offset
+from distdl_rma.segments.memory import ArrayLayout, as_offset
 from distdl_rma.segments.patience import Waiting, check_timeout
 from distdl_rma.segments.remote import NOTIFICATION_BITS, RemoteBuffer
 from distdl_rma.segments.transport import Bytes
@@ -76,7 +76,7 @@ class SegmentBuffer:
     def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
         """Typed view of a part of the buffer, ``offset`` bytes from its start; not a copy."""
         self._check()
-        layout, offset = Layout(dtype, shape), as_offset(offset, "view")
+        layout, offset = ArrayLayout(dtype, shape), as_offset(offset, "view")
         if offset < 0 or offset + layout.nbytes > self.nbytes:
             raise ShapeError(
                 f"{layout.nbytes} bytes at offset {offset} are not inside a buffer of {self.nbytes} bytes"

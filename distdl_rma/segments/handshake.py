@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from hashlib import blake2b
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.errors import MismatchError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.patience import Waiting, check_timeout
 from distdl_rma.segments.remote import RemoteBuffer
@@ -128,7 +128,7 @@ class Handshake:
         )
 
     def _remote(self, peer: int, reply: npt.NDArray[np.int64]) -> RemoteBuffer:
-        same = int(reply[_HASH]) == _hash(self._label)
+        same = int(reply[_HASH]) == fingerprint(self._label)
         if not same or int(reply[0]) != self._fingerprint:
             theirs = reply[_TEXT:].tobytes().rstrip(b"\0").decode(errors="replace")
             what = "the same name, another plan" if same else f"{theirs!r}"
@@ -183,18 +183,14 @@ def _clip(label: str) -> bytes:
     return _encoded(label)[:_LABEL]
 
 
-def _hash(label: str) -> int:
-    return int.from_bytes(blake2b(_encoded(label), digest_size=8).digest(), "little", signed=True)
-
-
 def _message(
-    fingerprint: int, place: tuple[int, int, int, int], note: tuple[int, ...], label: str
+    plan: int, place: tuple[int, int, int, int], note: tuple[int, ...], label: str
 ) -> npt.NDArray[np.int64]:
     message = np.zeros(_WORDS, np.int64)
-    message[0] = fingerprint
+    message[0] = plan
     message[1 : _NOTE.start] = place
     message[_NOTE.start : _NOTE.start + len(note)] = note
-    message[_HASH] = _hash(label)
+    message[_HASH] = fingerprint(label)
     text = _clip(label)
     message[_TEXT:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
     return message

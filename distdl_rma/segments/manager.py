@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from operator import index as as_int
+from typing import Protocol
 
 from mpi4py import MPI
 
@@ -37,6 +39,13 @@ class SegmentStats:
     peak: int
     largest_free: int
     owners: dict[str, tuple[int, int]]
+
+
+class Tenant(Protocol):
+    """Something whose memory lies in the segment and must leave before that goes."""
+
+    def release(self) -> None:
+        """Leave; local, never refused."""
 
 
 class SegmentManager:
@@ -107,6 +116,7 @@ class SegmentManager:
             self.counters,
         )
         self.closed = False
+        self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self._meetings: list[MPI.Request] = []
         self._engine: ProgressEngine | None = None
         if check_progress(progress, self.segment.has_remote) == "thread":
@@ -186,13 +196,16 @@ class SegmentManager:
 
     def defer(self, advance: Callable[[], bool]) -> None:
         """Have ``advance()`` called by every wait and every ``progress()`` until it returns True."""
-        if advance not in self._work:
-            self._work.append(advance)
+        # The progress engine goes through the work, and takes out what is done.
+        with self.segment.lock:
+            if advance not in self._work:
+                self._work.append(advance)
 
     def withdraw(self, advance: Callable[[], bool]) -> None:
         """Undo ``defer``; whoever finds its work done early calls it."""
-        if advance in self._work:
-            self._work.remove(advance)
+        with self.segment.lock:
+            if advance in self._work:
+                self._work.remove(advance)
 
     def queue(self, name: str = "queue") -> Queue:
         """Make a queue to post puts and gets to; local."""
@@ -288,6 +301,10 @@ class SegmentManager:
         if self.closed:
             raise ClosedError("segment manager: already closed")
 
+    def before_close(self, tenant: Tenant) -> None:
+        """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
+        self._tenants.add(tenant)
+
     def gather_to_close(self, timeout: float | None = None) -> None:
         """Wait until all ranks are about to close; blocking, collective.
 
@@ -334,6 +351,8 @@ class SegmentManager:
         if self.closed:
             return
         self.gather_to_close(timeout)
+        for tenant in tuple(self._tenants):
+            tenant.release()
         self._reclaim()
         self.stop()
         self.closed = True

@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments.transport import Runs
 
-__all__ = ["Layout", "Part", "as_array", "as_bytes", "as_offset", "as_target", "as_values"]
+__all__ = ["ArrayLayout", "Part", "as_array", "as_bytes", "as_offset", "as_target", "as_values"]
 
 # Numbers of numpy, by kind, in the order in which one kind holds those before it.
 _NUMBERS = "biufc"
@@ -162,7 +162,7 @@ def _packed(data: Any, what: str) -> memoryview:
     return np.ascontiguousarray(as_array(data, what)).reshape(-1).view(np.uint8).data
 
 
-class Layout:
+class ArrayLayout:
     """Type and shape of a row-major array somewhere in a segment.
 
     Raises

@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol
 from distdl_rma.errors import ConfigurationError
 
 __all__ = [
+    "DEFAULT_TIMEOUT",
     "TIMEOUT_VARIABLE",
     "Counters",
     "Patience",
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
-_DEFAULT_TIMEOUT = 300.0
+DEFAULT_TIMEOUT = 300.0
 
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
@@ -175,7 +176,7 @@ def chosen_timeout(seconds: float | None) -> float:
         return check_timeout(seconds)
     text = os.environ.get(TIMEOUT_VARIABLE)
     try:
-        return _DEFAULT_TIMEOUT if text is None else check_timeout(float(text))
+        return DEFAULT_TIMEOUT if text is None else check_timeout(float(text))
     except (ValueError, ConfigurationError):
         raise ConfigurationError(
             f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.segments.collective import Collective, Schedule
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.reduction import Array, Reduction, element_of
-from distdl_rma.segments.schedule import Layout, Span, check_count, check_lengths, fingerprint
+from distdl_rma.segments.schedule import Layout, Span, check_count, check_lengths
 from distdl_rma.segments.team import Team
 
 __all__ = ["ReduceScatter"]

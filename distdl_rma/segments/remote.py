@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, SegmentError, ShapeError
-from distdl_rma.segments.memory import Layout, as_bytes, as_offset, as_target
+from distdl_rma.segments.memory import ArrayLayout, as_bytes, as_offset, as_target
 from distdl_rma.segments.patience import Waiting, check_timeout
 from distdl_rma.segments.queue import Queue, check_queue
 from distdl_rma.segments.remote_array import RemoteArray
@@ -155,7 +155,7 @@ class RemoteBuffer:
 
     def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
-        layout, offset = Layout(dtype, shape), as_offset(offset, "view")
+        layout, offset = ArrayLayout(dtype, shape), as_offset(offset, "view")
         if offset < 0 or offset + layout.nbytes > self.nbytes:
             raise self._outside(offset, layout.nbytes)
         return RemoteArray(self, layout, offset)

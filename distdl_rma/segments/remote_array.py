@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.segments.memory import Layout, as_values
+from distdl_rma.segments.memory import ArrayLayout, as_values
 from distdl_rma.segments.queue import Queue, check_queue
 from distdl_rma.segments.transport import Runs
 
@@ -26,7 +26,7 @@ class RemoteArray:
     ``x`` may be changed on return. A get blocks and returns an array of its own.
     """
 
-    def __init__(self, buffer: RemoteBuffer, layout: Layout, offset: int) -> None:
+    def __init__(self, buffer: RemoteBuffer, layout: ArrayLayout, offset: int) -> None:
         self._buffer = buffer
         self._layout = layout
         self._begin = buffer._offset + offset

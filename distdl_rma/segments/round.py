@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import Waiting
 from distdl_rma.segments.remote import RemoteBuffer
-from distdl_rma.segments.schedule import fingerprint
 
 __all__ = ["Round"]
 

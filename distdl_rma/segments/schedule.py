@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
@@ -21,7 +20,6 @@ __all__ = [
     "check_count",
     "check_lengths",
     "exchange_traffic",
-    "fingerprint",
     "one_round_is_better",
 ]
 
@@ -263,8 +261,3 @@ def check_lengths(count: int | Sequence[int], size: int, who: str) -> tuple[int,
     if len(count) != size:
         raise ShapeError(f"{who!r}: {size} ranks need {size} numbers of elements, got {tuple(count)}")
     return tuple(check_count(number, who) for number in count)
-
-
-def fingerprint(*facts: object) -> int:
-    """Number that is equal on all ranks with the same facts, and (almost surely) on no others."""
-    return int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "little")

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.barrier import Barrier
 from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import Waiting
 from distdl_rma.segments.reduction import Array
-from distdl_rma.segments.schedule import Layout, fingerprint
+from distdl_rma.segments.schedule import Layout
 
 __all__ = ["Team"]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from distdl_rma import ShapeError
-from distdl_rma.segments.memory import Layout, as_bytes, as_target, as_values
+from distdl_rma.segments.memory import ArrayLayout, as_bytes, as_target, as_values
 from tests.segments.strategies import slices
 
 DTYPES = ("uint8", ">i2", "float32", "int64", "complex128", "M8[s]", "U3", [("a", "<i4"), ("b", ">f8")])
@@ -19,7 +19,7 @@ DTYPES = ("uint8", ">i2", "float32", "int64", "complex128", "M8[s]", "U3", [("a"
 @given(slices(), st.sampled_from(DTYPES), st.integers(0, 9))
 def test_the_runs_of_a_slice_are_the_bytes_that_numpy_finds(shape_and_key, dtype, offset):
     shape, key = shape_and_key
-    layout = Layout(dtype, shape)
+    layout = ArrayLayout(dtype, shape)
     segment = np.random.default_rng(1).integers(0, 50, offset + layout.nbytes + 9).astype(np.uint8)
     whole = segment[offset : offset + layout.nbytes].view(layout.dtype).reshape(shape)
     part = layout.part(key)
@@ -33,9 +33,9 @@ def test_the_runs_of_a_slice_are_the_bytes_that_numpy_finds(shape_and_key, dtype
 
 
 def test_what_is_contiguous_in_memory_is_one_run():
-    part = Layout(np.float32, (4, 5, 6)).part((slice(1, 3),))
+    part = ArrayLayout(np.float32, (4, 5, 6)).part((slice(1, 3),))
     assert part.runs(100).offsets == (100 + 4 * 30,) and part.runs(100).nbytes == 2 * 4 * 30
-    assert len(Layout(np.float32, (4, 5, 6)).part((slice(1, 3), slice(0, 2))).runs(0).offsets) == 2
+    assert len(ArrayLayout(np.float32, (4, 5, 6)).part((slice(1, 3), slice(0, 2))).runs(0).offsets) == 2
 
 
 @pytest.mark.parametrize(
@@ -43,22 +43,22 @@ def test_what_is_contiguous_in_memory_is_one_run():
 )
 def test_a_key_that_is_no_slice_of_the_shape_is_refused(key):
     with pytest.raises(ShapeError, match=r"integers and slices|does not fit a peer's array of shape"):
-        Layout(np.int64, (3, 4)).part(key)
+        ArrayLayout(np.int64, (3, 4)).part(key)
 
 
 @pytest.mark.parametrize("shape", [(-1,), (-1, -1), (2, -3)])
 def test_a_negative_extent_is_refused(shape):
     with pytest.raises(ShapeError, match="no segment holds"):
-        Layout(np.int64, shape)
+        ArrayLayout(np.int64, shape)
 
 
 def test_bytes_of_a_huge_shape_do_not_wrap_around():
-    assert Layout(np.int64, (1 << 31, 1 << 31)).nbytes == 1 << 65
+    assert ArrayLayout(np.int64, (1 << 31, 1 << 31)).nbytes == 1 << 65
 
 
 def test_python_objects_do_not_travel():
     with pytest.raises(ShapeError, match="object"):
-        Layout(object, (3,))
+        ArrayLayout(object, (3,))
     for what in (np.array([None]), np.zeros(2, [("a", "i4"), ("b", "O")])):
         with pytest.raises(ShapeError, match="Python objects mean nothing to another process"):
             as_bytes(what, "put")
@@ -168,8 +168,8 @@ def test_a_list_of_other_things_than_numbers_is_refused(data):
 )
 def test_a_layout_of_no_type_or_shape_is_refused(dtype, shape):
     with pytest.raises(ShapeError, match="no segment holds an array"):
-        Layout(dtype, shape)
-    assert Layout("f4", 2).shape == Layout("f4", [2]).shape == (2,)
+        ArrayLayout(dtype, shape)
+    assert ArrayLayout("f4", 2).shape == ArrayLayout("f4", [2]).shape == (2,)
 
 
 def test_a_target_is_the_memory_of_what_was_given():
