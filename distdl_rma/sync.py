@@ -12,7 +12,7 @@ from torch import nn
 from distdl_rma.errors import ClosedError, ConfigurationError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.replica import Replica, broadcast_from_first
-from distdl_rma.layers.tensors import as_tensor, numpy_dtype
+from distdl_rma.layers.tensors import as_tensor, reduction_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
@@ -269,7 +269,7 @@ class _Bucket:
             self.numel += slot.parameter.numel()
         # Behind the gradients one flag per parameter: on how many ranks it had a gradient at all.
         count = self.numel + len(self.slots)
-        kind = numpy_dtype(dtype, self.name)
+        kind = reduction_dtype(dtype)
         self.allreduce = Allreduce(machine.segments, ranks, count, kind, reduction, self.name)
         # Now, in one order: ranks may complete their buckets in different ones.
         self.allreduce.connect()
@@ -284,19 +284,19 @@ class _Bucket:
         if slot.claimed or not fresh or not slot.parameter.requires_grad:
             return None
         slot.claimed = True
-        return self._view(slot, as_tensor(self.allreduce.active))
+        return self._view(slot, as_tensor(self.allreduce.active, slot.dtype))
 
     def put(self, slot: _Slot) -> None:
         """Make sure that a gradient lies in the active buffer."""
         gradient = slot.parameter.grad
-        place = self._view(slot, as_tensor(self.allreduce.active))
+        place = self._view(slot, as_tensor(self.allreduce.active, slot.dtype))
         if gradient is not None and gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient)
         slot.ready = True
 
     def launch(self) -> None:
         """Start the allreduce; gradients that did not come count as zero."""
-        active = as_tensor(self.allreduce.active)
+        active = as_tensor(self.allreduce.active, self.slots[0].dtype)
         for i, slot in enumerate(self.slots):
             if not slot.ready and slot.local and slot.parameter.grad is not None:
                 # Accumulated under no_sync, and not touched by this backward.
@@ -308,7 +308,7 @@ class _Bucket:
 
     def land(self) -> None:
         """Wait, and hand the sums to the parameters."""
-        result = as_tensor(self.allreduce.wait())
+        result = as_tensor(self.allreduce.wait(), self.slots[0].dtype)
         present = result[self.numel :].tolist()
         for slot, ranks_with_gradient in zip(self.slots, present, strict=True):
             if ranks_with_gradient:

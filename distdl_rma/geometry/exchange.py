@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import combinations
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
@@ -12,13 +13,32 @@ from distdl_rma.geometry.fingerprint import fingerprint
 
 __all__ = ["Exchange", "Piece"]
 
+# More boxes than this are not compared with each other; the sum over them is right in any case.
+_COMPARED = 64
+
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of global indices that travels between this rank and a peer."""
+    """A box of global indices that travels between this rank and a peer.
+
+    Parameters
+    ----------
+    peer
+        Rank id of the peer.
+    box
+        Where the elements are in this rank's tensor: in ``x`` if they are sent or stay, else in ``y``.
+    there
+        Where they are in the other tensor, if an image of ``x`` puts them somewhere else.
+    """
 
     peer: int
     box: Box
+    there: Box | None = None
+
+    @property
+    def target(self) -> Box:
+        """Where the elements of a piece that stays are in ``y``."""
+        return self.box if self.there is None else self.there
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,8 @@ class Exchange:
     somebody needs: owners that overlap are summed, needs that overlap are copied, what nobody owns stays
     zero. The adjoint is the same movement read from right to left, ``exchange.T``.
 
+    A periodic ``x`` has several images: with ``images`` it is ``y[box] += x[box - shift]`` for every shift.
+
     Parameters
     ----------
     rank
@@ -37,17 +59,20 @@ class Exchange:
         Who owns what, and who needs what.
     transposed
         Whether sends and receives are swapped: data flows from target to source.
+    images
+        Shifts at which ``x`` appears, one number per dimension; just where it is if there are none.
     """
 
     rank: int
     source: Decomposition
     target: Decomposition
     transposed: bool = False
+    images: tuple[tuple[int, ...], ...] = ()
 
     @property
     def T(self) -> Exchange:  # noqa: N802
         """The adjoint movement: sends and receives swapped."""
-        return Exchange(self.rank, self.source, self.target, not self.transposed)
+        return Exchange(self.rank, self.source, self.target, not self.transposed, self.images)
 
     @property
     def own(self) -> Box:
@@ -61,12 +86,26 @@ class Exchange:
 
     @cached_property
     def _forward(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        return self._pieces(self.source, self.target), self._pieces(self.target, self.source)
+        back = tuple(tuple(-step for step in shift) for shift in self.images)
+        return (
+            self._pieces(self.source, self.target, self.images),
+            self._pieces(self.target, self.source, back),
+        )
 
-    def _pieces(self, mine: Decomposition, theirs: Decomposition) -> tuple[Piece, ...]:
+    def _pieces(
+        self, mine: Decomposition, theirs: Decomposition, shifts: Sequence[tuple[int, ...]]
+    ) -> tuple[Piece, ...]:
         if self.rank not in mine.partition:
             return ()
-        return tuple(Piece(*found) for found in theirs.meeting(mine.box(self.rank)))
+        box = mine.box(self.rank)
+        if not shifts:
+            return tuple(Piece(*found) for found in theirs.meeting(box))
+        pieces = tuple(
+            Piece(peer, there.shift([-step for step in shift]), there)
+            for shift in shifts
+            for peer, there in theirs.meeting(box.shift(shift))
+        )
+        return tuple(piece for _, group in by_peer(pieces) for piece in group)
 
     @cached_property
     def sends(self) -> tuple[Piece, ...]:
@@ -81,7 +120,27 @@ class Exchange:
     @cached_property
     def local(self) -> tuple[Piece, ...]:
         """Pieces that stay on this rank."""
-        return tuple(p for p in self._forward[0] if p.peer == self.rank)
+        return tuple(p for p in self._forward[self.transposed] if p.peer == self.rank)
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether every element of this rank's ``y`` gets one element of ``x`` at most: no sums."""
+        boxes = [piece.target for piece in self.local] + [piece.box for piece in self.receives]
+        if len(boxes) > _COMPARED:
+            return False
+        return all((a & b).empty for a, b in combinations(boxes, 2))
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every element of ``y`` on this rank surely gets an element of ``x``."""
+        boxes = [piece.target for piece in self.local] + [piece.box for piece in self.receives]
+        return self.disjoint and sum(box.volume for box in boxes) == self.need.volume
+
+    @cached_property
+    def idle(self) -> bool:
+        """Whether this rank keeps all that it has, where it is, and talks to no one."""
+        stays = len(self.local) == 1 and self.local[0].target == self.local[0].box == self.own
+        return not self.peers and self.own == self.need and (self.own.empty or stays)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -92,9 +151,12 @@ class Exchange:
     def fingerprint(self) -> int:
         """Number that is equal on all ranks of the same movement, and (almost surely) of no other."""
         ends = ((d.partition.ranks, d.partition.shape, d.splits, d.axes) for d in (self.source, self.target))
-        return fingerprint(*ends, self.transposed)
+        return fingerprint(*ends, self.transposed, *([self.images] if self.images else []))
 
 
 def by_peer(pieces: tuple[Piece, ...]) -> list[tuple[int, tuple[Piece, ...]]]:
     """Pieces grouped by peer, each peer once."""
-    return [(peer, tuple(group)) for peer, group in groupby(pieces, key=lambda piece: piece.peer)]
+    groups: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.peer, []).append(piece)
+    return [(peer, tuple(group)) for peer, group in groups.items()]

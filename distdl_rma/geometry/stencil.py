@@ -8,7 +8,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.split import Split
 
-__all__ = ["Stencil", "Window", "WindowSplit"]
+__all__ = ["InnerSplit", "Stencil", "Window", "WindowSplit"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,51 @@ class WindowSplit:
         if start == stop:
             return (self.window.reads(start, stop)[0],) * 2
         return self.window.reads(start, stop)
+
+
+@dataclass(frozen=True)
+class InnerSplit:
+    """What each part reads of the domain alone, where the padding is made from elements of the domain.
+
+    Parameters
+    ----------
+    base
+        What each part reads, padding included.
+    mode
+        ``"constant"``: the padding reads nothing. ``"replicate"``: it reads the last element.
+        ``"reflect"``: it reads as many elements behind the last as the padding is wide.
+    """
+
+    base: WindowSplit
+    mode: str
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return self.base.parts
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self.base.extent
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part; they cross where the output part is empty."""
+        (start, stop), n = self.base.ends(part), self.extent
+        start, stop = min(max(start, 0), n), min(max(stop, 0), n)
+        if self.mode == "replicate":
+            return min(start, n - 1), max(stop, 1)
+        if self.mode == "reflect":
+            # The same for all parts, so that the ends rise: a little more than some parts near the end need.
+            window = self.base.window
+            return min(start, max(0, n - 1 - window.right)), max(stop, min(n, window.left + 1))
+        return start, stop
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of the domain that a part reads."""
+        start, stop = self.base.interval(part)
+        low, high = self.ends(part)
+        return (low, max(low, high)) if start < stop else (low, low)
 
 
 @dataclass(frozen=True)

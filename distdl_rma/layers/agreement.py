@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,29 +17,45 @@ from distdl_rma.layers.tensors import DTYPES
 from distdl_rma.machine import Machine
 from distdl_rma.segments.round import Round
 
-__all__ = ["Facts", "Plan", "Plans", "common_dtype"]
+__all__ = ["Facts", "Needs", "Plan", "Plans", "common_dtype"]
 
 _DTYPE_CODES = list(DTYPES)
+_INPUT, _WEIGHTS = 1, 2
 _NO_DTYPE = -1
 _MAX_DIMS = 8
 _WORDS = _MAX_DIMS + 4
 _KEPT_PLANS = 16
 
 
+class Needs(NamedTuple):
+    """What any rank of a layer needs the gradient of, so that all of them take part in the backward."""
+
+    input: bool
+    weights: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a backward at all."""
+        return self.input or self.weights
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What one rank says of its input before data moves."""
+    """What one rank says of its input, and of its weights, before data moves."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    needs_grad: bool
+    needs: Needs
     weights: torch.dtype | None = None
 
     @classmethod
     def about(cls, x: torch.Tensor, weight: torch.Tensor | None = None) -> Facts:
-        """Facts about a local tensor, and about the layer's weight."""
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        return cls(tuple(x.shape), x.dtype, needs_grad, None if weight is None else weight.dtype)
+        """Facts about a local tensor, and about the weight that the layer will use."""
+        recording = torch.is_grad_enabled()
+        needs = Needs(
+            recording and x.requires_grad, recording and weight is not None and weight.requires_grad
+        )
+        return cls(tuple(x.shape), x.dtype, needs, None if weight is None else weight.dtype)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -54,16 +70,18 @@ class Facts:
             return words
         code = _DTYPE_CODES.index(self.dtype)
         weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
-        words[: 4 + len(self.shape)] = (len(self.shape), code, self.needs_grad, weights, *self.shape)
+        needs = _INPUT * self.needs.input + _WEIGHTS * self.needs.weights
+        words[: 4 + len(self.shape)] = (len(self.shape), code, needs, weights, *self.shape)
         return words
 
     @classmethod
     def decode(cls, words: Sequence[int]) -> Facts:
         """Facts from the vector of numbers."""
-        dims, code, needs_grad, weights = words[:4]
+        dims, code, needs, weights = words[:4]
         dtype = None if code == _NO_DTYPE else _DTYPE_CODES[code]
         kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
-        return cls(tuple(words[4 : 4 + dims]), dtype, bool(needs_grad), kind)
+        wanted = Needs(bool(needs & _INPUT), bool(needs & _WEIGHTS))
+        return cls(tuple(words[4 : 4 + dims]), dtype, wanted, kind)
 
 
 class Plan(Protocol):
@@ -132,8 +150,8 @@ class Plans(Generic[P]):
         before, plan = self._last
         return plan if before.key == mine.key else None
 
-    def settle(self) -> tuple[P, bool]:
-        """Plan that holds for this call, and whether any rank needs the gradient of its input.
+    def settle(self) -> tuple[P, Needs]:
+        """Plan that holds for this call, and what any rank needs the gradient of.
 
         Blocking until every rank has begun. If it is not the plan that ``begin`` returned, nothing was
         moved: start again on this one. Facts that do not fit together raise the same error on every rank.
@@ -163,11 +181,11 @@ class Plans(Generic[P]):
         if len(self._cache) > _KEPT_PLANS:
             # Its memory goes with the last graph that still needs it.
             self._cache.popitem(last=False)
-        return plan, any(fact.needs_grad for fact in facts.values())
+        return plan, Needs(*(any(both) for both in zip(*(f.needs for f in facts.values()), strict=True)))
 
-    def agree(self, x: torch.Tensor) -> tuple[P, bool]:
+    def agree(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> tuple[P, Needs]:
         """Begin and settle at once, for layers that have nothing to compute in between."""
-        self.begin(x)
+        self.begin(x, weight)
         return self.settle()
 
 

@@ -124,16 +124,16 @@ class SplitConvolution(torch.autograd.Function):
         """Start the halo, convolve local data, wait, convolve remote strips, fuse."""
         plans, local = layer.plans, layer.local
         started = None if guess is None else (guess.start(x), _core(layer, guess.tile, x, weight, bias))
-        plan, needs_grad = plans.settle()
+        plan, needs = plans.settle()
         if started is None or plan is not guess:
             started = plan.start(x), _core(layer, plan.tile, x, weight, bias)
         epoch, y = started
         strips = plan.strips(x, epoch)
         for patch, block in zip(plan.tile.strips, strips, strict=True):
             y[patch.place(plan.tile.outputs)] += local.convolve(patch, block, patch.region, weight, None)
-        if not any(ctx.needs_input_grad[:3]) and not needs_grad:
+        if not any(ctx.needs_input_grad[:3]) and not needs.any:
             ctx.mark_non_differentiable(y)
-        ctx.layer, ctx.plan, ctx.needs_halo = layer, plan, needs_grad
+        ctx.layer, ctx.plan, ctx.needs_halo = layer, plan, needs.input
         ctx.has_bias, ctx.machine = bias is not None, layer.machine
         ctx.save_for_backward(x, weight, *strips)
         return y

@@ -10,7 +10,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Stencil, WindowSplit
 from distdl_rma.layers.movement import Movement
-from distdl_rma.layers.tensors import as_array
+from distdl_rma.layers.tensors import as_tensor, as_words
 from distdl_rma.layers.tile import Tile
 from distdl_rma.machine import Machine
 
@@ -62,12 +62,12 @@ class HaloPlan:
     def start(self, x: torch.Tensor) -> int:
         """Put this rank's edges into the neighbours' slots."""
         channel = self.halo.forward
-        return channel.start(channel.cut(as_array(x)))
+        return channel.start(channel.cut(as_words(x)))
 
     def strips(self, x: torch.Tensor, epoch: int) -> list[torch.Tensor]:
         """Remote data, one block per strip, zero where the domain ends; blocking."""
         blocks = [x.new_zeros((*x.shape[:2], *strip.region.shape)) for strip in self.tile.strips]
-        arrays = [as_array(block) for block in blocks]
+        arrays = [as_words(block) for block in blocks]
         received = self.halo.forward.receive(epoch)
         for (_, view), landing in zip(received, self.landings, strict=True):
             for number, there, here in landing:
@@ -84,12 +84,11 @@ class HaloPlan:
                 block = gradients[number]
                 if block is not None:
                     part[here] = block[there]
-            parts.append(as_array(part))
+            parts.append(as_words(part))
         return channel.start(parts)
 
     def add_adjoint(self, gradient: torch.Tensor, epoch: int) -> None:
         """Add what the readers of this rank's data send back; blocking."""
         channel = self.halo.adjoint
-        target = as_array(gradient)
-        for piece, view in channel.receive(epoch):
-            target[piece.box.slices(channel.exchange.need)] += view
+        for piece, words in channel.receive(epoch):
+            gradient[piece.box.slices(channel.exchange.need)] += as_tensor(words, gradient.dtype)

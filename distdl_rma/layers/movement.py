@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -18,7 +16,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Plans, common_dtype
 from distdl_rma.layers.autograd import anchor, first_derivative, tells_peers
-from distdl_rma.layers.tensors import as_array, as_tensor, numpy_dtype, zero_volume_tensor
+from distdl_rma.layers.tensors import as_tensor, as_words, numpy_dtype, sum_dtype, zero_volume_tensor
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
@@ -32,20 +30,49 @@ class Flight:
         self.movement = movement
         self.shape = shape
         self.token = torch.empty(0)
-        self._sent: tuple[npt.NDArray[Any], int] | None = None
+        self._sent: tuple[torch.Tensor, int] | None = None
 
     def depart(self, channel: Channel, x: torch.Tensor) -> None:
         """Start a channel on ``x``, the local shard that goes in."""
-        array = as_array(x)
-        array = array.reshape(channel.exchange.own.shape) if array.size == 0 else array
-        self._sent = array, channel.start(channel.cut(array))
+        own = channel.exchange.own
+        x = x.detach().to(self.movement.dtype)
+        x = x.reshape(own.shape) if own.empty else x
+        self._sent = x, channel.start(channel.cut(as_words(x)))
 
     def arrive(self, channel: Channel) -> torch.Tensor:
         """Receive what the channel was started for."""
         if self._sent is None:
             raise ProtocolError(f"{channel.name!r}: wait without a start")
-        (array, epoch), self._sent = self._sent, None
-        return as_tensor(channel.gather(array, epoch, np.add))
+        (x, epoch), self._sent = self._sent, None
+        return collect(channel, x, epoch)
+
+
+def collect(channel: Channel, x: torch.Tensor, epoch: int) -> torch.Tensor:
+    """Receive an epoch into a new tensor: own pieces first, then the others' in plan order; blocking.
+
+    Elements that several ranks own are summed, short types in a longer one with one rounding at the end.
+    """
+    exchange, dtype = channel.exchange, x.dtype
+    need, own = exchange.need, exchange.own
+    wide = dtype if exchange.disjoint else sum_dtype(dtype)
+    y = (torch.empty if exchange.complete else torch.zeros)(need.shape, dtype=wide)
+    first = True
+    for piece in exchange.local:
+        _add(y, piece.target.slices(need), x[piece.box.slices(own)], exchange.disjoint or first)
+        first = False
+    for piece, words in channel.receive(epoch):
+        _add(y, piece.box.slices(need), as_tensor(words, dtype), exchange.disjoint or first)
+        first = False
+    return y if wide == dtype else y.to(dtype)
+
+
+def _add(y: torch.Tensor, place: tuple[slice, ...], part: torch.Tensor, fresh: bool) -> None:
+    # What is still zero is overwritten: one pass over the memory less.
+    target = y[place]
+    if fresh:
+        target.copy_(part)
+    else:
+        target += part if part.dtype == y.dtype else part.to(y.dtype)
 
 
 class Movement:
@@ -68,7 +95,7 @@ class Movement:
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
         kind = numpy_dtype(dtype, name)
-        self.machine, self.name = machine, name
+        self.machine, self.name, self.dtype = machine, name, dtype
         self.forward = Channel(machine.segments, exchange, kind, name)
         self.adjoint = Channel(machine.segments, exchange.T, kind, f"{name} (adjoint)")
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
@@ -197,8 +224,8 @@ class Repartition(nn.Module):
         """Move ``x``, the local shard on P_x or a tensor without elements elsewhere."""
         if self._plans is None:
             return x.clone()
-        movement, needs_grad = self._plans.agree(x)
-        y = movement(x if self.P_x.active else x.new_empty(0), needs_grad)
+        movement, needs = self._plans.agree(x)
+        y = movement(x if self.P_x.active else x.new_empty(0), needs.input)
         if self.P_y.active:
             return y
         batch = x.shape[0] if self.preserve_batch and x.dim() else None

@@ -169,7 +169,7 @@ class DistributedInstanceNorm(nn.Module):
         if self._plans is None:
             self._update_running(None, 0)
             return idle(x, (weight, bias))
-        plan, needs_grad = self._plans.agree(x)
+        plan, needs = self._plans.agree(x)
         if use_running:
             mean, variance = (
                 t.to(torch.float64).expand(x.shape[0], -1) for t in (self.running_mean, self.running_var)
@@ -182,7 +182,9 @@ class DistributedInstanceNorm(nn.Module):
         mean = total[0] / plan.count
         variance = (total[1] / plan.count - mean.square()).clamp_(min=0.0)
         self._update_running((mean, variance * (plan.count / (plan.count - 1))), plan.instances)
-        y: torch.Tensor = _InstanceNorm.apply(x, weight, bias, anchor(needs_grad), mean, variance, plan, self)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _InstanceNorm.apply(
+            x, weight, bias, anchor(needs.input), mean, variance, plan, self
+        )  # type: ignore[no-untyped-call]
         return y
 
     def _update_running(self, statistics: tuple[torch.Tensor, torch.Tensor] | None, instances: int) -> None:

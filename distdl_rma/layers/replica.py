@@ -12,7 +12,7 @@ from torch import nn
 from distdl_rma.errors import ProtocolError
 from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.layers.movement import broadcast
-from distdl_rma.layers.tensors import as_tensor, numpy_dtype
+from distdl_rma.layers.tensors import as_tensor, reduction_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
@@ -49,7 +49,8 @@ class Replica:
         self.sinks: dict[str, Sink] = {}
         self.adopted: dict[str, torch.Tensor] = {}
         self.machine = machine
-        self._sum: Allreduce | None = None
+        # The dtype of a layer may change.
+        self._sums: dict[tuple[int, torch.dtype], Allreduce] = {}
         if len(self.ranks) > 1:
             broadcast_from_first(machine, self.ranks, list(parameters.values()), name)
 
@@ -85,17 +86,17 @@ class Replica:
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sum gradients over the ranks; blocking. Returns memory of its own."""
-        count = sum(gradient.numel() for gradient in gradients)
-        if self._sum is None:
-            dtype = numpy_dtype(gradients[0].dtype, self.name)
-            self._sum = Allreduce(
-                self.machine.segments, self.ranks, count, dtype, name=f"{self.name} (gradients)"
-            )
-            weakref.finalize(self, self._sum.close)
-        flat = as_tensor(self._sum.active)
+        count, dtype = sum(gradient.numel() for gradient in gradients), gradients[0].dtype
+        total = self._sums.get((count, dtype))
+        if total is None:
+            name = f"{self.name} (gradients)"
+            total = Allreduce(self.machine.segments, self.ranks, count, reduction_dtype(dtype), name=name)
+            weakref.finalize(self, total.close)
+            self._sums[count, dtype] = total
+        flat = as_tensor(total.active, dtype)
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
-        self._sum.start()
-        parts = torch.split(as_tensor(self._sum.wait()), [gradient.numel() for gradient in gradients])
+        total.start()
+        parts = torch.split(as_tensor(total.wait(), dtype), [gradient.numel() for gradient in gradients])
         return [p.clone().view(g.shape) for p, g in zip(parts, gradients, strict=True)]
 
 

@@ -10,47 +10,121 @@ import torch
 
 from distdl_rma.errors import UnsupportedError
 
-__all__ = ["as_array", "as_tensor", "numpy_dtype", "zero_volume_tensor"]
+__all__ = [
+    "DTYPES",
+    "as_array",
+    "as_tensor",
+    "as_words",
+    "autocast",
+    "numpy_dtype",
+    "reduction_dtype",
+    "sum_dtype",
+    "zero_volume_tensor",
+]
 
-# torch types that numpy has; code numbers travel between ranks, so the order is part of the protocol.
-DTYPES: dict[torch.dtype, Any] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.float16: np.float16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int16: np.int16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
-    torch.complex64: np.complex64,
-    torch.complex128: np.complex128,
+# All types of elements on a CPU. Code numbers travel between ranks, so the order is part of the protocol.
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+# What moves is bits: words of the same size, as torch and as numpy know them.
+_WORDS: dict[int, tuple[torch.dtype, Any]] = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.int16),
+    4: (torch.int32, np.int32),
+    8: (torch.int64, np.int64),
+    16: (torch.complex128, np.complex128),
+}
+# Types that are too short to be summed in, or that torch does not add: summed in another one.
+_SUM_DTYPES: dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.complex32: torch.complex64,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
 }
 
 
 def numpy_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
-    """Numpy type of a torch type.
+    """Numpy type of the words that carry a torch type between ranks.
 
     Raises
     ------
     UnsupportedError
-        If numpy has no such type; names ``what`` it was for.
+        If the type has no elements of its own on a CPU; names ``what`` it was for.
     """
     if dtype not in DTYPES:
-        raise UnsupportedError(f"{what}: dtype {dtype} is not supported yet; use one of {list(DTYPES)}")
-    kind: np.dtype[Any] = np.dtype(DTYPES[dtype])
-    return kind
+        raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
+    words: np.dtype[Any] = np.dtype(_WORDS[dtype.itemsize][1])
+    return words
+
+
+def reduction_dtype(dtype: torch.dtype) -> npt.DTypeLike | str:
+    """Name by which the reductions of the segments know a torch type."""
+    return str(dtype).removeprefix("torch.")
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type in which elements of a type are summed."""
+    return _SUM_DTYPES.get(dtype, dtype)
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Numpy view of a CPU tensor; no copy, no autograd."""
+    """Numpy view of a CPU tensor; no copy, no autograd. bfloat16 becomes uint16 words."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
     array: npt.NDArray[Any] = tensor.detach().numpy()
     return array
 
 
-def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Tensor view of an array, for instance of a segment buffer; no copy."""
-    return torch.from_numpy(array)
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Tensor view of an array, for instance of a segment buffer; no copy.
+
+    Parameters
+    ----------
+    array
+        The array.
+    dtype
+        Type of the same size to see its elements as; as they are if None.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
+
+
+def as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Bits of a CPU tensor as numpy words of the same shape; no copy, except of a lazy conjugate."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    word = _WORDS[plain.dtype.itemsize][0]
+    array: npt.NDArray[Any] = (plain if plain.dtype == word else plain.view(word)).numpy()
+    return array
+
+
+def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Cast as torch's autocast does for operations that gain from a shorter type; as they are without it."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    castable = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if t is not None and t.dtype in castable else t for t in tensors)
 
 
 def zero_volume_tensor(

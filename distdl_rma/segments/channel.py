@@ -247,7 +247,7 @@ class Channel:
         need, own = self.exchange.need, self.exchange.own
         y = np.zeros(need.shape, self.dtype)
         for piece in self.exchange.local:
-            y[piece.box.slices(need)] = x[piece.box.slices(own)]
+            y[piece.target.slices(need)] += x[piece.box.slices(own)]
         for piece, view in self.receive(epoch):
             target = y[piece.box.slices(need)]
             add(target, view, out=target)

@@ -1,0 +1,205 @@
+"""What all distributed layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.agreement import Facts, Plans, common_dtype
+from distdl_rma.layers.autograd import tells_peers
+from distdl_rma.layers.movement import Movement
+from distdl_rma.layers.replica import Replica, idle
+from distdl_rma.layers.tensors import autocast, zero_volume_tensor
+from distdl_rma.layers.weights import Placement, Weights
+from distdl_rma.machine import Machine
+
+__all__ = ["ComposedLayer", "DistributedLayer", "Flow", "deliver", "movement_of", "source_of"]
+
+
+class DistributedLayer(nn.Module):
+    """Machine, name, parameters and callbacks: the base of every distributed layer.
+
+    Construction is collective over the machine: all its ranks build the same layers in the same order.
+
+    Parameters
+    ----------
+    partitions
+        The partitions that the layer works on; all of one machine.
+    name
+        For messages; the kind and a number if None.
+
+    Raises
+    ------
+    PartitionError
+        If the partitions belong to different machines, or to none.
+    """
+
+    def __init__(self, *partitions: Partition, name: str | None = None) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        self.machine = Machine.of(partitions[0])
+        for partition in partitions:
+            if Machine.of(partition) is not self.machine:
+                raise PartitionError(
+                    f"{kind}: the partitions of a layer must belong to one machine, {partitions[0]} and"
+                    f" {partition} do not"
+                )
+        self.name = name or self.machine.layer_name(kind)
+        # Rank ids of all partitions, each once: those that take part in a call.
+        self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
+        self.placed: Weights | None = None
+
+    def place(self, values: Mapping[str, nn.Parameter | None], placements: Mapping[str, Placement]) -> None:
+        """Register the layer's parameters, cut and placed; collective over the machine."""
+        self.placed = Weights(self, self.machine, self.name, values, placements)
+
+    @property
+    def replica(self) -> Replica | None:
+        """Copies of this rank's parameters on other ranks; None without parameters."""
+        return None if self.placed is None else self.placed.replica
+
+    def get_ranks_synch_weights(self) -> list[int]:
+        """Rank ids that hold copies of this rank's weights, itself included; empty if none is needed."""
+        ranks = () if self.replica is None else self.replica.ranks
+        return list(ranks) if len(ranks) > 1 else []
+
+    def get_sizeof_gradients(self) -> int:
+        """Bytes of all parameter gradients of this layer on this rank."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed."""
+        return []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics; 0 without any."""
+        return 0
+
+
+class Flow:
+    """A plan of the form ``y = scatter(compute(gather(x)))``.
+
+    Parameters
+    ----------
+    gather, scatter
+        Movements before and after the local computation; None where there is nothing to move on any rank.
+    facts
+        Whatever the local computation wants to know about this plan.
+    """
+
+    def __init__(self, gather: Movement | None, scatter: Movement | None, **facts: Any) -> None:
+        self.gather, self.scatter = gather, scatter
+        self.facts = facts
+
+    def void(self) -> None:
+        """Nothing was started before all ranks agreed."""
+
+
+class ComposedLayer(DistributedLayer):
+    """A layer that fetches what its outputs read, computes, and hands the results to their owners.
+
+    Subclasses say how a call moves data (``plan``) and what each rank computes (``compute``). Everything
+    else is here: agreement on shapes, parameters, ranks with and without work, the backward of all of
+    them.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Partitions of input and output.
+    P_w
+        Partition of the ranks that compute; P_x if None.
+    name
+        For messages.
+    """
+
+    _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
+
+    def __init__(
+        self, P_x: Partition, P_y: Partition, P_w: Partition | None = None, *, name: str | None = None
+    ) -> None:
+        works = P_x if P_w is None else P_w
+        super().__init__(P_x, P_y, works, name=name)
+        self.P_x, self.P_y = P_x, P_y
+        self._works = works.active
+        self._plans: Plans[Flow] | None = None
+
+    def plan(self, facts: dict[int, Facts]) -> Flow:
+        """Plan for what all ranks said of their inputs; alike on all ranks, errors included."""
+        raise NotImplementedError
+
+    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local output from local input; called on the ranks that compute only."""
+        raise NotImplementedError
+
+    @tells_peers
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to ``x``, the local shard on P_x or a tensor without elements elsewhere."""
+        weights = {} if self.placed is None else self.placed.use()
+        if self.machine.rank not in self.members:
+            return idle(x, weights.values())
+        if self._casts:
+            (x, *cast) = autocast(x, *weights.values())  # type: ignore[assignment]
+            weights = dict(zip(weights, cast, strict=True))  # type: ignore[arg-type]
+        if self._plans is None:
+            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.extra_repr())
+        flow, needs = self._plans.agree(x, next(iter(weights.values()), None))
+        y = x if self.P_x.active else x.new_empty(0)
+        if flow.gather is not None:
+            y = flow.gather(y, needs.input)
+        if self._works:
+            with torch.autocast("cpu", enabled=False):
+                y = self.compute(flow, y, **weights)
+        else:
+            y = idle(y, weights.values())
+        if flow.scatter is not None:
+            y = flow.scatter(y if self._works else y.new_empty(0) + y.sum(), needs.any)
+        batch = x.shape[0] if x.dim() else None
+        return deliver(y, self.P_y.active, batch)
+
+
+def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:
+    """Result of a rank: ``y``, or outside of the output partition a tensor without elements.
+
+    The backward of an empty result reaches what ``y`` came from: other ranks wait for it there.
+    """
+    if active:
+        return y
+    empty = zero_volume_tensor(batch, y.dtype)
+    return empty + y.sum() if y.requires_grad else empty
+
+
+def source_of(P_x: Partition, facts: dict[int, Facts]) -> tuple[Decomposition, torch.dtype]:
+    """Who owns what of an input, and its type.
+
+    Raises
+    ------
+    ShapeError
+        If a rank outside of P_x passes elements, two ranks pass different types, or local shapes do not
+        form a grid.
+    """
+    for rank, fact in facts.items():
+        if rank not in P_x and 0 not in fact.shape:
+            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
+    given = {rank: facts[rank] for rank in P_x.ranks}
+    dtype = common_dtype(given)
+    return Decomposition.from_local_shapes(P_x, {r: fact.shape for r, fact in given.items()}), dtype
+
+
+def movement_of(
+    layer: DistributedLayer,
+    source: Decomposition,
+    target: Decomposition,
+    dtype: torch.dtype,
+    what: str,
+    images: tuple[tuple[int, ...], ...] = (),
+) -> Movement | None:
+    """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
+    exchange = Exchange(layer.machine.rank, source, target, images=images)
+    return None if exchange.idle else Movement(layer.machine, exchange, dtype, f"{layer.name} ({what})")

@@ -1,0 +1,131 @@
+"""Where the parameters of a layer live, and where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.layers.movement import Flight, Movement
+from distdl_rma.layers.replica import Replica
+from distdl_rma.machine import Machine
+
+__all__ = ["Placement", "Weights"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives and where it is used; both cut its global shape.
+
+    Parameters
+    ----------
+    store
+        Which box each rank keeps. Ranks with the same box keep equal copies, whose gradients are summed;
+        ranks outside keep none of it.
+    use
+        Which box each rank needs in a forward; None where it is the one that it keeps. Otherwise the
+        values travel in every forward, and their gradients back in every backward.
+    """
+
+    store: Decomposition
+    use: Decomposition | None = None
+
+    @classmethod
+    def everywhere(cls, machine: Machine, shape: torch.Size) -> Placement:
+        """A copy on every rank of the machine."""
+        return cls(Decomposition.replicated(machine.partition(), shape))
+
+    @property
+    def moves(self) -> bool:
+        """Whether the values travel to where they are used."""
+        return self.use is not None
+
+
+class Weights:
+    """The parameters of one layer, cut and placed.
+
+    Construction registers them with the layer, and makes copies equal: the first rank's values count.
+    Collective over the machine.
+
+    Parameters
+    ----------
+    layer
+        The module that gets the parameters.
+    machine
+        The machine.
+    name
+        Name of the layer.
+    values
+        Name to global initial value, alike on all ranks; None for a parameter that the layer lacks.
+    placements
+        Name to placement, of all that are not None.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        machine: Machine,
+        name: str,
+        values: Mapping[str, nn.Parameter | None],
+        placements: Mapping[str, Placement],
+    ) -> None:
+        self.placements = dict(placements)
+        self._layer, self._machine, self._name = layer, machine, name
+        self._movements: dict[tuple[str, torch.dtype], Movement] = {}
+        for key, value in values.items():
+            if value is None:
+                layer.register_parameter(key, None)
+                continue
+            shard = cut(self.placements[key].store, value.detach())
+            layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
+        self._kept = [key for key, place in self.placements.items() if not place.moves]
+        # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
+        stores = [p.store for p in self.placements.values() if machine.rank in p.store.partition]
+        copies = max((copies_of(store) for store in stores), key=len, default=(machine.rank,))
+        parameters = {key: getattr(layer, key) for key in self.placements}
+        self.replica = Replica(machine, copies, parameters, name)
+
+    def use(self) -> dict[str, torch.Tensor]:
+        """Parameters as this rank uses them in a forward; blocking where they travel."""
+        flights = {
+            key: self._start(key, getattr(self._layer, key), place.use)
+            for key, place in self.placements.items()
+            if place.use is not None
+        }
+        kept: list[torch.Tensor] = [getattr(self._layer, key) for key in self._kept]
+        used = dict(zip(self._kept, self.replica.tie(*kept), strict=True))
+        arrived = {key: flight.movement.wait(flight) for key, flight in flights.items()}
+        return {key: arrived[key] if key in arrived else used[key] for key in self.placements}  # type: ignore[misc]
+
+    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Flight:
+        movement = self._movements.get((key, parameter.dtype))
+        if movement is None:
+            exchange = Exchange(self._machine.rank, one_copy(self.placements[key].store), use)
+            movement = Movement(self._machine, exchange, parameter.dtype, f"{self._name} ({key})")
+            self._movements[key, parameter.dtype] = movement
+        return movement.start(parameter, parameter.requires_grad)
+
+
+def cut(store: Decomposition, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's box of a global tensor, in memory of its own; without elements on ranks outside."""
+    if not store.partition.active:
+        return whole.new_empty(0)
+    return whole[store.slices()].clone(memory_format=torch.contiguous_format)
+
+
+def copies_of(store: Decomposition) -> tuple[int, ...]:
+    """Ranks that keep the same box as this one, itself included."""
+    partition = store.partition
+    index = partition.index_of(partition.me)
+    fixed = {d: i for d, (i, axis) in enumerate(zip(index, store.axes, strict=True)) if axis is not None}
+    return partition.slab(fixed).ranks
+
+
+def one_copy(store: Decomposition) -> Decomposition:
+    """The same boxes, each on the first of the ranks that keep it only."""
+    spare = {d: 0 for d, axis in enumerate(store.axes) if axis is None}
+    return Decomposition(store.partition.slab(spare), store.splits, store.axes)
