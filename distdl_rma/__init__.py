@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from distdl_rma.geometry.partition import Partition
     from distdl_rma.layers.tensors import zero_volume_tensor
     from distdl_rma.machine import Machine, MPIPartition
+    from distdl_rma.state import gather_state_dict, load_global_state_dict
     from distdl_rma.sync import GradientSync
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ _HOMES = {
     "geometry.partition": ("Partition",),
     "layers.tensors": ("zero_volume_tensor",),
     "machine": ("Machine", "MPIPartition"),
+    "state": ("gather_state_dict", "load_global_state_dict"),
     "sync": ("GradientSync",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -66,6 +68,8 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "gather_state_dict",
+    "load_global_state_dict",
     "zero_volume_tensor",
 ]
 

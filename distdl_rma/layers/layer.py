@@ -61,6 +61,11 @@ class DistributedLayer(nn.Module):
         self.placed = Weights(self, self.machine, self.name, values, placements)
 
     @property
+    def layouts(self) -> dict[str, Decomposition]:
+        """Which box of each parameter, and of each buffer that is cut, a rank keeps, by key."""
+        return {} if self.placed is None else {k: p.store for k, p in self.placed.placements.items()}
+
+    @property
     def replica(self) -> Replica | None:
         """Copies of this rank's parameters on other ranks; None without parameters."""
         return None if self.placed is None else self.placed.replica

@@ -1,0 +1,138 @@
+"""The state of a model as one machine would have it: saved, loaded, and moved between partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.layers.layer import DistributedLayer
+from distdl_rma.layers.movement import Movement
+from distdl_rma.layers.weights import one_copy
+from distdl_rma.machine import Machine
+
+__all__ = ["gather_state_dict", "load_global_state_dict"]
+
+
+def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
+    """State of a model with the keys and global shapes of its sequential twin.
+
+    Collective over the machine of the model's layers, blocking.
+
+    Parameters
+    ----------
+    module
+        A distributed layer, or a model with some. What its plain layers hold counts as the same on all
+        ranks.
+    rank
+        Rank id that gets the state, the others get an empty one; None for all ranks.
+
+    Returns
+    -------
+    dict
+        Tensors in memory of their own: what ``load_state_dict`` of the sequential model, ``torch.save`` or
+        :func:`load_global_state_dict` of the same model on other partitions takes.
+
+    Raises
+    ------
+    PartitionError
+        If the layers belong to different machines, or ``rank`` to none of theirs.
+
+    Notes
+    -----
+    Requirements C, and the weight partitions of the layer documents.
+    """
+    state = {key: _own(value) for key, value in module.state_dict().items()}
+    layouts = _layouts(module)
+    if not layouts:
+        return state
+    machine = _machine(module)
+    if rank is not None and rank not in machine.ranks:
+        raise PartitionError(f"rank {rank} is none of the ranks {machine.ranks} of the model's machine")
+    for key in sorted(layouts):
+        state[key] = _whole(machine, key, layouts[key], state[key], rank)
+    return state if rank is None or rank == machine.rank else {}
+
+
+def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load the state of the sequential model into a distributed one: each rank takes its part.
+
+    Local: every rank passes the same global state.
+
+    Parameters
+    ----------
+    module
+        A distributed layer, or a model with some.
+    state
+        Keys and global shapes of the sequential model, in any order.
+    strict
+        As in ``torch.nn.Module.load_state_dict``.
+
+    Returns
+    -------
+    NamedTuple
+        Missing and unexpected keys, as ``load_state_dict`` does.
+
+    Raises
+    ------
+    ShapeError
+        If a tensor does not have the global shape; nothing is loaded then.
+    """
+    mine = dict(state)
+    for key, layout in _layouts(module).items():
+        if key not in mine:
+            continue
+        whole = mine[key]
+        if tuple(whole.shape) != layout.shape:
+            raise ShapeError(
+                f"{key!r} has shape {tuple(whole.shape)}, the model's global shape is {layout.shape}"
+            )
+        mine[key] = whole[layout.slices()] if layout.partition.active else whole.new_empty(0)
+    return module.load_state_dict(mine, strict=strict)
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, DistributedLayer]]:
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, DistributedLayer):
+            yield f"{name}." if name else "", layer
+
+
+def _layouts(module: nn.Module) -> dict[str, Decomposition]:
+    """Who keeps which part, of everything in the state that is not whole on every rank."""
+    found = {}
+    for prefix, layer in _layers(module):
+        for key, layout in layer.layouts.items():
+            if layout.partition.size < layer.machine.size or any(axis is not None for axis in layout.axes):
+                found[prefix + key] = layout
+    return found
+
+
+def _machine(module: nn.Module) -> Machine:
+    machines = {id(layer.machine): layer.machine for _, layer in _layers(module)}
+    if len(machines) != 1:
+        raise PartitionError(f"the layers of the model belong to {len(machines)} machines instead of one")
+    (machine,) = machines.values()
+    return machine
+
+
+def _whole(
+    machine: Machine, key: str, layout: Decomposition, part: torch.Tensor, rank: int | None
+) -> torch.Tensor:
+    everyone = machine.partition()
+    takers = everyone if rank is None else everyone.create_partition_inclusive([machine.ranks.index(rank)])
+    exchange = Exchange(machine.rank, one_copy(layout), Decomposition.replicated(takers, layout.shape))
+    movement = Movement(machine, exchange, part.dtype, f"state of {key!r}")
+    try:
+        with torch.no_grad():
+            return movement(part)
+    finally:
+        movement.close()
