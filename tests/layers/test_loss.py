@@ -1,13 +1,303 @@
 """Losses with a global mean."""
 
 import pytest
+import torch
+from torch import nn
 
-from tests.fuzz.loss import check
+from distdl_rma import MismatchError, PartitionError, ShapeError, UnsupportedError, layers, zero_volume_tensor
+from distdl_rma.layers import (
+    DistributedBCELoss,
+    DistributedBCEWithLogitsLoss,
+    DistributedCrossEntropyLoss,
+    DistributedHuberLoss,
+    DistributedKLDivLoss,
+    DistributedL1Loss,
+    DistributedMSELoss,
+    DistributedNLLLoss,
+    DistributedPoissonNLLLoss,
+    DistributedSmoothL1Loss,
+)
+from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
+from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
+SEEDS = 12
 
 
-@pytest.mark.parametrize("first", range(0, 96, 12))
+@pytest.mark.parametrize("first", range(0, 8 * SEEDS, SEEDS))
 def test_random_losses_equal_the_sequential_ones(P_world, comm, first):
-    for seed in range(first, first + 12):
+    for seed in range(first, first + SEEDS):
         check(P_world, comm, seed)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("width", [1, 7, 12])
+def test_value_and_gradients_equal_the_sequential_ones_on_uneven_shards(P_world, comm, reduction, width):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    x = torch.randn(2, 3, width, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(2, 3, width, dtype=torch.float64)
+    expected = nn.MSELoss(reduction=reduction)(x, target)
+    (3 * expected).backward()
+    local = shard(P_x, x).requires_grad_()
+    loss = DistributedMSELoss(P_x, reduction=reduction)(local, shard(P_x, target))
+    (3 * loss).backward()
+    agree(loss, expected, "value, on every rank")
+    agree(local.grad, shard(P_x, x.grad), "gradient")
+
+
+def test_target_may_need_a_gradient_too(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    x, target = torch.randn(2, 5, 2, dtype=torch.float64).requires_grad_().unbind()
+    local = shard(P_x, target).requires_grad_()
+    DistributedMSELoss(P_x)(shard(P_x, x), local).backward()
+    expected = torch.autograd.grad(nn.MSELoss()(x, target), target)[0]
+    agree(local.grad, shard(P_x, expected), "gradient of the target")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_idle_rank_gets_zero_and_can_call_backward(P_world, comm):
+    P_x = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
+    x = (torch.ones(2, 2) if P_x.active else zero_volume_tensor()).requires_grad_()
+    target = torch.zeros_like(x, requires_grad=True)
+    loss_of = DistributedMSELoss(P_x)
+    loss = loss_of(x, target)
+    loss.backward()
+    assert loss.item() == (1.0 if P_x.active else 0.0)
+    assert x.grad is not None
+    assert target.grad is not None
+    values = DistributedMSELoss(P_x, "none")(x, target)
+    assert values.shape == x.shape
+    if not P_x.active:
+        with pytest.raises(ShapeError, match=r"is not in P_x but passes a tensor of shape \(2, 2\)"):
+            loss_of(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("width", [2, 5])
+def test_classes_that_are_split_are_gathered_for_indices_and_probabilities(P_world, comm, width):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size, 1))
+    x = torch.randn(3, width, 4, dtype=torch.float64, requires_grad=True)
+    indices = torch.randint(0, width, (3, 4))
+    probabilities = torch.softmax(torch.randn(3, width, 4, dtype=torch.float64), 1).requires_grad_()
+    weight = torch.rand(width, dtype=torch.float64)
+    loss = DistributedCrossEntropyLoss(P_x, weight, label_smoothing=0.1)
+    for target in (indices, probabilities):
+        expected = nn.CrossEntropyLoss(weight, label_smoothing=0.1)(x, target)
+        local = shard(P_x, x).requires_grad_()
+        floating = target.is_floating_point()
+        local_target = shard(P_x, target).requires_grad_() if floating else target
+        value = loss(local, local_target)
+        value.backward()
+        agree(value, expected, "value, on every rank")
+        leaves = (x, target) if floating else (x,)
+        for mine, gradient in zip(
+            (local, local_target), torch.autograd.grad(expected, leaves), strict=floating
+        ):
+            agree(mine.grad, shard(P_x, gradient), "gradient")
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.grad(loss(local, indices), local, create_graph=True)
+
+
+@pytest.mark.parametrize("grid", ["batch", "classes"])
+def test_mean_over_nothing_is_not_a_number_and_has_no_gradient(P_world, comm, grid):
+    shape = (comm.size, 1, 1) if grid == "batch" else (1, comm.size, 1)
+    P_x = P_world.create_cartesian_topology_partition(shape)
+    x = shard(P_x, torch.randn(2, 5, 3)).requires_grad_()
+    target = torch.full((x.shape[0], x.shape[2]), 255)
+    loss = DistributedCrossEntropyLoss(P_x, ignore_index=255)(x, target)
+    loss.backward()
+    assert loss.isnan()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert DistributedMSELoss(P_x)(x[:0], x[:0]).isnan()
+    assert DistributedMSELoss(P_x, "sum")(x[:0], x[:0]) == 0
+
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def sample(kind, dtype):
+    """Arguments of a loss and of its sequential twin."""
+    x = torch.rand(64, 9).sigmoid()
+    x = x.log_softmax(1) if kind in ("NLLLoss", "KLDivLoss") else x
+    target = torch.randint(0, 9, (64,)) if kind in CLASSES else torch.rand(64, 9).to(dtype)
+    return x.to(dtype), target
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("kind", ELEMENTWISE + CLASSES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes_and_autocast_are_torchs_and_sums_are_as_good_as_in_float32(
+    P_world, comm, kind, dtype, autocast
+):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    x, target = sample(kind, dtype)
+    rows = slice(comm.rank, None, comm.size)
+    local = x[rows].clone().requires_grad_()
+    with torch.autocast("cpu", enabled=autocast):
+        theirs = getattr(nn, kind)()(x, target)
+        loss = getattr(layers, f"Distributed{kind}")(P_x)(local, target[rows])
+    assert loss.dtype == theirs.dtype
+    loss.backward()
+    wide, truth = x.double().requires_grad_(), target.double() if target.is_floating_point() else target
+    expected = getattr(nn, kind)()(wide, truth)
+    expected.backward()
+    tolerance = TOLERANCES[loss.dtype]
+    torch.testing.assert_close(loss.double(), expected, rtol=tolerance, atol=0)
+    assert local.grad.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(local.grad.double(), wide.grad[rows], rtol=tolerance, atol=tolerance / 100)
+
+
+def test_sum_of_many_is_not_rounded_to_sixteen_bits_on_the_way(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    x = torch.ones(70_001, dtype=torch.float16)
+    assert DistributedL1Loss(P_x)(x, torch.zeros_like(x)) == 1.0
+    with torch.autocast("cpu"):
+        loss = DistributedL1Loss(P_x, "sum")(x, torch.zeros(70_001))
+    assert loss.item() == 70_001 * comm.size
+
+
+def test_kl_divergence_counts_each_sample_of_a_batch_block_once(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    loss = DistributedKLDivLoss(P_x, "batchmean", name="prior")
+    x = torch.randn(3, 5, dtype=torch.float64)
+    agree(loss(shard(P_x, x), shard(P_x, x.exp())), nn.KLDivLoss(reduction="batchmean")(x, x.exp()))
+    if comm.size > 1:
+        x = torch.zeros(3 + (comm.rank == 1), 5)
+        refused(comm, loss, x, x, r"'prior': ranks 0 and 1 share a batch block of P_x .* sizes 3 and 4")
+
+
+def refused(comm, loss, x, target, words):
+    """A call raises the same ShapeError on all ranks, again and again."""
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=words) as caught:
+            loss(x, target)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+def wrong(kind, x, target):
+    """What one rank may do wrong, and the words for it."""
+    yield x, target[:-1], r"input has shape \(3, 4\).* but target \(2,"
+    yield x[0], target, r"input of shape \(4,\) has 1 dimensions but P_x \(.*, 1\) has 2"
+    yield x.long(), target, "input is torch.int64 but a loss needs floating point"
+    if kind in ELEMENTWISE:
+        yield x, target.double(), r"torch.float32 but target \(3, 4\) and torch.float64"
+    else:
+        yield x, target + 3, "Target . is out of bounds"
+        yield x, target.to(torch.int32), "Int"
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE + CLASSES)
+def test_what_is_wrong_on_one_rank_is_refused_on_all_in_the_same_words(P_world, comm, kind):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    last = comm.size - 1
+    loss = getattr(layers, f"Distributed{kind}")(P_x, name="fidelity")
+    x = torch.full((3, 4), 0.25)
+    target = torch.tensor([0, 1, 3]) if kind in CLASSES else x
+    for bad_x, bad_target, words in wrong(kind, x, target):
+        one = (bad_x, bad_target) if comm.rank == last else (x, target)
+        refused(comm, loss, *one, rf"'fidelity': rank {last}: .*{words}")
+    if comm.size > 1:
+        other = x.double() if comm.rank == last else x
+        words = rf"'fidelity': rank 0 passes torch.float32 .* but rank {last} torch.float64"
+        refused(comm, loss, other, target.to(other.dtype) if kind in ELEMENTWISE else target, words)
+    values = comm.allgather(loss(x, target).item())
+    assert len(set(values)) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree_on_the_classes_are_refused(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    loss = DistributedCrossEntropyLoss(P_x)
+    target = torch.zeros(2, dtype=torch.int64)
+    refused(comm, loss, torch.zeros(2, 3 + (comm.rank == 1)), target, "rank 0 .* 3 classes but rank 1 .* 4")
+    either = torch.zeros(2, 3) if comm.rank else target
+    refused(comm, loss, torch.zeros(2, 3), either, "torch.int64 .* but rank 1 torch.float32 and torch.float")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_does_not_fit_is_refused_with_split_classes_too(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    loss, odd = DistributedNLLLoss(P_x, name="label"), comm.rank == comm.size - 1
+    x, target = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    refused(comm, loss, torch.zeros(2 + odd, 3), target, r"'label \(input\)': .* must agree in dimension 0")
+    refused(comm, loss, x, target[: 2 - odd], r"class indices have shape \(2,\)")
+    refused(comm, loss, x.double() if odd else x, target, "torch.float32 but rank . torch.float64")
+    refused(comm, loss, x, x if odd else target, r"'label \(target\)': rank 0 passes torch.int64 but rank")
+    refused(comm, loss, x, target + 99, "rank 0: Target 99 is out of bounds")
+    assert loss(x.requires_grad_(), target) == 0
+
+
+def test_weights_are_global_and_each_rank_takes_its_part(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    x, target, weight = torch.rand(3, 2, 7, dtype=torch.float64)
+    loss = DistributedBCEWithLogitsLoss(P_x, weight, pos_weight=weight[:1])
+    agree(
+        loss(shard(P_x, x), shard(P_x, target)),
+        nn.BCEWithLogitsLoss(weight, pos_weight=weight[:1])(x, target),
+    )
+    assert loss.state_dict().keys() == {"weight", "pos_weight"}
+    if comm.size > 1:
+        part = shard(P_x, x)[:, 1:] if comm.rank == 0 else shard(P_x, x)
+        refused(comm, loss, part, part, r"rank 0: weight has global shape \(2, 7\).*shards must be balanced")
+    refused(comm, loss.float(), x, x, "weight is torch.float32 but input torch.float64")
+
+
+def test_second_derivatives_are_those_of_the_loss_and_of_no_function_of_it(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    loss = DistributedMSELoss(P_x, name="fidelity")
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    gradient = torch.autograd.grad(3 * loss(x, torch.zeros_like(x)), x, create_graph=True)[0]
+    agree(torch.autograd.grad(gradient.sum(), x)[0], torch.full_like(x, 6 / (5 * comm.size)))
+    with pytest.raises(UnsupportedError, match="'fidelity': second derivatives of a nonlinear function"):
+        torch.autograd.grad(loss(x, torch.zeros_like(x)).square(), x, create_graph=True)
+
+
+def test_illegal_arguments_are_refused_at_construction(P_world, comm):
+    line = P_world.create_cartesian_topology_partition((comm.size, 1))
+    with pytest.raises(ShapeError, match=r"reduction is one of .*'none'.*, got 'batchmean'"):
+        DistributedMSELoss(line, reduction="batchmean")
+    for legacy in ({"size_average": True}, {"reduce": False}):
+        with pytest.raises(UnsupportedError, match=f"DistributedBCELoss: {next(iter(legacy))} is not"):
+            DistributedBCELoss(line, **legacy)
+    with pytest.raises(TypeError, match="unexpected argument 'beta'"):
+        DistributedHuberLoss(line, beta=1.0)
+    with pytest.raises(ShapeError, match=r"DistributedHuberLoss: .*delta"):
+        DistributedHuberLoss(line, delta=0.0)
+    with pytest.raises(ShapeError, match=r"DistributedSmoothL1Loss: .*beta"):
+        DistributedSmoothL1Loss(line, beta=-1.0)
+    with pytest.raises(ShapeError, match="label_smoothing must be between"):
+        DistributedCrossEntropyLoss(line, label_smoothing=1.5)
+    with pytest.raises(ShapeError, match=r"weight has one number per class, got shape \(3, 1\)"):
+        DistributedNLLLoss(line, torch.ones(3, 1))
+    with pytest.raises(ShapeError, match="weight is a tensor, got"):
+        DistributedNLLLoss(line, [1.0, 2.0])
+    with pytest.raises(ShapeError, match=r"pos_weight of shape \(3, 1, 1\) has more dimensions than P_x"):
+        DistributedBCEWithLogitsLoss(line, pos_weight=torch.ones(3, 1, 1))
+    with pytest.raises(UnsupportedError, match="weight requires a gradient"):
+        DistributedCrossEntropyLoss(line, torch.ones(3, requires_grad=True))
+    if comm.size > 1:
+        column = P_world.create_cartesian_topology_partition((1, comm.size))
+        with pytest.raises(UnsupportedError, match="reduction='none' with classes split"):
+            DistributedCrossEntropyLoss(column, reduction="none")
+    else:
+        with pytest.raises(PartitionError, match="no dimension for the classes"):
+            DistributedNLLLoss(P_world.create_cartesian_topology_partition(()))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_build_a_loss_with_other_arguments_are_told(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    loss = DistributedPoissonNLLLoss(P_x, full=comm.rank == 0, name="counts")
+    with pytest.raises(MismatchError, match="counts"):
+        loss(torch.ones(2), torch.ones(2))
+
+
+def test_representation_tells_the_arguments(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    loss = DistributedCrossEntropyLoss(P_x, torch.ones(4), ignore_index=3)
+    assert repr(loss) == (
+        "DistributedCrossEntropyLoss(reduction=mean, ignore_index=3, label_smoothing=0.0, weight=(4,),"
+        f" P_x=({comm.size}, 1))"
+    )
