@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import nn
 
-from distdl_rma import layers
+from distdl_rma import ShapeError, layers
 
 ELEMENTWISE = (
     "L1Loss",
@@ -22,7 +22,7 @@ ELEMENTWISE = (
     "PoissonNLLLoss",
 )
 CLASSES = ("CrossEntropyLoss", "NLLLoss")
-KINDS = ELEMENTWISE + CLASSES * 2
+KINDS = ELEMENTWISE + CLASSES * 3
 
 
 @dataclass
@@ -151,16 +151,17 @@ def fill_classes(case, rng, shape, generator, weighted):
     ignored = case.arguments["ignore_index"] = rng.choice([-100, -1, 0, classes - 1, 255])
     extents = shape[: case.classes] + shape[case.classes + 1 :]
     case.target = torch.randint(0, classes, extents, generator=generator)
-    some = torch.rand(extents, generator=generator) < rng.choice([0.0, 0.3, 1.0])
+    some = torch.rand(extents, generator=generator) < rng.choice([0.0, 0.3, 0.3, 0.3, 1.0])
     case.target[some] = ignored
 
 
 def check(P_world, comm, seed: int) -> None:
     """Compare value and gradients of one random case with the sequential ones; collective.
 
-    Raises on every rank if they differ on one.
+    Before that, some cases are broken on one rank, which all have to refuse in the same words. Raises on
+    every rank if something is wrong on one.
     """
-    case, results = run(P_world, comm.size, seed)
+    case, results, refusal = run(P_world, comm.size, seed)
     problems = []
     for what, actual, expected in results:
         try:
@@ -171,13 +172,16 @@ def check(P_world, comm, seed: int) -> None:
     values = comm.allgather(value if case.reduction != "none" and comm.rank in case.members else None)
     if len({v.numpy().tobytes() for v in values if v is not None}) > 1:
         problems.append(f"ranks differ: {values}")
+    refusals = set(comm.allgather(refusal)) - {None}
+    if "not at all" in refusals or len(refusals) > 1:
+        problems.append(f"refused on one rank, on all: {refusals}")
     everyones = comm.allgather(problems)
     assert not any(everyones), f"seed {seed}: {everyones}\n{case}"
 
 
 def run(P_world, size, seed):
     """One case, and its results: what, that of this rank, and its part of the sequential one."""
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} on {size}")
     case = random_case(rng, size)
     generator = torch.Generator().manual_seed(seed)
     P_x = P_world.create_partition_inclusive(case.members).create_cartesian_topology_partition(case.grid)
@@ -193,6 +197,7 @@ def run(P_world, size, seed):
         expected = getattr(nn, case.kind)(reduction=case.reduction, **case.arguments)(x, target)
     loss = getattr(layers, f"Distributed{case.kind}")(P_x, reduction=case.reduction, **case.arguments)
     local = case.cut(x, P_x).requires_grad_(), case.cut(target, P_x).requires_grad_(target_too)
+    refusal = refused(loss, rng, case, *local) if whole and rng.random() < 0.4 else None
     value = loss(*local)
     zero = torch.zeros_like(expected)
     results = [("value", value, (expected if P_x.active else zero) if whole else case.cut(expected, P_x))]
@@ -212,4 +217,23 @@ def run(P_world, size, seed):
             torch.autograd.grad(g, at, v, allow_unused=True, materialize_grads=True)[0] for g, at, v in sides
         )
         results.append(("second derivative", mine_again, case.cut(again, P_x)))
-    return case, results
+    return case, results, refusal
+
+
+def refused(loss, rng, case, input, target):
+    """Words in which the loss refuses what one rank passes; the rank is one of P_x, and random."""
+    broken = [
+        (input.unsqueeze(0), target),
+        (input.detach().real.long(), target),
+        (input, target.new_zeros((*target.shape, 2))),
+    ]
+    if len(case.members) > 1 or case.kind in ELEMENTWISE:
+        broken.append((input.real.float(), target))
+    one, choice = rng.choice(case.members), rng.choice(broken)
+    if not loss.P_x.active:
+        return None
+    try:
+        loss(*choice if loss.machine.rank == one else (input, target))
+    except ShapeError as error:
+        return str(error)
+    return "not at all"

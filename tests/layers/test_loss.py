@@ -21,7 +21,7 @@ from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
 from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
-SEEDS = 12
+SEEDS = 16
 
 
 @pytest.mark.parametrize("first", range(0, 8 * SEEDS, SEEDS))
