@@ -1,6 +1,6 @@
 """The documentation keeps its word: its Python runs, and what it names and links to exists.
 
-The convention for README.md and docs/*.md: the ```python blocks of a page are one program. They run in the
+The convention for README.md and docs/**/*.md: the ```python blocks of a page are one program. They run in the
 order of the page, in one namespace, on two ranks and under a time limit. So a block may use what stood in an
 earlier one, and the page says so. What is to be shown only has another language, or none, or is indented.
 """
@@ -20,7 +20,7 @@ import pytest
 from tests.run_mpi import default_mpiexec, launched
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 RANKS = 2
 SECONDS = 120
@@ -149,5 +149,5 @@ def test_every_line_of_what_is_ordered_names_its_test() -> None:
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
-    linked = re.findall(r"\]\((docs/[\w-]+\.md)", prose(ROOT / "README.md"))
+    linked = re.findall(r"\]\((docs/[\w/-]+\.md)", prose(ROOT / "README.md"))
     assert {name(page) for page in PAGES[1:]} == set(linked)
