@@ -53,8 +53,8 @@ class WholeClasses:
         ShapeError
             On every rank, if the shards do not form a grid or differ in dtype.
         """
-        plan, needs_grad = self._plans.agree(x)
-        return plan(x, needs_grad) if isinstance(plan, Movement) else x
+        plan, needs = self._plans.agree(x)
+        return plan(x, needs.input) if isinstance(plan, Movement) else x
 
     def _plan(self, facts: dict[int, Facts]) -> Movement | _Stay:
         dtype = common_dtype(facts)
