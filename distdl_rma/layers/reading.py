@@ -79,8 +79,8 @@ class Reading:
         if self.mode == "constant":
             y = x.new_full((*x.shape[:_LEADING], *self.region.shape), self.value)
             inside = self.held & self.region
-            if not inside.empty:
-                y[(slice(None), slice(None), *inside.slices(self.region))] = x
+            # Also where nothing lies inside: the backward of this rank must reach the movement.
+            y[(slice(None), slice(None), *inside.slices(self.region))] = x
             return y
         for d, (held, region) in enumerate(zip(self.held.bounds, self.region.bounds, strict=True)):
             if held == region:
