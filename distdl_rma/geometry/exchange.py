@@ -123,6 +123,12 @@ class Exchange:
         return tuple(p for p in self._forward[self.transposed] if p.peer == self.rank)
 
     @cached_property
+    def before_local(self) -> int:
+        """Number of pieces from ranks that come before this one in the order of the partition."""
+        peers = [piece.peer for piece in self._forward[not self.transposed]]
+        return peers.index(self.rank) if self.rank in peers else len(peers)
+
+    @cached_property
     def disjoint(self) -> bool:
         """Whether every element of this rank's ``y`` gets one element of ``x`` at most: no sums."""
         boxes = [piece.target for piece in self.local] + [piece.box for piece in self.receives]

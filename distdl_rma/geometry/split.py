@@ -9,7 +9,7 @@ from typing import Protocol
 
 from distdl_rma.errors import PartitionError
 
-__all__ = ["Balanced", "Listed", "Split", "meeting"]
+__all__ = ["Balanced", "Copies", "Listed", "Split", "meeting"]
 
 
 class Split(Protocol):
@@ -82,6 +82,40 @@ class Listed:
         return self._cuts[part], self._cuts[part + 1]
 
     ends = interval
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Parts of which several hold the same.
+
+    Parameters
+    ----------
+    base
+        What there is to hold.
+    places
+        For every part the part of ``base`` that it holds; these do not fall.
+    """
+
+    base: Split
+    places: tuple[int, ...]
+
+    @property
+    def parts(self) -> int:
+        """Number of parts, copies included."""
+        return len(self.places)
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self.base.extent
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part."""
+        return self.base.ends(self.places[part])
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part."""
+        return self.base.interval(self.places[part])
 
 
 def meeting(split: Split, start: int, stop: int) -> range:
