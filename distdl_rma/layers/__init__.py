@@ -2,6 +2,8 @@
 
 from distdl_rma.layers.classification import DistributedCrossEntropyLoss, DistributedNLLLoss
 from distdl_rma.layers.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
+from distdl_rma.layers.gather import AllGather, ReduceScatter
+from distdl_rma.layers.halo_exchange import HaloExchange
 from distdl_rma.layers.loss import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
@@ -12,14 +14,19 @@ from distdl_rma.layers.loss import (
     DistributedPoissonNLLLoss,
     DistributedSmoothL1Loss,
 )
-from distdl_rma.layers.movement import Movement, Repartition
+from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.norm import (
     DistributedInstanceNorm1d,
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
 )
+from distdl_rma.layers.reduction import AllSumReduce, Broadcast, SumReduce
+from distdl_rma.layers.repartition import DistributedTranspose, Repartition
 
 __all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "Broadcast",
     "DistributedBCELoss",
     "DistributedBCEWithLogitsLoss",
     "DistributedConv1d",
@@ -36,6 +43,10 @@ __all__ = [
     "DistributedNLLLoss",
     "DistributedPoissonNLLLoss",
     "DistributedSmoothL1Loss",
+    "DistributedTranspose",
+    "HaloExchange",
     "Movement",
+    "ReduceScatter",
     "Repartition",
+    "SumReduce",
 ]

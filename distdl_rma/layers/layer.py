@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from distdl_rma.layers.agreement import Facts, Plans, common_dtype
 from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica, idle
-from distdl_rma.layers.tensors import autocast, zero_volume_tensor
+from distdl_rma.layers.tensors import autocast
 from distdl_rma.layers.weights import Placement, Weights
 from distdl_rma.machine import Machine
 
-__all__ = ["ComposedLayer", "DistributedLayer", "Flow", "deliver", "movement_of", "source_of"]
+__all__ = ["ComposedLayer", "DistributedLayer", "Flow", "deliver", "input_dtype", "movement_of", "source_of"]
 
 
 class DistributedLayer(nn.Module):
@@ -176,12 +176,36 @@ def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:
     """
     if active:
         return y
-    empty = zero_volume_tensor(batch, y.dtype)
-    return empty + y.sum() if y.requires_grad else empty
+    return (y.flatten()[:0] if y.numel() else y).reshape((0,) if batch is None else (batch, 0))
 
 
-def source_of(P_x: Partition, facts: dict[int, Facts]) -> tuple[Decomposition, torch.dtype]:
+def input_dtype(P_x: Partition, facts: dict[int, Facts]) -> torch.dtype:
+    """Type of an input.
+
+    Raises
+    ------
+    ShapeError
+        If a rank outside of P_x passes elements, or two ranks of it pass different types.
+    """
+    for rank, fact in facts.items():
+        if rank not in P_x and 0 not in fact.shape:
+            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
+    return common_dtype({rank: facts[rank] for rank in P_x.ranks})
+
+
+def source_of(
+    P_x: Partition, facts: dict[int, Facts], replicate: Collection[int] = ()
+) -> tuple[Decomposition, torch.dtype]:
     """Who owns what of an input, and its type.
+
+    Parameters
+    ----------
+    P_x
+        The ranks that have the input.
+    facts
+        What all ranks say of theirs.
+    replicate
+        Grid dimensions along which the ranks have the same part of it.
 
     Raises
     ------
@@ -189,12 +213,9 @@ def source_of(P_x: Partition, facts: dict[int, Facts]) -> tuple[Decomposition, t
         If a rank outside of P_x passes elements, two ranks pass different types, or local shapes do not
         form a grid.
     """
-    for rank, fact in facts.items():
-        if rank not in P_x and 0 not in fact.shape:
-            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
-    given = {rank: facts[rank] for rank in P_x.ranks}
-    dtype = common_dtype(given)
-    return Decomposition.from_local_shapes(P_x, {r: fact.shape for r, fact in given.items()}), dtype
+    dtype = input_dtype(P_x, facts)
+    shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+    return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype
 
 
 def movement_of(

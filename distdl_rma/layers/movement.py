@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import chain, islice
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 
-from distdl_rma.errors import PartitionError, ProtocolError, ShapeError
+from distdl_rma.errors import ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.agreement import Facts, Plans, common_dtype
-from distdl_rma.layers.autograd import anchor, first_derivative, tells_peers
-from distdl_rma.layers.tensors import as_tensor, as_words, numpy_dtype, sum_dtype, zero_volume_tensor
+from distdl_rma.layers.autograd import anchor, first_derivative
+from distdl_rma.layers.tensors import as_tensor, as_words, numpy_dtype, sum_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
-__all__ = ["Flight", "Movement", "Repartition", "broadcast"]
+__all__ = ["Flight", "Movement", "broadcast"]
 
 
 class Flight:
@@ -35,8 +34,9 @@ class Flight:
     def depart(self, channel: Channel, x: torch.Tensor) -> None:
         """Start a channel on ``x``, the local shard that goes in."""
         own = channel.exchange.own
-        x = x.detach().to(self.movement.dtype)
-        x = x.reshape(own.shape) if own.empty else x
+        dtype = self.movement.dtype
+        # What has no elements may come in any shape and type.
+        x = torch.empty(own.shape, dtype=dtype) if own.empty else x.detach().to(dtype)
         self._sent = x, channel.start(channel.cut(as_words(x)))
 
     def arrive(self, channel: Channel) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Flight:
 
 
 def collect(channel: Channel, x: torch.Tensor, epoch: int) -> torch.Tensor:
-    """Receive an epoch into a new tensor: own pieces first, then the others' in plan order; blocking.
+    """Receive an epoch into a new tensor, blocking.
 
     Elements that several ranks own are summed, short types in a longer one with one rounding at the end.
     """
@@ -56,13 +56,14 @@ def collect(channel: Channel, x: torch.Tensor, epoch: int) -> torch.Tensor:
     need, own = exchange.need, exchange.own
     wide = dtype if exchange.disjoint else sum_dtype(dtype)
     y = (torch.empty if exchange.complete else torch.zeros)(need.shape, dtype=wide)
-    first = True
-    for piece in exchange.local:
-        _add(y, piece.target.slices(need), x[piece.box.slices(own)], exchange.disjoint or first)
-        first = False
-    for piece, words in channel.receive(epoch):
-        _add(y, piece.box.slices(need), as_tensor(words, dtype), exchange.disjoint or first)
-        first = False
+    mine = ((piece.target, x[piece.box.slices(own)]) for piece in exchange.local)
+    theirs = ((piece.box, as_tensor(words, dtype)) for piece, words in channel.receive(epoch))
+    # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
+    before = 0 if exchange.disjoint else exchange.before_local
+    fresh = True
+    for box, part in chain(islice(theirs, before), mine, theirs):
+        _add(y, box.slices(need), part, exchange.disjoint or fresh)
+        fresh = False
     return y if wide == dtype else y.to(dtype)
 
 
@@ -177,69 +178,3 @@ def broadcast(
         machine.rank, Decomposition.replicated(root, flat), Decomposition.replicated(everyone, flat)
     )
     return Movement(machine, exchange, dtype, name)
-
-
-class Repartition(nn.Module):
-    """Move a tensor from one Cartesian partition to another; the result is balanced.
-
-    Collective to construct over the machine; a call involves the ranks of both partitions. The local
-    input may have any size that forms a grid with the others; the local output is the balanced shard.
-
-    Parameters
-    ----------
-    P_x, P_y
-        Input and output partition, with as many dimensions as the tensor.
-    preserve_batch
-        Whether outputs without elements keep the batch size, as shape (b, 0).
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If the partitions differ in their number of dimensions.
-
-    Notes
-    -----
-    Repartition document; requirement B5.
-    """
-
-    def __init__(
-        self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, *, name: str | None = None
-    ) -> None:
-        super().__init__()
-        if P_x.dim != P_y.dim:
-            raise PartitionError(
-                f"P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim} {P_y.shape}"
-            )
-        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
-        self.machine = Machine.of(P_x)
-        self.name = name or self.machine.layer_name("Repartition")
-        members = (*P_x.ranks, *(rank for rank in P_y.ranks if rank not in P_x.ranks))
-        self._member = self.machine.rank in members
-        self._plans = Plans(self.machine, members, self.name, self._plan) if self._member else None
-
-    @tells_peers
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Move ``x``, the local shard on P_x or a tensor without elements elsewhere."""
-        if self._plans is None:
-            return x.clone()
-        movement, needs = self._plans.agree(x)
-        y = movement(x if self.P_x.active else x.new_empty(0), needs.input)
-        if self.P_y.active:
-            return y
-        batch = x.shape[0] if self.preserve_batch and x.dim() else None
-        empty = zero_volume_tensor(batch, y.dtype)
-        # Added to the empty result, so that a backward reaches the movement on this rank too.
-        return empty + y.sum() if y.requires_grad else empty
-
-    def _plan(self, facts: dict[int, Facts]) -> Movement:
-        for rank, fact in facts.items():
-            if rank not in self.P_x and 0 not in fact.shape:
-                raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
-        given = {rank: facts[rank] for rank in self.P_x.ranks}
-        dtype = common_dtype(given)
-        source = Decomposition.from_local_shapes(self.P_x, {r: fact.shape for r, fact in given.items()})
-        target = Decomposition.balanced(self.P_y, source.shape)
-        exchange = Exchange(self.machine.rank, source, target)
-        return Movement(self.machine, exchange, dtype, self.name)

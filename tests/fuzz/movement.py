@@ -1,0 +1,404 @@
+"""Random moving layers against the same operation on global tensors, exactly, on integer-valued data."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import warnings
+from math import prod
+
+import torch
+
+from distdl_rma import Machine
+from distdl_rma.layers import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    HaloExchange,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+)
+
+REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+COMPLEX = [torch.complex64, torch.complex128]
+WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+RARE = [
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex32,
+]
+# Types that torch differentiates.
+SMOOTH = [*REAL, *COMPLEX, torch.complex32]
+
+
+# ------------------------------------------------------------------------------------------ random arguments
+
+
+def random_grid(rng, size, dims):
+    """A grid of so many dimensions and at most so many places."""
+    grids = [grid for grid in itertools.product(range(1, size + 1), repeat=dims) if prod(grid) <= size]
+    largest = [grid for grid in grids if prod(grid) == size]
+    return rng.choice(largest if rng.random() < 0.6 else grids)
+
+
+def random_partition(rng, P_world, grid):
+    ranks = rng.sample(range(P_world.size), prod(grid))
+    if rng.random() < 0.4:
+        ranks.sort()
+    return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(grid)
+
+
+def random_lengths(rng, grid, low=0):
+    """Lengths of the parts of every dimension: balanced, uneven, some empty."""
+    lengths = []
+    for parts in grid:
+        if rng.random() < 0.5:
+            extent = rng.randint(max(low, 1), 7)
+            lengths.append([len(part) for part in torch.arange(extent).tensor_split(parts)])
+        else:
+            lengths.append([rng.randint(0, 4) for _ in range(parts)])
+    return lengths
+
+
+def local_shapes(P, lengths):
+    return {
+        rank: tuple(parts[i] for parts, i in zip(lengths, P.index_of(rank), strict=True)) for rank in P.ranks
+    }
+
+
+def index_in(P, rank, flipped):
+    return P.index_of(rank)[::-1] if flipped else P.index_of(rank)
+
+
+def belongs(few_index, many_index, few_grid):
+    """Whether two places match, from the right, wherever the smaller grid is not 1."""
+    tail = many_index[len(many_index) - len(few_index) :]
+    return all(n == 1 or a == b for a, b, n in zip(few_index, tail, few_grid, strict=True))
+
+
+# ----------------------------------------------------------------------------- the operation, on all shards
+
+
+def assemble(P, shards):
+    """Global tensor of the shards on a grid."""
+
+    def along(d, prefix):
+        if d == P.dim:
+            return shards[P.rank_at(prefix)]
+        return torch.cat([along(d + 1, (*prefix, i)) for i in range(P.shape[d])], dim=d)
+
+    return along(0, ())
+
+
+def cut(P, whole, lengths=None):
+    """Shards of a global tensor: of the given lengths, or as torch splits evenly."""
+    shards = {}
+    for rank in P.ranks:
+        part = whole
+        for d, i in enumerate(P.index_of(rank)):
+            part = (
+                part.tensor_split(P.shape[d], d)[i] if lengths is None else part.split(lengths[d], d)[i]
+            )
+        shards[rank] = part
+    return shards
+
+
+def padded(x, dim, left, right, mode, value):
+    """Tensor padded in one dimension, by its definition."""
+    n = x.shape[dim]
+    index = torch.arange(-left, n + right)
+    if mode in ("zeros", "constant"):
+        shape = list(x.shape)
+        ends = []
+        for width in (left, right):
+            shape[dim] = width
+            ends.append(x.new_full(shape, value if mode == "constant" else 0))
+        return torch.cat([ends[0], x, ends[1]], dim)
+    if mode == "circular":
+        index = index % n
+    elif mode == "replicate":
+        index = index.clamp(0, n - 1)
+    else:
+        index = index.abs()
+        index = torch.where(index >= n, 2 * (n - 1) - index, index)
+    return x.index_select(dim, index)
+
+
+class Case:
+    """One random layer: its partitions, how it is made, local input shapes, and what it shall do."""
+
+    def __init__(self, rng, P_world):
+        self.rng, self.P_world = rng, P_world
+        self.kind = rng.choice(
+            [SumReduce, SumReduce, Broadcast, AllSumReduce, AllGather, ReduceScatter, Repartition, HaloExchange]
+        )
+        self.preserve = rng.random() < 0.5
+        self.options = {}
+        self.dtypes = [*REAL, *REAL, *COMPLEX, *WHOLE, *RARE]
+        getattr(self, f"choose_{self.kind.__name__}")()
+
+    def partition(self, dims):
+        return random_partition(self.rng, self.P_world, random_grid(self.rng, self.P_world.size, dims))
+
+    def choose_SumReduce(self):
+        self.many = self.partition(self.rng.randint(1, 3))
+        self.flip_many, self.flip_few = self.rng.random() < 0.3, self.rng.random() < 0.3
+        grid = self.many.shape[::-1] if self.flip_many else self.many.shape
+        grid = tuple(self.rng.choice([1, n]) for n in grid)
+        first = self.rng.randint(0, len(grid) - 1)
+        while first and prod(grid[:first]) > 1:
+            first -= 1
+        grid = grid[first:]
+        self.few = random_partition(self.rng, self.P_world, grid[::-1] if self.flip_few else grid)
+        few_grid = grid
+        self.groups = {
+            few: [
+                rank
+                for rank in self.many.ranks
+                if belongs(
+                    index_in(self.few, few, self.flip_few),
+                    index_in(self.many, rank, self.flip_many),
+                    few_grid,
+                )
+            ]
+            for few in self.few.ranks
+        }
+        self.P_x, self.P_y = self.many, self.few
+        self.options = {"transpose_src": self.flip_many, "transpose_dest": self.flip_few}
+        self.options["preserve_batch"] = self.preserve
+
+    def choose_Broadcast(self):
+        self.choose_SumReduce()
+        self.P_x, self.P_y = self.few, self.many
+        self.options["transpose_src"], self.options["transpose_dest"] = self.flip_few, self.flip_many
+
+    def choose_axes(self, name):
+        self.P_x = self.P_y = self.partition(self.rng.randint(1, 3))
+        dims = self.P_x.dim
+        self.axes = [d for d in range(dims) if self.rng.random() < 0.6]
+        keep = [d for d in range(dims) if d not in self.axes]
+        if self.rng.random() < 0.5:
+            self.options[name] = [d - self.rng.choice([0, dims]) for d in self.axes]
+        else:
+            self.options["axes_keep"] = keep
+        same = [d for d in range(dims) if d not in self.axes]
+        self.groups = {
+            rank: [r for r in self.P_x.ranks if all(self.at(r)[d] == self.at(rank)[d] for d in same)]
+            for rank in self.P_x.ranks
+        }
+        self.preserve = True
+
+    def at(self, rank):
+        return self.P_x.index_of(rank)
+
+    def choose_AllSumReduce(self):
+        self.choose_axes("axes_reduce")
+
+    def choose_AllGather(self):
+        self.choose_axes("axes_all_gather")
+
+    def choose_ReduceScatter(self):
+        self.choose_axes("axes_reduce_scatter")
+
+    def choose_Repartition(self):
+        dims = self.rng.randint(1, 4)
+        self.P_x, self.P_y = self.partition(dims), self.partition(dims)
+        self.options["preserve_batch"] = self.preserve
+
+    def choose_HaloExchange(self):
+        spatial = self.rng.randint(1, 3)
+        self.P_x = self.P_y = self.partition(2 + spatial)
+        self.mode = self.rng.choice(["zeros", "constant", "reflect", "replicate", "circular"])
+        self.widths = [(self.rng.randint(0, 4), self.rng.randint(0, 4)) for _ in range(spatial)]
+        self.value = self.rng.choice([0, 1, 3]) if self.mode == "constant" else 0
+        # Indexing is not there for the rare types.
+        self.dtypes = [*REAL, *REAL, *COMPLEX, *WHOLE]
+        self.preserve = True
+
+    def make(self):
+        if self.kind is HaloExchange:
+            width = [pair[0] if pair[0] == pair[1] else pair for pair in self.widths]
+            if len({*self.widths}) == 1 and isinstance(width[0], int):
+                width = width[0]
+            return HaloExchange(self.P_x, width, self.mode, self.value)
+        if self.kind in (AllSumReduce, AllGather, ReduceScatter):
+            return self.kind(self.P_x, **self.options)
+        return self.kind(self.P_x, self.P_y, **self.options)
+
+    # New input shapes for every call.
+
+    def shapes(self):
+        if self.kind in (SumReduce, AllSumReduce):
+            found = {}
+            for group in self.groups.values():
+                shape = found.get(group[0]) or self.any_shape()
+                found.update(dict.fromkeys(group, shape))
+            return found
+        if self.kind is Broadcast:
+            return {rank: self.any_shape() for rank in self.P_x.ranks}
+        if self.kind is HaloExchange:
+            return self.halo_shapes()
+        self.lengths = random_lengths(self.rng, self.P_x.shape)
+        if self.kind is ReduceScatter:
+            self.lengths = [
+                [self.rng.randint(0, 6)] * n if d in self.axes else parts
+                for d, (n, parts) in enumerate(zip(self.P_x.shape, self.lengths, strict=True))
+            ]
+        return local_shapes(self.P_x, self.lengths)
+
+    def any_shape(self):
+        return tuple(self.rng.choice([0, 1, 2, 3, 5]) for _ in range(self.rng.randint(0, 3)))
+
+    def halo_shapes(self):
+        self.lengths = random_lengths(self.rng, self.P_x.shape)
+        if self.mode in ("reflect", "replicate", "circular"):
+            for d, pair in enumerate(self.widths):
+                least = max(*pair, 1) + (self.mode == "reflect")
+                if sum(self.lengths[2 + d]) < least:
+                    self.lengths[2 + d][self.rng.randrange(len(self.lengths[2 + d]))] += least
+        return local_shapes(self.P_x, self.lengths)
+
+    def expected(self, x):
+        """Outputs of the ranks of P_y from the inputs of those of P_x."""
+        if self.kind is SumReduce:
+            return {few: sum(x[rank] for rank in group) for few, group in self.groups.items()}
+        if self.kind is Broadcast:
+            return {rank: x[few] for few, group in self.groups.items() for rank in group}
+        if self.kind is AllSumReduce:
+            return {rank: sum(x[other] for other in group) for rank, group in self.groups.items()}
+        if self.kind is Repartition:
+            return cut(self.P_y, assemble(self.P_x, x))
+        if self.kind is AllGather:
+            whole = assemble(self.P_x, x)
+            y = {}
+            for rank in self.P_x.ranks:
+                y[rank] = whole
+                for d, i in enumerate(self.at(rank)):
+                    if d not in self.axes:
+                        y[rank] = y[rank].split(self.lengths[d], d)[i]
+            return y
+        if self.kind is ReduceScatter:
+            y = {}
+            for rank, group in self.groups.items():
+                y[rank] = sum(x[other] for other in group)
+                for d in self.axes:
+                    y[rank] = y[rank].tensor_split(self.P_x.shape[d], d)[self.at(rank)[d]]
+            return y
+        return self.expected_halo(x)
+
+    def expected_halo(self, x):
+        whole = assemble(self.P_x, x)
+        for d, (left, right) in enumerate(self.widths):
+            whole = padded(whole, 2 + d, left, right, self.mode, self.value)
+        y = {}
+        for rank in self.P_x.ranks:
+            part = whole
+            for d, i in enumerate(self.at(rank)):
+                start, length = sum(self.lengths[d][:i]), self.lengths[d][i]
+                extra = sum(self.widths[d - 2]) if d >= 2 and length else 0
+                part = part.narrow(d, start, length + extra)
+            y[rank] = part
+        return y
+
+
+# -------------------------------------------------------------------------------------------------- the check
+
+
+@contextlib.contextmanager
+def pretended_nodes(P_world, rng):
+    """Ranks spread over nodes at random, as far as the layers look."""
+    segment = Machine.of(P_world).segments.segment
+    true, members = segment.nodes, list(segment.nodes[0])
+    if len(true) == 1 and rng.random() < 0.6:
+        rng.shuffle(members)
+        cuts = sorted(rng.sample(range(1, len(members)), rng.randint(0, len(members) - 1)))
+        ends = [0, *cuts, len(members)]
+        segment.nodes = tuple(tuple(members[a:b]) for a, b in itertools.pairwise(ends))
+    try:
+        yield
+    finally:
+        segment.nodes = true
+
+
+def values(rng_torch, shape, wide):
+    low = -2 if wide.is_floating_point or wide.is_complex else 0
+    x = torch.randint(low, 3, shape, generator=rng_torch)
+    if wide.is_complex:
+        return torch.complex(x.double(), torch.randint(-2, 3, shape, generator=rng_torch).double())
+    return x.double()
+
+
+def check(P_world, comm, seed):
+    """Compare one random moving layer with the operation on global tensors; alike on all ranks."""
+    rng = random.Random(seed)
+    with pretended_nodes(P_world, rng), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        case = Case(rng, P_world)
+        layer = case.make()
+        flights = [call(case, layer, comm.rank, rng, seed) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.5:
+            flights.reverse()
+        for finish in flights:
+            finish()
+
+
+def call(case, layer, me, rng, seed):
+    """One forward, compared; returns what runs its backward and compares the gradient."""
+    dtype = rng.choice(case.dtypes)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    shapes = case.shapes()
+    x = {rank: values(generator, shape, dtype).requires_grad_() for rank, shape in shapes.items()}
+    # What each rank really has, if the type has no sign or no more than two values.
+    if dtype == torch.bool:
+        x = {rank: (t.detach() != 0).double().requires_grad_() for rank, t in x.items()}
+    expected = case.expected(x)
+    smooth = dtype in SMOOTH
+    wanting = {rank for rank in case.P_world.ranks if smooth and rng.random() < 0.7}
+    members = {*case.P_x.ranks, *case.P_y.ranks}
+    batch, strided = rng.choice([None, 0, 2, 3]), rng.random() < 0.3
+    if me in shapes:
+        mine = x[me].detach().to(dtype)
+        if strided and mine.dim() > 1:
+            mine = mine.transpose(0, -1).contiguous().transpose(0, -1)
+    else:
+        mine = torch.empty((0,) if batch is None else (batch, 0), dtype=dtype)
+    mine.requires_grad_(me in wanting)
+    what = f"seed {seed}, {layer}, {dtype}, rank {me}"
+    y = layer(mine)
+    assert y.dtype == dtype, what
+    if me in expected:
+        torch.testing.assert_close(y.detach(), expected[me].detach().to(dtype), rtol=0, atol=0, msg=what)
+    else:
+        keeps = case.preserve or me not in members
+        rows = None if not mine.dim() else mine.shape[0] if keeps else None
+        here = mine.shape if me not in members else ((0,) if rows is None else (rows, 0))
+        assert y.shape == here, f"{what}: {y.shape} {here}"
+    assert not y.numel() or y.data_ptr() != mine.data_ptr(), what
+    needed = bool(wanting & members)
+    if me in members:
+        assert y.requires_grad == needed, f"{what}: {y.requires_grad}"
+    gradients = {rank: values(generator, t.shape, dtype) for rank, t in expected.items()}
+
+    def finish():
+        if not smooth:
+            return
+        if needed and me in members:
+            y.backward(gradients[me].to(dtype) if me in gradients else torch.zeros_like(y))
+        if not any(t.requires_grad for t in expected.values()):
+            return
+        torch.autograd.backward(
+            list(expected.values()), [gradients[rank].to(t.dtype) for rank, t in expected.items()]
+        )
+        if me in wanting and me in members:
+            wanted = torch.zeros(mine.shape) if me not in x else x[me].grad
+            assert mine.grad is not None, what
+            torch.testing.assert_close(
+                mine.grad, wanted.to(dtype), rtol=0, atol=0, msg=f"{what}: gradient"
+            )
+
+    return finish
