@@ -101,9 +101,7 @@ def cut(P, whole, lengths=None):
     for rank in P.ranks:
         part = whole
         for d, i in enumerate(P.index_of(rank)):
-            part = (
-                part.tensor_split(P.shape[d], d)[i] if lengths is None else part.split(lengths[d], d)[i]
-            )
+            part = part.tensor_split(P.shape[d], d)[i] if lengths is None else part.split(lengths[d], d)[i]
         shards[rank] = part
     return shards
 
@@ -134,18 +132,25 @@ class Case:
 
     def __init__(self, rng, P_world):
         self.rng, self.P_world = rng, P_world
-        self.kind = rng.choice(
-            [SumReduce, SumReduce, Broadcast, AllSumReduce, AllGather, ReduceScatter, Repartition, HaloExchange]
-        )
+        choices = {
+            SumReduce: self.choose_sum_reduce,
+            Broadcast: self.choose_broadcast,
+            AllSumReduce: self.choose_all_sum_reduce,
+            AllGather: self.choose_all_gather,
+            ReduceScatter: self.choose_reduce_scatter,
+            Repartition: self.choose_repartition,
+            HaloExchange: self.choose_halo_exchange,
+        }
+        self.kind = rng.choice(list(choices))
         self.preserve = rng.random() < 0.5
         self.options = {}
         self.dtypes = [*REAL, *REAL, *COMPLEX, *WHOLE, *RARE]
-        getattr(self, f"choose_{self.kind.__name__}")()
+        choices[self.kind]()
 
     def partition(self, dims):
         return random_partition(self.rng, self.P_world, random_grid(self.rng, self.P_world.size, dims))
 
-    def choose_SumReduce(self):
+    def choose_sum_reduce(self):
         self.many = self.partition(self.rng.randint(1, 3))
         self.flip_many, self.flip_few = self.rng.random() < 0.3, self.rng.random() < 0.3
         grid = self.many.shape[::-1] if self.flip_many else self.many.shape
@@ -172,8 +177,8 @@ class Case:
         self.options = {"transpose_src": self.flip_many, "transpose_dest": self.flip_few}
         self.options["preserve_batch"] = self.preserve
 
-    def choose_Broadcast(self):
-        self.choose_SumReduce()
+    def choose_broadcast(self):
+        self.choose_sum_reduce()
         self.P_x, self.P_y = self.few, self.many
         self.options["transpose_src"], self.options["transpose_dest"] = self.flip_few, self.flip_many
 
@@ -196,21 +201,21 @@ class Case:
     def at(self, rank):
         return self.P_x.index_of(rank)
 
-    def choose_AllSumReduce(self):
+    def choose_all_sum_reduce(self):
         self.choose_axes("axes_reduce")
 
-    def choose_AllGather(self):
+    def choose_all_gather(self):
         self.choose_axes("axes_all_gather")
 
-    def choose_ReduceScatter(self):
+    def choose_reduce_scatter(self):
         self.choose_axes("axes_reduce_scatter")
 
-    def choose_Repartition(self):
+    def choose_repartition(self):
         dims = self.rng.randint(1, 4)
         self.P_x, self.P_y = self.partition(dims), self.partition(dims)
         self.options["preserve_batch"] = self.preserve
 
-    def choose_HaloExchange(self):
+    def choose_halo_exchange(self):
         spatial = self.rng.randint(1, 3)
         self.P_x = self.P_y = self.partition(2 + spatial)
         self.mode = self.rng.choice(["zeros", "constant", "reflect", "replicate", "circular"])
@@ -397,8 +402,6 @@ def call(case, layer, me, rng, seed):
         if me in wanting and me in members:
             wanted = torch.zeros(mine.shape) if me not in x else x[me].grad
             assert mine.grad is not None, what
-            torch.testing.assert_close(
-                mine.grad, wanted.to(dtype), rtol=0, atol=0, msg=f"{what}: gradient"
-            )
+            torch.testing.assert_close(mine.grad, wanted.to(dtype), rtol=0, atol=0, msg=f"{what}: gradient")
 
     return finish

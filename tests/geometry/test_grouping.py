@@ -1,0 +1,119 @@
+"""Which ranks are reduced together: the printed examples of the sum-reduce document, and what they obey."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distdl_rma.errors import PartitionError
+from distdl_rma.geometry.grouping import groups_along, groups_onto, transposed
+from distdl_rma.geometry.partition import Partition
+from tests.geometry.strategies import partitions
+
+WORLD = Partition(tuple(range(48)), (48,), me=0)
+
+
+def grid(shape, first=0):
+    """A partition made as the documents make theirs."""
+    ranks = np.arange(first, first + prod(shape))
+    return WORLD.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
+
+
+def sums(x_shape, y_shape, transpose_src=False, transpose_dest=False):
+    """Index in P_y to the indices in P_x that are summed there."""
+    P_x, P_y = grid(x_shape), grid(y_shape)
+    groups = groups_onto(P_x, P_y, transpose_src, transpose_dest)
+    return {
+        P_y.index_of(root): [P_x.index_of(rank) for rank in group]
+        for root, group in zip(P_y.ranks, groups, strict=True)
+    }
+
+
+def test_example_1_reduces_4_to_1():
+    assert sums((4,), (1,)) == {(0,): [(0,), (1,), (2,), (3,)]}
+
+
+def test_example_2_reduces_2_x_3_to_1():
+    assert sums((2, 3), (1,)) == {(0,): [(i, j) for i in range(2) for j in range(3)]}
+
+
+def test_example_3_reduces_3_x_4_to_3_x_1():
+    assert sums((3, 4), (3, 1)) == {(i, 0): [(i, j) for j in range(4)] for i in range(3)}
+
+
+def test_example_4_reduces_4_x_4_x_3_to_1_x_1_x_3():
+    expected = {(0, 0, k): [(i, j, k) for i in range(4) for j in range(4)] for k in range(3)}
+    assert sums((4, 4, 3), (1, 1, 3)) == expected
+
+
+def test_example_5_does_not_reduce_3_x_3_x_2_to_1_x_1_x_3():
+    with pytest.raises(PartitionError, match=r"\(3, 3, 2\) and \(1, 1, 3\) do not fit"):
+        sums((3, 3, 2), (1, 1, 3))
+
+
+def test_example_6_reduces_1_x_3_to_3_x_1_only_if_one_is_transposed():
+    with pytest.raises(PartitionError, match=r"\(1, 3\) and \(3, 1\) do not fit"):
+        sums((1, 3), (3, 1))
+    expected = {(i, 0): [(0, i)] for i in range(3)}
+    assert sums((1, 3), (3, 1), transpose_src=True) == expected
+    assert sums((1, 3), (3, 1), transpose_dest=True) == expected
+
+
+def test_example_7_reduces_3_x_4_to_1_x_3_if_the_source_is_transposed():
+    assert sums((3, 4), (1, 3), transpose_src=True) == {(0, i): [(i, j) for j in range(4)] for i in range(3)}
+
+
+def test_example_8_reduces_3_x_4_to_4_x_1_if_the_destination_is_transposed():
+    assert sums((3, 4), (4, 1), transpose_dest=True) == {(j, 0): [(i, j) for i in range(3)] for j in range(4)}
+
+
+def test_4_x_3_x_1_transposed_behaves_as_1_x_3_x_4():
+    turned = sums((4, 3, 1), (1, 4), transpose_src=True)
+    assert turned == {(0, k): [(k, j, 0) for j in range(3)] for k in range(4)}
+    assert transposed(grid((4, 3, 1))).shape == (1, 3, 4)
+
+
+def test_transposition_comes_before_the_extension_with_ones():
+    # 3 x 4 counts as 1 x 4 x 3, not as 4 x 3 x 1.
+    found = sums((2, 4, 3), (3, 4), transpose_dest=True)
+    assert found == {(j, i): [(k, i, j) for k in range(2)] for j in range(3) for i in range(4)}
+    with pytest.raises(PartitionError, match=r"\(3, 4\) transposed to \(4, 3\)"):
+        sums((4, 3, 2), (3, 4), transpose_dest=True)
+
+
+def test_printed_program_sums_4_subtensors_each():
+    groups = groups_onto(grid([4, 3]), grid([1, 3]), False, False)
+    assert groups == ((0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11))
+
+
+def test_the_smaller_grid_has_no_more_dimensions():
+    with pytest.raises(PartitionError, match=r"\(4,\) and \(1, 4\) do not fit"):
+        sums((4,), (1, 4))
+
+
+def test_only_the_smaller_grid_may_have_a_one():
+    with pytest.raises(PartitionError, match=r"\(1,\) and \(4,\) do not fit"):
+        sums((1,), (4,))
+
+
+@given(partition=st.integers(1, 3).flatmap(partitions))
+def test_transposing_moves_i_j_k_to_k_j_i_and_back(partition):
+    turned = transposed(partition)
+    assert all(turned.index_of(rank) == partition.index_of(rank)[::-1] for rank in partition.ranks)
+    assert transposed(turned) == partition
+
+
+@given(partition=st.integers(1, 3).flatmap(partitions), data=st.data())
+def test_groups_part_the_ranks_in_their_order(partition, data):
+    axes = data.draw(st.sets(st.integers(0, partition.dim - 1)))
+    groups = groups_along(partition, axes)
+    assert sorted(rank for group in groups for rank in group) == sorted(partition.ranks)
+    for group in groups:
+        assert list(group) == [rank for rank in partition.ranks if rank in group]
+        kept = {tuple(i for d, i in enumerate(partition.index_of(rank)) if d not in axes) for rank in group}
+        assert len(kept) == 1
+    assert {len(group) for group in groups} == {prod(partition.shape[d] for d in axes)}

@@ -1,0 +1,133 @@
+"""Broadcasts and sums in stages: the same as at once, whatever the nodes, and no rank talks to all others."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.stages import all_reduction, broadcast, reduction, reversed_stages
+from tests.geometry.simulation import equal, execute, product_of
+from tests.geometry.strategies import RANKS, one_of
+
+many = settings(max_examples=100)
+
+
+@st.composite
+def groups_of_ranks(draw):
+    """Disjoint groups of ranks in any order, the length of their vectors, and a root for each."""
+    order = draw(st.permutations(range(RANKS)))
+    cuts = sorted(draw(st.sets(st.integers(1, RANKS), min_size=1, max_size=3)))
+    groups = tuple(tuple(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False))
+    lengths = [draw(one_of(5, 4, 3, 7, 2, 1, 0, 5000)) for _ in groups]
+    roots = draw(st.permutations(range(RANKS)))[: len(groups)]
+    return groups, lengths, roots
+
+
+@st.composite
+def nodes(draw):
+    """Number of the node of each rank."""
+    return [draw(st.integers(0, 3)) for _ in range(RANKS)].__getitem__
+
+
+def play(stages, x):
+    """Vectors of all ranks after the movements, and all plans of the ranks."""
+    for source, target in stages:
+        plans = {rank: Exchange(rank, source, target) for rank in range(RANKS)}
+        empty = np.zeros(0, int)
+        x = execute(plans, {rank: x[rank] if rank in source.partition else empty for rank in plans})
+    return x
+
+
+def vectors(groups, lengths, seed):
+    rng = np.random.default_rng(seed)
+    x = {rank: np.zeros(0, int) for rank in range(RANKS)}
+    x |= {rank: rng.integers(-9, 10, n) for group, n in zip(groups, lengths, strict=True) for rank in group}
+    return x
+
+
+@many
+@given(case=groups_of_ranks(), node_of=nodes())
+def test_reduction_over_nodes_sums_every_group_at_its_root(case, node_of):
+    groups, lengths, roots = case
+    x = vectors(groups, lengths, 1)
+    y = play(reduction(groups, roots, lengths, node_of, 0), x)
+    for group, root in zip(groups, roots, strict=True):
+        assert np.array_equal(y[root], sum(x[rank] for rank in group))
+    assert all(y[rank].size == 0 for rank in range(RANKS) if rank not in roots)
+
+
+@many
+@given(case=groups_of_ranks(), node_of=nodes())
+def test_broadcast_over_nodes_is_the_adjoint_of_the_reduction(case, node_of):
+    groups, lengths, roots = case
+    there, back = (
+        reduction(groups, roots, lengths, node_of, 0),
+        broadcast(roots, groups, lengths, node_of, 0),
+    )
+    x, g = vectors(groups, lengths, 1), vectors([(root,) for root in roots], lengths, 2)
+    copies = play(back, g)
+    for group, root in zip(groups, roots, strict=True):
+        assert all(np.array_equal(copies[rank], g[root]) for rank in group)
+    assert product_of(play(there, x), g) == product_of(x, copies)
+
+
+@many
+@given(case=groups_of_ranks(), node_of=nodes())
+def test_all_reduction_over_nodes_gives_every_rank_the_sum_of_its_group(case, node_of):
+    groups, lengths, _ = case
+    x = vectors(groups, lengths, 1)
+    stages = all_reduction(groups, lengths, node_of, 0)
+    y = play(stages, x)
+    for group in groups:
+        assert all(np.array_equal(y[rank], sum(x[other] for other in group)) for rank in group)
+    assert equal(play(reversed_stages(stages), x), y)
+
+
+def messages(stages, rank):
+    """Messages that a rank sends and receives in each stage."""
+    plans = [Exchange(rank, *ends) for ends in stages]
+    return [(len(plan.sends), len(plan.receives)) for plan in plans]
+
+
+def test_one_node_needs_one_movement():
+    group = (tuple(range(48)),)
+    assert len(reduction(group, [0], [10], lambda rank: 0, 0)) == 1
+    assert len(broadcast([0], group, [10], lambda rank: 0, 0)) == 1
+
+
+@pytest.mark.parametrize("root", [0, 500, 1023])
+def test_no_rank_of_1024_on_32_nodes_talks_to_more_than_62_others(root):
+    groups, lengths = (tuple(range(1024)),), [100_000]
+    there = reduction(groups, [root], lengths, lambda rank: rank // 32, 0)
+    back = broadcast([root], groups, lengths, lambda rank: rank // 32, 0)
+    assert messages(there, root) == [(0, 31), (0, 31)]
+    assert messages(back, root) == [(31, 0), (31, 0)]
+    for rank in range(1024):
+        counts = list(chain(*messages(there, rank), *messages(back, rank)))
+        assert max(counts) <= 31
+
+
+def test_a_root_elsewhere_gets_one_vector_of_the_node():
+    groups = (tuple(range(8)),)
+    stages = reduction(groups, [8], [10], lambda rank: rank // 8, 0)
+    assert messages(stages, 8) == [(0, 0), (0, 1)]
+
+
+def test_4096_nodes_of_one_rank_make_a_tree():
+    groups = (tuple(range(4096)),)
+    stages = reduction(groups, [7], [10], lambda rank: rank, 0)
+    assert messages(stages, 7) == [(0, 31), (0, 31), (0, 3)]
+
+
+def test_all_reduction_of_1024_ranks_on_32_nodes_moves_two_vectors_per_rank():
+    groups, n = (tuple(range(1024)),), 1 << 15
+    stages = all_reduction(groups, [n], lambda rank: rank // 32, 0)
+    for rank in (0, 31, 500, 1023):
+        assert messages(stages, rank) == [(31, 31)] * 4
+        sent = sum(piece.box.volume for ends in stages for piece in Exchange(rank, *ends).sends)
+        assert sent <= 2.1 * n

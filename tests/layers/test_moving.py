@@ -1,0 +1,158 @@
+"""What all layers that move data have in common, and a random search over their arguments."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from distdl_rma import ShapeError, UnsupportedError, zero_volume_tensor
+from distdl_rma.layers import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    HaloExchange,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+)
+from tests.fuzz.movement import check
+
+pytestmark = pytest.mark.mpi
+
+CHUNKS, SEEDS = 8, 12
+
+
+def grid(P_world, *shape):
+    return P_world.create_cartesian_topology_partition(shape)
+
+
+def first(P_world):
+    return P_world.create_partition_inclusive([0]).create_cartesian_topology_partition([1, 1, 1])
+
+
+LAYERS = {
+    "Repartition": lambda P: Repartition(grid(P, 1, 1, P.size), grid(P, P.size, 1, 1), name="it"),
+    "Broadcast": lambda P: Broadcast(first(P), grid(P, 1, 1, P.size), name="it"),
+    "SumReduce": lambda P: SumReduce(grid(P, 1, 1, P.size), first(P), name="it"),
+    "AllSumReduce": lambda P: AllSumReduce(grid(P, 1, 1, P.size), axes_reduce=2, name="it"),
+    "AllGather": lambda P: AllGather(grid(P, 1, 1, P.size), axes_all_gather=2, name="it"),
+    "ReduceScatter": lambda P: ReduceScatter(grid(P, 1, 1, P.size), axes_reduce_scatter=2, name="it"),
+    "HaloExchange": lambda P: HaloExchange(grid(P, 1, 1, P.size), 1, "circular", name="it"),
+}
+each_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+
+
+def input_of(layer, rows=2, dtype=torch.float64):
+    """Random integers where the layer takes its input."""
+    if not layer.P_x.active:
+        return zero_volume_tensor(rows, dtype)
+    torch.manual_seed(layer.P_x.me)
+    return torch.randint(-9, 9, (rows, 3, 4)).to(dtype)
+
+
+def product_of(comm, a, b):
+    return comm.allreduce(float((a * b).sum()))
+
+
+@each_layer
+def test_adjoint_identity_holds_exactly(P_world, comm, make):
+    layer = make(P_world)
+    x = input_of(layer).requires_grad_()
+    y = layer(x)
+    gradient = torch.randint(-9, 9, y.shape).double()
+    y.backward(gradient)
+    assert product_of(comm, y.detach(), gradient) == product_of(comm, x.detach(), x.grad)
+
+
+@each_layer
+def test_gradients_accumulate_over_calls_in_any_order(P_world, make):
+    layer = make(P_world)
+    x = input_of(layer).requires_grad_()
+    layer(x).square().sum().backward()
+    once = x.grad.clone()
+    x.grad = None
+    two = [layer(x).square().sum() for _ in range(2)]
+    two[1].backward(retain_graph=True)
+    two[0].backward()
+    assert torch.equal(x.grad, 2 * once)
+    two[1].backward()
+    assert torch.equal(x.grad, 3 * once)
+    (layer(x).square().sum() + layer(x).square().sum()).backward()
+    assert torch.equal(x.grad, 5 * once)
+
+
+@each_layer
+def test_checkpointed_is_the_same(P_world, make):
+    layer = make(P_world)
+    x = input_of(layer).requires_grad_()
+    y = layer(x * 2)
+    y.square().sum().backward()
+    expected, x.grad = x.grad, None
+    again = checkpoint(lambda x: layer(x * 2), x, use_reentrant=False)
+    assert torch.equal(again, y)
+    again.square().sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@each_layer
+def test_activations_in_place_before_and_after_are_the_same(P_world, make):
+    layer = make(P_world)
+    gradients = []
+    for inplace in (False, True):
+        x = input_of(layer).requires_grad_()
+        relu = torch.nn.ReLU(inplace)
+        relu(layer(relu(x - 1)) - 2 if not inplace else layer(relu(x - 1)).sub_(2)).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@each_layer
+def test_shapes_may_change_from_call_to_call(P_world, make):
+    layer = make(P_world)
+    whole = {rows: layer(input_of(layer, rows)) for rows in (1, 2, 3)}
+    with torch.no_grad():
+        for rows in (2, 3, 1, 3):
+            y = layer.eval()(input_of(layer, rows))
+            assert torch.equal(y, whole[rows])
+            assert not y.requires_grad
+
+
+@each_layer
+def test_one_rank_alone_may_need_the_gradient(P_world, comm, make):
+    layer = make(P_world)
+    full = input_of(layer).requires_grad_()
+    layer(full).square().sum().backward()
+    for alone in range(comm.size):
+        x = input_of(layer).requires_grad_(comm.rank == alone)
+        y = layer(x)
+        assert y.requires_grad
+        y.square().sum().backward()
+        assert torch.equal(x.grad, full.grad) if comm.rank == alone else x.grad is None
+
+
+@each_layer
+def test_second_derivatives_are_refused(P_world, make):
+    layer = make(P_world)
+    x = input_of(layer).requires_grad_()
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.mpi(min_size=2)
+@each_layer
+def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm, make):
+    layer = make(P_world)
+    before = layer(input_of(layer))
+    if layer.P_x.size > 1:
+        with pytest.raises(ShapeError, match="'it': rank 0 passes torch.float64 but rank 1 torch.float32"):
+            layer(input_of(layer, dtype=torch.float32 if comm.rank == 1 else torch.float64))
+    else:
+        with pytest.raises(ShapeError, match="'it': rank 1 is not in P_x but passes a tensor of shape"):
+            layer(torch.ones(1) if comm.rank == 1 else input_of(layer))
+    assert torch.equal(layer(input_of(layer)), before)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, chunk):
+    for seed in range(chunk * SEEDS, (chunk + 1) * SEEDS):
+        check(P_world, comm, seed)

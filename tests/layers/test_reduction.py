@@ -1,0 +1,210 @@
+"""Broadcast and sum-reduction: the printed examples, and what the sum-reduce document promises."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma import Machine, PartitionError, ShapeError, zero_volume_tensor
+from distdl_rma.layers import AllSumReduce, Broadcast, SumReduce
+
+pytestmark = pytest.mark.mpi
+
+
+def partition(P_world, ranks, shape):
+    return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
+
+
+def input_of(P_x, shape, dtype=torch.float64):
+    """Integers that tell the ranks apart."""
+    return torch.full(shape, 10.0 ** (P_x.rank or 0)).to(dtype) if P_x.active else zero_volume_tensor()
+
+
+def total(ranks):
+    return float(sum(10**rank for rank in ranks))
+
+
+@contextlib.contextmanager
+def pretended_nodes(P_world, nodes):
+    """Ranks on other nodes than they are, as far as the layers look."""
+    segment = Machine.of(P_world).segments.segment
+    true, segment.nodes = segment.nodes, nodes
+    try:
+        yield
+    finally:
+        segment.nodes = true
+
+
+@pytest.mark.mpi(min_size=4)
+def test_printed_program_on_4_of_its_ranks(P_world):
+    # As printed, with 2 x 2 ranks instead of 4 x 3.
+    P_x_base = P_world.create_partition_inclusive(np.arange(0, 4))
+    P_x = P_x_base.create_cartesian_topology_partition([2, 2])
+
+    P_y_base = P_world.create_partition_inclusive(np.arange(0, 2))
+    P_y = P_y_base.create_cartesian_topology_partition([1, 2])
+
+    x_local_shape = np.array([7, 5])
+
+    layer = SumReduce(P_x, P_y, preserve_batch=False)
+
+    x = zero_volume_tensor()
+    if P_x.active:
+        x = torch.rand(*x_local_shape)
+
+    y = layer(x)
+
+    assert y.shape == ((7, 5) if P_y.active else (0,))
+
+
+# Printed examples with extents of 2 at most: grids, transpositions, and what each rank of P_y sums.
+FITTING = {
+    "1": ((4,), (1,), False, False, [[0, 1, 2, 3]]),
+    "2": ((2, 2), (1,), False, False, [[0, 1, 2, 3]]),
+    "3": ((2, 2), (2, 1), False, False, [[0, 1], [2, 3]]),
+    "4": ((2, 1, 2), (1, 1, 2), False, False, [[0, 2], [1, 3]]),
+    "6, source transposed": ((1, 4), (4, 1), True, False, [[0], [1], [2], [3]]),
+    "6, destination transposed": ((1, 4), (4, 1), False, True, [[0], [1], [2], [3]]),
+    "7": ((2, 2), (1, 2), True, False, [[0, 1], [2, 3]]),
+    "8": ((2, 2), (2, 1), False, True, [[0, 2], [1, 3]]),
+}
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("example", FITTING.values(), ids=FITTING)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)], ids=str)
+def test_printed_example(P_world, example, shape):
+    x_grid, y_grid, src, dest, sums = example
+    P_x = partition(P_world, range(4), x_grid)
+    P_y = partition(P_world, reversed(range(4 - len(sums), 4)), y_grid)
+    y = SumReduce(P_x, P_y, transpose_src=src, transpose_dest=dest)(input_of(P_x, shape))
+    if P_y.active:
+        assert torch.equal(y, torch.full(shape, total(sums[P_y.rank]), dtype=torch.float64))
+    copy = Broadcast(P_y, P_x, transpose_src=dest, transpose_dest=src)(input_of(P_y, shape))
+    root = next(at for at, group in enumerate(sums) if P_x.rank in group)
+    assert torch.equal(copy, torch.full(shape, total([root]), dtype=torch.float64))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_grids_that_do_not_fit_are_refused_with_both_shapes(P_world, comm):
+    n = comm.size
+    # Example 6 without a transposition, and one in the manner of example 5.
+    P_x, P_y = partition(P_world, range(n), (1, n)), partition(P_world, range(n), (n, 1))
+    with pytest.raises(PartitionError, match=rf"SumReduce: grids \(1, {n}\) and \({n}, 1\) do not fit"):
+        SumReduce(P_x, P_y)
+    with pytest.raises(PartitionError, match=rf"Broadcast: grids \({n}, 1\) and \(1, {n}\) do not fit"):
+        Broadcast(P_x, P_y)
+    with pytest.raises(PartitionError, match=rf"grids \(1,\) and \({n},\)"):
+        SumReduce(partition(P_world, [0], (1,)), P_world)
+
+
+@pytest.mark.parametrize("preserve_batch", [True, False])
+def test_results_without_elements_keep_the_batch_if_asked(P_world, comm, preserve_batch):
+    root = partition(P_world, [0], (1,))
+    y = SumReduce(P_world, root, preserve_batch=preserve_batch)(torch.ones(3, 2))
+    assert y.shape == ((3, 2) if comm.rank == 0 else (3, 0) if preserve_batch else (0,))
+    x = torch.ones(3, 2) if comm.rank == 0 else zero_volume_tensor(5)
+    far = partition(P_world, [comm.size - 1], (1,))
+    y = Broadcast(root, far, preserve_batch=preserve_batch)(x)
+    if comm.rank == comm.size - 1:
+        assert y.shape == (3, 2)
+    elif comm.rank == 0:
+        assert y.shape == ((3, 0) if preserve_batch else (0,))
+    else:
+        # Neither source nor destination: a clone.
+        assert y.shape == (5, 0)
+
+
+def test_nothing_is_in_place(P_world, comm):
+    P = partition(P_world, range(comm.size), (comm.size, 1))
+    x = torch.ones(3)
+    for layer in (SumReduce(P, P), Broadcast(P, P), AllSumReduce(P, axes_reduce=1)):
+        y = layer(x)
+        assert torch.equal(y, x)
+        assert y.data_ptr() != x.data_ptr()
+        y += 1
+    assert torch.equal(x, torch.ones(3))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("layer", [SumReduce, AllSumReduce])
+def test_subtensors_that_differ_in_shape_are_refused_on_all_ranks(P_world, comm, layer):
+    if layer is SumReduce:
+        reduce = SumReduce(P_world, partition(P_world, [0], (1,)), name="sum")
+    else:
+        reduce = AllSumReduce(P_world, axes_reduce=0, name="sum")
+    with pytest.raises(ShapeError, match=r"'sum': .*rank 0 passes \(2, 3\) but rank 1 \(3, 2\)"):
+        reduce(torch.ones(3, 2) if comm.rank == 1 else torch.ones(2, 3))
+    with pytest.raises(ShapeError, match=r"rank 0 passes torch.float32 but rank 1 torch.int64"):
+        reduce(torch.ones(2, 3, dtype=torch.int64 if comm.rank == 1 else torch.float32))
+    y = reduce(torch.ones(2, 3))
+    assert comm.rank or torch.equal(y, torch.full((2, 3), float(comm.size)))
+
+
+def test_groups_may_differ_in_the_shapes_of_their_subtensors(P_world, comm):
+    P = partition(P_world, range(comm.size), (comm.size, 1))
+    x = torch.full((comm.rank, 2), comm.rank)
+    assert torch.equal(AllSumReduce(P, axes_keep=0)(x), x)
+    roots = partition(P_world, reversed(range(comm.size)), (comm.size, 1))
+    sent = comm.size - 1 - comm.rank
+    assert torch.equal(SumReduce(P, roots)(x), torch.full((sent, 2), sent))
+
+
+@pytest.mark.parametrize("nodes", ["one", "pairs", "each"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_all_sum_reduce_is_bitwise_alike_on_all_ranks_and_from_run_to_run(P_world, comm, nodes, dtype):
+    n, width = comm.size, {"one": comm.size, "pairs": 2, "each": 1}[nodes]
+    layout = tuple(tuple(range(at, min(at + width, n))) for at in range(0, n, width))
+    torch.manual_seed(comm.rank)
+    for count in (1, 3, 5000):
+        x = torch.randn(count, dtype=torch.float64).exp().to(dtype)
+        with pretended_nodes(P_world, layout):
+            runs = [AllSumReduce(P_world, axes_reduce=[0])(x) for _ in range(3)]
+        bits = [y.view(torch.uint8).numpy().tobytes() for y in runs]
+        assert len({*comm.allgather(bits[0]), *bits}) == 1
+
+
+def test_sum_is_taken_in_the_order_of_the_partition(P_world, comm):
+    # Large terms that cancel tell the order, wherever the root is.
+    terms = [2.0**60, 1.0, -(2.0**60), 1.0][: comm.size]
+    for root in range(comm.size):
+        for order in (list(range(comm.size)), list(reversed(range(comm.size)))):
+            P_x = partition(P_world, order, (comm.size,))
+            y = SumReduce(P_x, partition(P_world, [root], (1,)))(torch.tensor(terms[P_x.rank]).double())
+            expected = 0.0
+            for term in terms:
+                expected += term
+            assert comm.rank != root or y.item() == expected
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("pretend", [False, True], ids=["one node", "two nodes"])
+def test_short_types_are_rounded_once(P_world, comm, pretend):
+    # 256 + 1 is no bfloat16; three terms in float32 and one rounding are.
+    terms = [256.0, 1.0, 1.0, 2.0][: comm.size]
+    nodes = ((0, 1), tuple(range(2, comm.size))) if pretend else (tuple(range(comm.size)),)
+    x = torch.tensor(terms[comm.rank], dtype=torch.bfloat16, requires_grad=True)
+    expected = torch.tensor(sum(terms)).bfloat16()
+    with pretended_nodes(P_world, nodes):
+        y = SumReduce(P_world, partition(P_world, [0], (1,)))(x)
+        assert comm.rank or torch.equal(y, expected)
+        assert torch.equal(AllSumReduce(P_world, 0)(x), expected)
+        root = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
+        copy = Broadcast(partition(P_world, [0], (1,)), P_world)(root if comm.rank == 0 else root[None][:0])
+        copy.backward(x.detach())
+    assert comm.rank or torch.equal(root.grad, expected)
+
+
+@pytest.mark.parametrize("axes", [{}, {"axes_reduce": 0, "axes_keep": 0}])
+def test_axes_are_given_in_one_way(P_world, axes):
+    with pytest.raises(PartitionError, match="give either axes_reduce or axes_keep"):
+        AllSumReduce(P_world, **axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"), [(1, "out of range"), (-2, "out of range"), ([0, -1], "more than once")]
+)
+def test_axes_are_those_of_the_grid(P_world, axes, message):
+    with pytest.raises(PartitionError, match=message):
+        AllSumReduce(P_world, axes_reduce=axes)
