@@ -60,10 +60,11 @@ class Replica:
         if self.taken_over:
             self._check_adopted(used)
         alone = len(self.ranks) == 1 or self.taken_over
-        if alone or not torch.is_grad_enabled() or not any(p.requires_grad for p in used):
+        learning = [p for p in used if p.requires_grad]
+        if alone or not torch.is_grad_enabled() or not learning:
             return parameters
-        tied = iter(_Tie.apply(self, *used))  # type: ignore[no-untyped-call]
-        return tuple(None if p is None else next(tied) for p in parameters)
+        tied = iter(_Tie.apply(self, *learning))  # type: ignore[no-untyped-call]
+        return tuple(p if p is None or not p.requires_grad else next(tied) for p in parameters)
 
     def _check_adopted(self, used: list[torch.Tensor]) -> None:
         known = {id(parameter) for parameter in self.adopted.values()}

@@ -82,7 +82,6 @@ class Weights:
                 continue
             shard = cut(self.placements[key].store, value.detach())
             layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
-        self._kept = [key for key, place in self.placements.items() if not place.moves]
         # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
         stores = [p.store for p in self.placements.values() if machine.rank in p.store.partition]
         copies = max((copies_of(store) for store in stores), key=len, default=(machine.rank,))
@@ -91,15 +90,15 @@ class Weights:
 
     def use(self) -> dict[str, torch.Tensor]:
         """Parameters as this rank uses them in a forward; blocking where they travel."""
+        kept: list[torch.Tensor] = [getattr(self._layer, key) for key in self.placements]
+        # Copies are tied before one of them travels: its gradient comes back to all.
+        used: dict[str, torch.Tensor] = dict(zip(self.placements, self.replica.tie(*kept), strict=True))  # type: ignore[arg-type]
         flights = {
-            key: self._start(key, getattr(self._layer, key), place.use)
+            key: self._start(key, used[key], place.use)
             for key, place in self.placements.items()
             if place.use is not None
         }
-        kept: list[torch.Tensor] = [getattr(self._layer, key) for key in self._kept]
-        used = dict(zip(self._kept, self.replica.tie(*kept), strict=True))
-        arrived = {key: flight.movement.wait(flight) for key, flight in flights.items()}
-        return {key: arrived[key] if key in arrived else used[key] for key in self.placements}  # type: ignore[misc]
+        return used | {key: flight.movement.wait(flight) for key, flight in flights.items()}
 
     def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Flight:
         movement = self._movements.get((key, parameter.dtype))
@@ -107,7 +106,9 @@ class Weights:
             exchange = Exchange(self._machine.rank, one_copy(self.placements[key].store), use)
             movement = Movement(self._machine, exchange, parameter.dtype, f"{self._name} ({key})")
             self._movements[key, parameter.dtype] = movement
-        return movement.start(parameter, parameter.requires_grad)
+        # One of the copies travels, the others stay.
+        sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
+        return movement.start(sent, parameter.requires_grad)
 
 
 def cut(store: Decomposition, whole: torch.Tensor) -> torch.Tensor:
