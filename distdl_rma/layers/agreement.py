@@ -23,7 +23,8 @@ _DTYPE_CODES = list(DTYPES)
 _INPUT, _WEIGHTS = 1, 2
 _NO_DTYPE = -1
 _MAX_DIMS = 8
-_WORDS = _MAX_DIMS + 4
+_HEAD = 5
+_WORDS = _HEAD + 2 * _MAX_DIMS
 _KEPT_PLANS = 16
 
 
@@ -41,47 +42,50 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank says of its input, and of its weights, before data moves."""
+    """What one rank says of its input, of its weights and of what it wants, before data moves."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     needs: Needs
     weights: torch.dtype | None = None
+    wants: tuple[int, ...] = ()
 
     @classmethod
-    def about(cls, x: torch.Tensor, weight: torch.Tensor | None = None) -> Facts:
-        """Facts about a local tensor, and about the weight that the layer will use."""
+    def about(cls, x: torch.Tensor, weight: torch.Tensor | None = None, wants: tuple[int, ...] = ()) -> Facts:
+        """Facts about a local tensor, the weight that the layer will use, and numbers it was called with."""
         recording = torch.is_grad_enabled()
         needs = Needs(
             recording and x.requires_grad, recording and weight is not None and weight.requires_grad
         )
-        return cls(tuple(x.shape), x.dtype, needs, None if weight is None else weight.dtype)
+        return cls(tuple(x.shape), x.dtype, needs, None if weight is None else weight.dtype, wants)
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a plan depends on."""
-        return self.shape, self.dtype, self.weights
+        return self.shape, self.dtype, self.weights, self.wants
 
     def encode(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Vector of numbers that travels; what cannot be told becomes a tensor of no type."""
         words = np.zeros(_WORDS, np.int64)
-        if len(self.shape) > _MAX_DIMS or self.dtype not in DTYPES:
+        if max(len(self.shape), len(self.wants)) > _MAX_DIMS or self.dtype not in DTYPES:
             words[1] = _NO_DTYPE
             return words
         code = _DTYPE_CODES.index(self.dtype)
         weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
         needs = _INPUT * self.needs.input + _WEIGHTS * self.needs.weights
-        words[: 4 + len(self.shape)] = (len(self.shape), code, needs, weights, *self.shape)
+        head = (len(self.shape), code, needs, weights, len(self.wants))
+        words[: len(head) + len(self.shape) + len(self.wants)] = (*head, *self.shape, *self.wants)
         return words
 
     @classmethod
     def decode(cls, words: Sequence[int]) -> Facts:
         """Facts from the vector of numbers."""
-        dims, code, needs, weights = words[:4]
+        dims, code, needs, weights, count = words[:_HEAD]
         dtype = None if code == _NO_DTYPE else _DTYPE_CODES[code]
         kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
         wanted = Needs(bool(needs & _INPUT), bool(needs & _WEIGHTS))
-        return cls(tuple(words[4 : 4 + dims]), dtype, wanted, kind)
+        numbers = tuple(words[_HEAD : _HEAD + dims + count])
+        return cls(numbers[:dims], dtype, wanted, kind, numbers[dims:])
 
 
 class Plan(Protocol):
@@ -140,9 +144,11 @@ class Plans(Generic[P]):
         """Plan of the last call, if there was one."""
         return self._last[1] if self._last else None
 
-    def begin(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> P | None:
+    def begin(
+        self, x: torch.Tensor, weight: torch.Tensor | None = None, wants: tuple[int, ...] = ()
+    ) -> P | None:
         """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
-        self._mine = mine = Facts.about(x, weight)
+        self._mine = mine = Facts.about(x, weight, wants)
         if self._round is not None:
             self._round.start(mine.encode())
         if self._last is None:
@@ -183,9 +189,11 @@ class Plans(Generic[P]):
             self._cache.popitem(last=False)
         return plan, Needs(*(any(both) for both in zip(*(f.needs for f in facts.values()), strict=True)))
 
-    def agree(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> tuple[P, Needs]:
+    def agree(
+        self, x: torch.Tensor, weight: torch.Tensor | None = None, wants: tuple[int, ...] = ()
+    ) -> tuple[P, Needs]:
         """Begin and settle at once, for layers that have nothing to compute in between."""
-        self.begin(x, weight)
+        self.begin(x, weight, wants)
         return self.settle()
 
 

@@ -110,9 +110,9 @@ class Flow:
 class ComposedLayer(DistributedLayer):
     """A layer that fetches what its outputs read, computes, and hands the results to their owners.
 
-    Subclasses say how a call moves data (``plan``) and what each rank computes (``compute``). Everything
-    else is here: agreement on shapes, parameters, ranks with and without work, the backward of all of
-    them.
+    Subclasses say how a call moves data (``plan``), what each rank computes (``compute``), and what is left
+    to do with its output (``finish``). Everything else is here: agreement on shapes, parameters, ranks with
+    and without work, the backward of all of them.
 
     Parameters
     ----------
@@ -143,9 +143,17 @@ class ComposedLayer(DistributedLayer):
         """Local output from local input; called on the ranks that compute only."""
         raise NotImplementedError
 
+    def finish(self, flow: Flow, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local output from what was scattered to this rank; called on the ranks of P_y only."""
+        return y
+
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to ``x``, the local shard on P_x or a tensor without elements elsewhere."""
+        return self.apply_to(x)
+
+    def apply_to(self, x: torch.Tensor, wants: tuple[int, ...] = ()) -> torch.Tensor:
+        """Apply the layer, called with some numbers that the plan depends on."""
         weights = {} if self.placed is None else self.placed.use()
         if self.machine.rank not in self.members:
             return idle(x, weights.values())
@@ -154,7 +162,9 @@ class ComposedLayer(DistributedLayer):
             weights = dict(zip(weights, cast, strict=True))  # type: ignore[arg-type]
         if self._plans is None:
             self._plans = Plans(self.machine, self.members, self.name, self.plan, self.extra_repr())
-        flow, needs = self._plans.agree(x, next(iter(weights.values()), None))
+        # The others take part in a backward if any weight needs a gradient.
+        told = sorted(weights.values(), key=lambda weight: not weight.requires_grad)
+        flow, needs = self._plans.agree(x, next(iter(told), None), wants)
         y = x if self.P_x.active else x.new_empty(0)
         if flow.gather is not None:
             y = flow.gather(y, needs.input)
@@ -165,6 +175,8 @@ class ComposedLayer(DistributedLayer):
             y = idle(y, weights.values())
         if flow.scatter is not None:
             y = flow.scatter(y if self._works else y.new_empty(0) + y.sum(), needs.any)
+        if self.P_y.active:
+            y = self.finish(flow, y, **weights)
         batch = x.shape[0] if x.dim() else None
         return deliver(y, self.P_y.active, batch)
 
