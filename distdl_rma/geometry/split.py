@@ -9,7 +9,7 @@ from typing import Protocol
 
 from distdl_rma.errors import PartitionError
 
-__all__ = ["Balanced", "Copies", "Listed", "Split", "meeting"]
+__all__ = ["Balanced", "Copies", "Grouped", "Listed", "Split", "meeting"]
 
 
 class Split(Protocol):
@@ -116,6 +116,48 @@ class Copies:
     def interval(self, part: int) -> tuple[int, int]:
         """Half-open interval of a part."""
         return self.base.interval(self.places[part])
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """What the groups hold that the parts of another dimension belong to, wholly or not.
+
+    Parts may overlap: two parts that share a group both have all of it.
+
+    Parameters
+    ----------
+    base
+        How the other dimension is cut.
+    size
+        Elements of a group in the other dimension.
+    width
+        Elements of a group in this one.
+    """
+
+    base: Split
+    size: int
+    width: int
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return self.base.parts
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self.base.extent // self.size * self.width
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part."""
+        start, stop = self.base.ends(part)
+        return start // self.size * self.width, -(-stop // self.size) * self.width
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part, empty where the part of the other dimension is."""
+        start, stop = self.base.interval(part)
+        low, high = self.ends(part)
+        return (low, high) if start < stop else (low, low)
 
 
 def meeting(split: Split, start: int, stop: int) -> range:
