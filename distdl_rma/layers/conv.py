@@ -7,206 +7,218 @@ from typing import Any
 import torch
 from torch import nn
 
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Facts, Plans, common_dtype
+from distdl_rma.layers.arguments import Partitions, check_input, stencil_of, torch_layer
 from distdl_rma.layers.autograd import anchor, tells_peers
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
-from distdl_rma.layers.movement import Flight, Movement, broadcast
-from distdl_rma.layers.replica import Replica, idle
-from distdl_rma.machine import Machine
+from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
+from distdl_rma.layers.reading import Reading
+from distdl_rma.layers.replica import idle
+from distdl_rma.layers.tensors import autocast
+from distdl_rma.layers.work import IN, OUT, Work, placed, runs, whole
 
 __all__ = ["DistributedConv", "DistributedConv1d", "DistributedConv2d", "DistributedConv3d"]
 
-_WEIGHTS = ("replicated", "root")
 _TORCH_LAYERS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-class DistributedConv(nn.Module):
-    """Convolution of a tensor whose batch and spatial dimensions are split over ranks.
+class DistributedConv(ComposedLayer):
+    """Convolution of a tensor that is split over ranks in any of its dimensions.
 
-    Local input: the shard of this rank, of any size that forms a grid with the others' (balanced blocks
-    if all follow the library). Local output: the balanced shard of the global output. The numbers are
-    those of the sequential torch layer on the global tensor, for every stride, dilation, kernel, padding
-    and group, with uneven, too small and empty shards. Collective to construct over the machine; a call
-    involves the ranks of P_x with the same batch block, and talks to those that share data.
+    ``DistributedConv2d(P_x, in_channels, out_channels, kernel_size, ...)`` is the feature-distributed form,
+    ``DistributedConv2d(P_x, P_y, P_W, in_channels, ...)`` the channel-distributed and the general one.
+
+    Local input: the shard of this rank on P_x, of any size that forms a grid with the others' (balanced
+    blocks if all follow the library). Local output: the balanced shard of the global output on P_y; where
+    P_y is P_x and P_W is not given, the batch stays cut as it is. The numbers are those of the sequential
+    torch layer on the global tensor, for every argument of torch, with uneven, too small and empty shards.
+    Collective to construct over the machine; a call involves the ranks of the three partitions, in the
+    feature form with padding by zeros those of P_x with the same batch block.
 
     Parameters
     ----------
     P_x
-        Partition of the input and of the output, as many dimensions as the tensor, 1 for channels.
-    in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias
-        As in torch.
-    padding_mode, device, dtype
-        As in torch. ``padding_mode`` must be ``"zeros"``.
+        Partition of the input (batch, channel, *spatial).
+    P_y
+        Partition of the output; P_x if None. Also the second positional argument.
+    P_W
+        Partition of the work, (out-channel, in-channel, *spatial); also the third positional argument, and
+        by name ``P_w``. If None, every rank of the output computes its own part of it.
+    in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode
+        As in torch, in torch's order, positional or by name.
+    device, dtype
+        As in torch; floating point, on the CPU.
     weights
-        ``"replicated"``: on all ranks of the machine, gradients summed. ``"root"``: on the first rank of
-        P_x only, broadcast in each forward, gradients summed there; other ranks hold empty parameters.
+        ``"replicated"``: on all ranks that use them, gradients summed; without P_W these are all ranks of
+        the machine. ``"root"``: each block on one rank only, sent to the others in each forward, gradients
+        summed there: without P_W on the first rank of P_x, else weights on the first spatial block of P_W,
+        the bias there on the first in-channel block. Ranks that keep none hold empty parameters.
     name
         For messages.
 
     Raises
     ------
     PartitionError
-        If P_x does not fit the dimensions or splits channels.
+        If a partition does not fit the dimensions, is given twice, or is of another machine.
+    ShapeError
+        If an argument is out of range.
     UnsupportedError
-        If ``padding_mode`` is not ``"zeros"``.
+        If the dtype is not floating point, or the device is not the CPU.
 
     Notes
     -----
-    Interface document, chapter 3; convolution document, feature-distributed convolution; requirements
-    A17, A18, B7, B8.
+    Interface document, chapter 3; convolution document, feature-distributed, channel-distributed and
+    generalized convolution; requirements A3, A17, A18, B7, B8.
     """
 
     _dims = 0
+    _casts = True
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
         P_x: Partition,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, ...],
-        stride: int | tuple[int, ...] = 1,
-        padding: int | tuple[int, ...] | str = 0,
-        dilation: int | tuple[int, ...] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *arguments: Any,
+        P_y: Partition | None = None,
+        P_W: Partition | None = None,
+        P_w: Partition | None = None,
         weights: str = "replicated",
         name: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        self._check(P_x, in_channels, padding_mode, weights)
+        kind, dims = type(self).__name__, self._dims
+        named = {"P_y": P_y, "P_W": P_W, "P_w": P_w}
+        given, arguments = Partitions.of(kind, dims + 2, P_x, arguments, named)
         # The torch layer checks its arguments and makes the same initial weights from the same seed.
-        like: Any = _TORCH_LAYERS[self._dims](
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            device=device,
-            dtype=dtype,
+        like = torch_layer(kind, _TORCH_LAYERS[dims], dims, weights, arguments, options)
+        stencil = stencil_of(kind, like)
+        P_y, P_W = given.P_y or P_x, given.P_W
+        work = Work(given.workers(P_y, OUT), OUT, like.groups, tuple(like.weight.shape))
+        super().__init__(P_x, P_y, work.grid, name=name)
+        self.P_W, self.weights, self.work, self.local = (
+            P_W,
+            weights,
+            work,
+            LocalConvolution(stencil, like.groups),
         )
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.in_channels, self.out_channels, self.groups = like.in_channels, like.out_channels, like.groups
         self.kernel_size, self.stride, self.dilation = like.kernel_size, like.stride, like.dilation
-        self.padding, self.padding_mode = like.padding, padding_mode
-        # torch keeps (left, right) per dimension, last dimension first.
-        sides = like._reversed_padding_repeated_twice
-        stencil = Stencil.of(
-            like.kernel_size,
-            like.stride,
-            like.dilation,
-            tuple(zip(sides[::2], sides[1::2], strict=True))[::-1],
+        self.padding, self.padding_mode = like.padding, like.padding_mode
+        self._in_place = P_y == P_x and P_W is None
+        self._place(like)
+        self.plans: Plans[HaloPlan] | None = None
+        self._fused = given.feature and (self.padding_mode == "zeros" or not padded(stencil))
+        if self._fused and P_x.active:
+            group = P_x.slab({0: P_x.index_of(self.machine.rank)[0]})
+            self.plans = Plans(self.machine, group.ranks, self.name, self._halo, self.extra_repr())
+            self._group = group
+
+    def _place(self, like: Any) -> None:
+        values = {"weight": like.weight, "bias": like.bias}
+        blocks = {"weight": self.work.blocks(), "bias": self.work.bias(self.out_channels)}
+        self.place(
+            values,
+            {
+                key: whole(self.machine, self.P_x, self.work.grid, value.shape, self.weights)
+                if self.P_W is None
+                else placed(blocks[key], self.weights)
+                for key, value in values.items()
+                if value is not None
+            },
         )
-        self.local = LocalConvolution(stencil, groups)
-        self.P_x = P_x
-        self.machine = Machine.of(P_x)
-        self.name = name or self.machine.layer_name(type(self).__name__)
-        self.weights = weights
-        self.weight: nn.Parameter = like.weight
-        self.bias: nn.Parameter | None = like.bias
-        self._place_weights()
-        self.group = P_x.slab({0: P_x.index_of(self.machine.rank)[0]}) if P_x.active else P_x
-        self.plans = (
-            Plans(self.machine, self.group.ranks, self.name, self._plan, self.extra_repr())
-            if P_x.active
-            else None
-        )
-
-    def _check(self, P_x: Partition, in_channels: object, padding_mode: str, weights: str) -> None:
-        kind = type(self).__name__
-        if isinstance(in_channels, Partition):
-            raise UnsupportedError(f"{kind}: separate P_y and P_W (channel splits) are not supported yet")
-        if P_x.dim != self._dims + 2:
-            raise PartitionError(
-                f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, the tensor has {self._dims + 2}"
-            )
-        if P_x.shape[1] != 1:
-            raise UnsupportedError(f"{kind}: P_x {P_x.shape} splits channels, which is not supported yet")
-        if padding_mode != "zeros":
-            raise UnsupportedError(
-                f"{kind}: padding_mode {padding_mode!r} is not supported yet, only 'zeros'"
-            )
-        if weights not in _WEIGHTS:
-            raise ShapeError(f"{kind}: weights is one of {_WEIGHTS}, got {weights!r}")
-
-    def _place_weights(self) -> None:
-        parameters = {"weight": self.weight}
-        if self.bias is not None:
-            parameters["bias"] = self.bias
-        # Made when first used: the dtype of a layer may change.
-        self._broadcasts: dict[tuple[str, torch.dtype], Movement] = {}
-        if self.weights == "replicated":
-            self.replica = Replica(self.machine, self.machine.ranks, parameters, self.name)
-            return
-        self.replica = Replica(self.machine, (self.machine.rank,), parameters, self.name)
-        self._shapes = {key: parameter.shape for key, parameter in parameters.items()}
-        if self.machine.rank != self.P_x.ranks[0]:
-            for key, parameter in parameters.items():
-                setattr(self, key, nn.Parameter(parameter.new_empty(0), parameter.requires_grad))
-
-    def get_ranks_synch_weights(self) -> list[int]:
-        """Rank ids that hold copies of the weights, this one included; empty if none is needed."""
-        ranks = self.replica.ranks
-        return list(ranks) if len(ranks) > 1 else []
-
-    def get_sizeof_gradients(self) -> int:
-        """Bytes of all parameter gradients of this layer on this rank."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
+        grids = ", ".join(f"{key}={getattr(self, key).shape}" for key in ("P_x", "P_y"))
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride},"
-            f" padding={self.padding}, dilation={self.dilation}, groups={self.groups}, P_x={self.P_x.shape}"
+            f" padding={self.padding}, dilation={self.dilation}, groups={self.groups},"
+            f" bias={self.bias is not None}, padding_mode={self.padding_mode!r}, {grids}"
+            + ("" if self.P_W is None else f", P_W={self.P_W.shape}")
+            + f", weights={self.weights!r}"
         )
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Convolve; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
+        """Convolve ``x``, the local shard on P_x or a tensor without elements elsewhere."""
+        if not self._fused:
+            return self.apply_to(x)
+        used = {} if self.placed is None else self.placed.use()
         if self.plans is None:
-            return idle(x, self.replica.tie(self.weight, self.bias))
-        weight, bias = self._weights_for_use()
-        if weight is None:
-            raise ShapeError(f"{self.name!r}: has no weight")
+            return idle(x, used.values())
+        local, weight, bias = autocast(x, used["weight"], used.get("bias"))
+        if local is None:
+            raise ShapeError(f"{self.name!r}: has no input")
         # Outside of the autograd function, inside of which grad mode is off.
-        guess = self.plans.begin(x, weight)
-        y: torch.Tensor = SplitConvolution.apply(x, weight, bias, anchor(True), self, guess)  # type: ignore[no-untyped-call]
+        guess = self.plans.begin(local, weight)
+        with torch.autocast("cpu", enabled=False):
+            y: torch.Tensor = SplitConvolution.apply(local, weight, bias, anchor(True), self, guess)  # type: ignore[no-untyped-call]
         return y
 
-    def _weights_for_use(self) -> tuple[torch.Tensor | None, ...]:
-        if self.weights == "replicated":
-            return self.replica.tie(self.weight, self.bias)
-        flights = {key: self._broadcast(key, parameter) for key, parameter in self.named_parameters()}
-        used = {key: flight.movement.wait(flight).view(self._shapes[key]) for key, flight in flights.items()}
-        return used["weight"], used.get("bias")
-
-    def _broadcast(self, key: str, parameter: torch.Tensor) -> Flight:
-        movement = self._broadcasts.get((key, parameter.dtype))
-        if movement is None:
-            shape, name = self._shapes[key], f"{self.name} ({key})"
-            movement = broadcast(self.machine, self.P_x.ranks, shape, parameter.dtype, name)
-            self._broadcasts[key, parameter.dtype] = movement
-        return movement.start(parameter.flatten(), parameter.requires_grad)
-
-    def _plan(self, facts: dict[int, Facts]) -> HaloPlan:
+    def _halo(self, facts: dict[int, Facts]) -> HaloPlan:
         dtype = common_dtype(facts)
-        source = Decomposition.from_local_shapes(self.group, {r: f.shape for r, f in facts.items()})
-        if source.shape[1] != self.in_channels:
-            raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {self.in_channels}")
-        for rank, fact in facts.items():
-            if fact.weights != dtype:
-                raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+        source = Decomposition.from_local_shapes(self._group, {r: f.shape for r, f in facts.items()})
+        check_input(self.in_channels, source, dtype, facts)
         return HaloPlan(self.machine, self.local.stencil, source, dtype, self.name)
+
+    def plan(self, facts: dict[int, Facts]) -> Flow:
+        """Plan the composed form: what is read, what is computed, and whom it is for."""
+        source, dtype = source_of(self.P_x, facts)
+        check_input(self.in_channels, source, dtype, facts)
+        extents = self.local.stencil.outputs(source.shape[2:])
+        grid = self.work.grid
+        space = [Balanced(n, p) for n, p in zip(extents, grid.shape[3:], strict=True)]
+        batch = source.splits[0] if self._in_place else Balanced(source.shape[0], grid.shape[0])
+        partial = self.work.by_rows(batch, space)
+        reads = self.work.by_columns(batch, space)
+        reading = Reading(self, self.local.stencil, source, reads, dtype, self.padding_mode)
+        scatter = None
+        if not self._in_place:
+            target = Decomposition.balanced(self.P_y, (source.shape[0], self.out_channels, *extents))
+            scatter = movement_of(self, partial, target, dtype, "output")
+        return Flow(reading.movement, scatter, reading=reading, shape=partial.box(self.machine.rank).shape)
+
+    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Convolve what was read with this rank's block of the weight."""
+        weight, bias = weights["weight"], weights.get("bias")
+        blocks, shape = self.work.blocks(), flow.facts["shape"]
+        (o0, o1), (c0, c1) = blocks.box(self.machine.rank).bounds[:2]
+        used, used_bias = weight, bias
+        if self.P_W is None:
+            used, used_bias = weight[blocks.slices()], None if bias is None else bias[o0:o1]
+        elif blocks.partition.index_of(self.machine.rank)[IN]:
+            used_bias = None
+        if 0 in shape or c0 == c1:
+            nothing = weight.new_zeros(shape)
+            return idle(nothing, (x, weight, bias))
+        x = flow.facts["reading"].complete(x)
+        out, width = self.out_channels // self.groups, self.work.weight[1]
+        if self.groups > 1 and c1 - c0 < width:
+            x = x.unflatten(1, (-1, width))[:, :, c0:c1].flatten(1, 2)
+        parts = []
+        for start, stop, groups in runs(o0, o1, out):
+            first = (start // out - o0 // out) * (c1 - c0)
+            parts.append(
+                self.local.valid(
+                    x[:, first : first + groups * (c1 - c0)],
+                    used[start - o0 : stop - o0],
+                    None if used_bias is None else used_bias[start - o0 : stop - o0],
+                    groups,
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def padded(stencil: Stencil) -> bool:
+    """Whether there is any padding, of whatever kind."""
+    return any(window.left or window.right for window in stencil.windows)
 
 
 class DistributedConv1d(DistributedConv):

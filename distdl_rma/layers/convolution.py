@@ -51,6 +51,18 @@ class LocalConvolution:
             block = F.pad(block, [n for pair in reversed(patch.margins) for n in pair])
         return block, (0,) * len(self.stencil.windows)
 
+    def valid(
+        self,
+        block: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        groups: int,
+        transposed: bool = False,
+    ) -> torch.Tensor:
+        """Convolve a block without any padding; under autograd, which ``convolve`` is not made for."""
+        stride, dilation, zeros = self._steps
+        return torch.convolution(block, weight, bias, stride, zeros, dilation, transposed, zeros, groups)
+
     def convolve(
         self, patch: Patch, block: torch.Tensor, data: Box, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
