@@ -22,6 +22,11 @@ from distdl_rma.layers.norm import (
 )
 from distdl_rma.layers.reduction import AllSumReduce, Broadcast, SumReduce
 from distdl_rma.layers.repartition import DistributedTranspose, Repartition
+from distdl_rma.layers.transposed import (
+    DistributedConvTranspose1d,
+    DistributedConvTranspose2d,
+    DistributedConvTranspose3d,
+)
 
 __all__ = [
     "AllGather",
@@ -32,6 +37,9 @@ __all__ = [
     "DistributedConv1d",
     "DistributedConv2d",
     "DistributedConv3d",
+    "DistributedConvTranspose1d",
+    "DistributedConvTranspose2d",
+    "DistributedConvTranspose3d",
     "DistributedCrossEntropyLoss",
     "DistributedHuberLoss",
     "DistributedInstanceNorm1d",
