@@ -273,22 +273,33 @@ def test_second_derivatives_are_refused(P_world, comm):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
 def test_rules_are_checked_at_construction(P_world, comm):
     line = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     with pytest.raises(PartitionError, match=r"P_x has 3 dimensions .* the tensor has 4"):
         DistributedConv2d(line, 1, 1, 3)
-    with pytest.raises(UnsupportedError, match="padding_mode 'circular' is not supported yet"):
-        DistributedConv1d(line, 1, 1, 3, padding_mode="circular")
     with pytest.raises(ShapeError, match="weights is one of"):
         DistributedConv1d(line, 1, 1, 3, weights="sharded")
-    with pytest.raises(UnsupportedError, match="separate P_y and P_W"):
-        DistributedConv1d(line, line, line, 3)
-    with pytest.raises(ValueError, match="divisible by groups"):
+    with pytest.raises(ShapeError, match="DistributedConv1d: in_channels must be divisible by groups"):
         DistributedConv1d(line, 3, 3, 3, groups=2)
-    if comm.size > 1:
-        channels = P_world.create_cartesian_topology_partition((1, comm.size, 1))
-        with pytest.raises(UnsupportedError, match="splits channels"):
-            DistributedConv1d(channels, 4, 4, 3)
+    with pytest.raises(ShapeError, match="DistributedConv1d: padding_mode must be one of"):
+        DistributedConv1d(line, 1, 1, 3, padding_mode="mirror")
+    with pytest.raises(ShapeError, match="DistributedConv1d: kernel, stride and dilation must be at least 1"):
+        DistributedConv1d(line, 1, 1, 3, stride=0)
+    with pytest.raises(ShapeError, match="DistributedConv1d: stride needs 1 numbers"):
+        DistributedConv1d(line, 1, 1, 3, stride=(1, 2))
+    with pytest.raises(ShapeError, match="needs channels, got 1 in and 0 out"):
+        DistributedConv1d(line, 1, 0, 3)
+    with pytest.raises(PartitionError, match="P_W is given twice"):
+        DistributedConv1d(line, line, line, 1, 1, 3, P_w=line)
+    with pytest.raises(PartitionError, match="takes P_x, P_y and P_W, got 4 partitions"):
+        DistributedConv1d(line, line, line, line, 1, 1, 3)
+    with pytest.raises(PartitionError, match="P_W has 1 dimensions"):
+        DistributedConv1d(line, line, P_world, 1, 1, 3)
+    with pytest.raises(UnsupportedError, match=r"dtype torch\.complex64 is not supported"):
+        DistributedConv1d(line, 1, 1, 3, dtype=torch.complex64)
+    with pytest.raises(UnsupportedError, match="device meta is not supported"):
+        DistributedConv1d(line, 1, 1, 3, device="meta")
 
 
 @pytest.mark.mpi(min_size=2)
