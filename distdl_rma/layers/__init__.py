@@ -4,6 +4,11 @@ from distdl_rma.layers.classification import DistributedCrossEntropyLoss, Distri
 from distdl_rma.layers.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from distdl_rma.layers.gather import AllGather, ReduceScatter
 from distdl_rma.layers.halo_exchange import HaloExchange
+from distdl_rma.layers.linear import (
+    DistributedLinear,
+    DistributedLinearAllGather,
+    DistributedLinearReduceScatter,
+)
 from distdl_rma.layers.loss import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
@@ -27,6 +32,7 @@ from distdl_rma.layers.transposed import (
     DistributedConvTranspose2d,
     DistributedConvTranspose3d,
 )
+from distdl_rma.layers.zero import DistributedLinearAllGatherZero, DistributedLinearReduceScatterZero
 
 __all__ = [
     "AllGather",
@@ -47,6 +53,11 @@ __all__ = [
     "DistributedInstanceNorm3d",
     "DistributedKLDivLoss",
     "DistributedL1Loss",
+    "DistributedLinear",
+    "DistributedLinearAllGather",
+    "DistributedLinearAllGatherZero",
+    "DistributedLinearReduceScatter",
+    "DistributedLinearReduceScatterZero",
     "DistributedMSELoss",
     "DistributedNLLLoss",
     "DistributedPoissonNLLLoss",

@@ -12,12 +12,12 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.agreement import Facts, Plans, common_dtype
+from distdl_rma.layers.agreement import Facts, Needs, Plans, common_dtype
 from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.layers.tensors import autocast
-from distdl_rma.layers.weights import Placement, Weights
+from distdl_rma.layers.weights import Initial, Placement, Weights
 from distdl_rma.machine import Machine
 
 __all__ = ["ComposedLayer", "DistributedLayer", "Flow", "deliver", "input_dtype", "movement_of", "source_of"]
@@ -56,7 +56,9 @@ class DistributedLayer(nn.Module):
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
         self.placed: Weights | None = None
 
-    def place(self, values: Mapping[str, nn.Parameter | None], placements: Mapping[str, Placement]) -> None:
+    def place(
+        self, values: Mapping[str, nn.Parameter | Initial | None], placements: Mapping[str, Placement]
+    ) -> None:
         """Register the layer's parameters, cut and placed; collective over the machine."""
         self.placed = Weights(self, self.machine, self.name, values, placements)
 
@@ -147,6 +149,10 @@ class ComposedLayer(DistributedLayer):
         """Local output from what was scattered to this rank; called on the ranks of P_y only."""
         return y
 
+    def work(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
+        return self.compute(flow, x, **weights)
+
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to ``x``, the local shard on P_x or a tensor without elements elsewhere."""
@@ -170,7 +176,7 @@ class ComposedLayer(DistributedLayer):
             y = flow.gather(y, needs.input)
         if self._works:
             with torch.autocast("cpu", enabled=False):
-                y = self.compute(flow, y, **weights)
+                y = self.work(flow, needs, y, **weights)
         else:
             y = idle(y, weights.values())
         if flow.scatter is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,7 +15,18 @@ from distdl_rma.layers.movement import Flight, Movement
 from distdl_rma.layers.replica import Replica
 from distdl_rma.machine import Machine
 
-__all__ = ["Placement", "Weights"]
+__all__ = ["Initial", "Placement", "Weights"]
+
+
+class Initial(Protocol):
+    """Initial values of a parameter that no rank ever holds as a whole."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """As of the parameter."""
+
+    def cut(self, store: Decomposition) -> torch.Tensor:
+        """This rank's box, in memory of its own; without elements on ranks outside."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,8 @@ class Weights:
     name
         Name of the layer.
     values
-        Name to global initial value, alike on all ranks; None for a parameter that the layer lacks.
+        Name to global initial value, alike on all ranks, or to what makes this rank's part of it; None for
+        a parameter that the layer lacks.
     placements
         Name to placement, of all that are not None.
     """
@@ -70,7 +83,7 @@ class Weights:
         layer: nn.Module,
         machine: Machine,
         name: str,
-        values: Mapping[str, nn.Parameter | None],
+        values: Mapping[str, nn.Parameter | Initial | None],
         placements: Mapping[str, Placement],
     ) -> None:
         self.placements = dict(placements)
@@ -80,7 +93,8 @@ class Weights:
             if value is None:
                 layer.register_parameter(key, None)
                 continue
-            shard = cut(self.placements[key].store, value.detach())
+            store = self.placements[key].store
+            shard = cut(store, value.detach()) if isinstance(value, torch.Tensor) else value.cut(store)
             layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
         # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
         stores = [p.store for p in self.placements.values() if machine.rank in p.store.partition]
