@@ -13,7 +13,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Needs, Plans, common_dtype
-from distdl_rma.layers.autograd import tells_peers
+from distdl_rma.layers.autograd import anchor, tells_peers
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.layers.tensors import autocast
@@ -184,7 +184,10 @@ class ComposedLayer(DistributedLayer):
         if self.P_y.active:
             y = self.finish(flow, y, **weights)
         batch = x.shape[0] if x.dim() else None
-        return deliver(y, self.P_y.active, batch)
+        y = deliver(y, self.P_y.active, batch)
+        # A rank that no gradient concerns may call backward as the others do.
+        root = None if y.requires_grad else anchor(needs.any)
+        return y if root is None else y + root.sum()
 
 
 def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:

@@ -93,17 +93,19 @@ def compare(rng, layer, sequential, x):
         out = layer(local)
         recording = torch.is_grad_enabled()
     agree(out, part(target, y.detach()) if layer.P_y.active else torch.empty_like(out), "output")
-    frozen = not any(p.requires_grad for p in sequential.parameters())
-    if not recording or (frozen and not set(needing) & set(layer.P_x.ranks)):
-        # A rank outside of P_x that asks for the gradient of nothing makes a graph all the same.
-        assert recording or not out.requires_grad
-        if not out.requires_grad:
-            return
+    members = set(needing) & set(layer.members)
+    trained = any(p.requires_grad for p in sequential.parameters())
+    asked = recording and bool(trained or members)
+    assert out.requires_grad == (
+        asked if rank in layer.members else recording and (trained or rank in needing)
+    )
+    if not asked:
+        return
     y.backward(gradient)
-    out.backward(part(target, gradient) if layer.P_y.active else torch.zeros_like(out))
-    if rank in needing:
-        expected = part(source, x.grad) if layer.P_x.active else torch.zeros_like(local)
-        agree(local.grad, expected, "input gradient")
+    if out.requires_grad:
+        out.backward(part(target, gradient) if layer.P_y.active else torch.zeros_like(out))
+    if rank in needing and layer.P_x.active:
+        agree(local.grad, part(source, x.grad), "input gradient")
 
 
 def check(P_world, comm, seed):
