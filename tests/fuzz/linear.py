@@ -118,10 +118,10 @@ def check(P_world, comm, seed):
     stores = {key: place.store for key, place in layer.placed.placements.items()}
     for key, parameter in sequential.named_parameters():
         assert torch.equal(parameters[key], part(stores[key], parameter)), f"initial {key}"
-    for key in parameters:
+    for key, parameter in sequential.named_parameters():
         trained = rng.random() < 0.85
-        parameters[key].requires_grad_(trained)
-        dict(sequential.named_parameters())[key].requires_grad_(trained)
+        for twin in (parameter, parameters[key]):
+            twin.requires_grad_(trained)
     low = 0 if rng.random() < 0.2 else 1
     for _ in range(rng.randint(1, 3)):
         shape = [rng.randint(low, 6), *(rng.randint(low, 3) for _ in range(dims - 2)), layer.in_features]
