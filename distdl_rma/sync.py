@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -90,9 +92,11 @@ class GradientSync:
             raise ConfigurationError(
                 "a layer of this model already belongs to another GradientSync; close that"
             )
+        numbers: defaultdict[object, Iterator[int]] = defaultdict(count)
         self._buckets = [
-            _Bucket(self._machine, number, members, reduction)
-            for number, members in enumerate(_bucketed(groups, bucket_nbytes))
+            # Counted per kind: what is alike on the ranks of a bucket.
+            _Bucket(self._machine, next(numbers[members[0].kind]), members, reduction)
+            for members in _bucketed(groups, bucket_nbytes)
         ]
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -268,9 +272,9 @@ class _Bucket:
             slot.start = self.numel
             self.numel += slot.parameter.numel()
         # Behind the gradients one flag per parameter: on how many ranks it had a gradient at all.
-        count = self.numel + len(self.slots)
+        words = self.numel + len(self.slots)
         kind = reduction_dtype(dtype)
-        self.allreduce = Allreduce(machine.segments, ranks, count, kind, reduction, self.name)
+        self.allreduce = Allreduce(machine.segments, ranks, words, kind, reduction, self.name)
         # Now, in one order: ranks may complete their buckets in different ones.
         self.allreduce.connect()
 
@@ -353,7 +357,7 @@ def _groups(model: nn.Module, machine: Machine) -> list[_Group]:
             seen.add(id(parameter))
             if not own and len(ranks) > 1:
                 broadcast_from_first(machine, ranks, [parameter.data], f"{name}.{key}")
-            if parameter.requires_grad and len(ranks) > 1:
+            if parameter.requires_grad and parameter.numel() and len(ranks) > 1:
                 slots.append(_Slot(parameter, key, replica))
         if not own and len(ranks) > 1:
             buffers = [b for b in module.buffers(recurse=False) if b.numel()]
@@ -366,12 +370,18 @@ def _groups(model: nn.Module, machine: Machine) -> list[_Group]:
 
 
 def _bucketed(groups: list[_Group], limit: int) -> list[list[_Group]]:
-    """Layers fused up to a size, the last layer first: the order in which backward reaches them."""
+    """Layers fused up to a size, the last layer first: the order in which backward reaches them.
+
+    Layers of the same ranks and dtype meet in the same buckets whatever other layers this rank has in
+    between: the ranks of a bucket need not be the same ranks in everything else.
+    """
     buckets: list[list[_Group]] = []
+    unfilled: dict[tuple[tuple[int, ...], torch.dtype], list[_Group]] = {}
     for group in reversed(groups):
-        last = buckets[-1] if buckets else None
-        if last and last[0].kind == group.kind and sum(g.nbytes for g in last) + group.nbytes <= limit:
+        last = unfilled.get(group.kind)
+        if last and sum(g.nbytes for g in last) + group.nbytes <= limit:
             last.append(group)
         else:
-            buckets.append([group])
+            unfilled[group.kind] = [group]
+            buckets.append(unfilled[group.kind])
     return buckets

@@ -69,7 +69,8 @@ class Replica:
     def _check_adopted(self, used: list[torch.Tensor]) -> None:
         known = {id(parameter) for parameter in self.adopted.values()}
         for parameter in used:
-            if parameter.requires_grad and id(parameter) not in known:
+            # One without elements has nothing to sum.
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in known:
                 raise ProtocolError(
                     f"{self.name!r}: a parameter was unfrozen or replaced after its GradientSync was made, or"
                     " is computed from others; make a new GradientSync"
