@@ -42,12 +42,11 @@ class Uniform:
         box = store.box(partition.me) if partition.active else None
         kept = torch.empty(box.shape if box else (0,), dtype=self.dtype, device="cpu")
         rows, width = self.shape[0], Box.of_shape(self.shape[1:]).volume
-        step = max(1, _DRAWN_AT_ONCE // max(width, 1))
-        for first in range(0, rows if width else 0, step):
+        step = min(rows, max(1, _DRAWN_AT_ONCE // max(width, 1)))
+        buffer = torch.empty((step, *self.shape[1:]), dtype=self.dtype, device="cpu")
+        for first in range(0, rows if width else 0, max(step, 1)):
             drawn = Box.of_shape(self.shape).replace(0, first, min(first + step, rows))
-            numbers = torch.empty(drawn.shape, dtype=self.dtype, device="cpu").uniform_(
-                -self.bound, self.bound
-            )
+            numbers = buffer[: drawn.shape[0]].uniform_(-self.bound, self.bound)
             common = drawn & box if box else None
             if box and common and not common.empty:
                 kept[common.slices(box)] = numbers[common.slices(drawn)]

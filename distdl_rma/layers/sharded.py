@@ -53,6 +53,11 @@ class Shards:
         self.machine, self.group, self.shape, self.dim, self.name = machine, group, shape, dim, name
         self._movements: dict[torch.dtype, Movement] = {}
 
+    @property
+    def nbytes_staged(self) -> int:
+        """Bytes of segment that this rank holds to move stripes."""
+        return sum(m.forward.nbytes + m.adjoint.nbytes for m in self._movements.values())
+
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole matrix, in memory of its own; collective over the group, blocking."""
         return self._move(shard, lambda movement: movement.forward)

@@ -45,6 +45,11 @@ class _ZeroLinear(DistributedLinear):
             height, width = self.used_weight().box(self.machine.rank).shape
             self._shards = Shards(self.machine, line, (height, width), self._cut, f"{self.name} (weight)")
 
+    @property
+    def nbytes_staged(self) -> int:
+        """Bytes of segment that this rank holds to gather the weight and to scatter its gradient."""
+        return 0 if self._shards is None else self._shards.nbytes_staged
+
     def _placements(self, bias: bool) -> dict[str, Placement]:
         blocks, rows, columns = self.P_w.shape
         if blocks == 1:

@@ -1,0 +1,125 @@
+"""What linear layers hold of their weight, and when."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma.layers import (
+    DistributedLinear,
+    DistributedLinearAllGather,
+    DistributedLinearAllGatherZero,
+    DistributedLinearReduceScatter,
+    DistributedLinearReduceScatterZero,
+)
+from distdl_rma.layers.initial import linear_values
+from tests.layers.live_memory import LiveMemory
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+ZERO = [DistributedLinearAllGatherZero, DistributedLinearReduceScatterZero]
+KINDS = [DistributedLinearAllGather, DistributedLinearReduceScatter, *ZERO]
+FEATURES = 768
+WHOLE = 8 * FEATURES * FEATURES
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 5), (700, 300), (3, 200_000), (0, 4), (4, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_initial_weights_drawn_in_parts_are_those_of_torch(P_world, dtype, rows, columns):
+    torch.manual_seed(4)
+    sequential = nn.Linear(columns, rows, dtype=dtype)
+    state = torch.get_rng_state()
+    torch.manual_seed(4)
+    P_w = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    P_y = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    layer = DistributedLinear(P_y, P_y, P_w, columns, rows, dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), state), "the generator goes on as after the sequential layer"
+    assert torch.equal(layer.weight, sequential.weight[layer.used_weight().slices()])
+    if layer.adds_bias:
+        assert torch.equal(layer.bias, sequential.bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_construction_never_holds_more_than_what_is_kept(P_world, comm, kind):
+    grid = (comm.size, 1) if kind in ZERO else (1, comm.size)
+    P = P_world.create_cartesian_topology_partition(grid)
+    with LiveMemory() as memory:
+        layer = kind(P, FEATURES, FEATURES, dtype=torch.float64)
+    assert layer.get_sizeof_gradients() <= memory.now
+    # What is drawn at a time has 65536 elements.
+    assert memory.peak <= WHOLE / comm.size + 8 * 65536 + 2 * 8 * FEATURES
+    assert linear_values(2, 3, False, None)["bias"] is None
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ZERO)
+def test_whole_weight_exists_only_while_it_is_used(P_world, comm, kind):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    torch.manual_seed(1)
+    layers = nn.Sequential(*(kind(P, FEATURES, FEATURES, bias=False, dtype=torch.float64) for _ in range(4)))
+    torch.manual_seed(1)
+    sequential = nn.Sequential(*(nn.Linear(FEATURES, FEATURES, False, dtype=torch.float64) for _ in range(4)))
+    layers.load_state_dict(
+        {
+            key: value[layer.layouts["weight"].slices()]
+            for (key, value), layer in zip(sequential.state_dict().items(), layers, strict=True)
+        }
+    )
+    x = torch.randn(comm.size, FEATURES, dtype=torch.float64)
+    local = shard(P, x).requires_grad_()
+    # Activations, and what is a stripe at a time.
+    slack = 40 * 8 * FEATURES + 3 * (1 << 19)
+    kept = 4 * WHOLE / comm.size
+    with LiveMemory() as memory:
+        out = layers(local)
+        assert memory.peak <= WHOLE + slack, "one whole weight at a time"
+        assert memory.now <= slack, "and none after the forward"
+        memory.peak = 0
+        out.square().sum().backward()
+        assert memory.peak <= WHOLE + kept + slack, "one whole weight or gradient at a time"
+        gc.collect()
+        assert memory.now <= kept + slack, "shards of the gradients remain"
+    sequential(x).square().sum().backward()
+    for layer, twin in zip(layers, sequential, strict=True):
+        part = layer.layouts["weight"].slices()
+        agree(layer.weight.grad, twin.weight.grad[part], "weight gradient")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ZERO)
+def test_staging_memory_does_not_grow_with_the_weight(P_world, comm, kind):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    staged = []
+    for features in (512, 1024):
+        layer = kind(P, features, features, bias=False, dtype=torch.float64)
+        layer(torch.randn(1, features, dtype=torch.float64, requires_grad=True)).sum().backward()
+        staged.append(layer.nbytes_staged)
+    assert 0 < staged[1] <= 4 * (1 << 19) * (comm.size - 1) / comm.size + (1 << 14)
+    assert staged[1] <= staged[0] + (1 << 14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_keep_their_block_and_no_more(P_world, comm, kind):
+    for grid in ((comm.size, 1), (1, comm.size)):
+        P = P_world.create_cartesian_topology_partition(grid)
+        layer = kind(P, 24, 36, bias=False)
+        cut = comm.size if kind in ZERO else grid[1]
+        assert layer.weight.numel() * cut == 24 * 36
+        copies = grid[0] if kind not in ZERO else 1
+        assert layer.get_ranks_synch_weights() == (list(range(copies)) if copies > 1 else [])
+        assert layer.get_sizeof_gradients() == 4 * layer.weight.numel()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", [DistributedLinearAllGather, DistributedLinearReduceScatter])
+def test_documented_storage_keeps_weights_on_the_first_set_of_workers(P_world, comm, kind):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer = kind(P, 6, 4, weights="root")
+    assert layer.weight.numel() == (24 if comm.rank == 0 else 0)
+    assert layer.bias.numel() == (4 if comm.rank == 0 else 0)
+    assert layer.get_ranks_synch_weights() == []
+    layer(torch.ones(1, 6)).sum().backward()
+    if comm.rank == 0:
+        assert torch.equal(layer.bias.grad, torch.full((4,), float(comm.size)))
