@@ -149,7 +149,7 @@ class ComposedLayer(DistributedLayer):
         """Local output from what was scattered to this rank; called on the ranks of P_y only."""
         return y
 
-    def work(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def carry_out(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
         return self.compute(flow, x, **weights)
 
@@ -176,7 +176,7 @@ class ComposedLayer(DistributedLayer):
             y = flow.gather(y, needs.input)
         if self._works:
             with torch.autocast("cpu", enabled=False):
-                y = self.work(flow, needs, y, **weights)
+                y = self.carry_out(flow, needs, y, **weights)
         else:
             y = idle(y, weights.values())
         if flow.scatter is not None:

@@ -76,7 +76,7 @@ class _ZeroLinear(DistributedLinear):
         line = used.partition.create_partition_inclusive(order)
         return Decomposition(line, (Listed(tuple(lengths)),), (0,))
 
-    def work(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def carry_out(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of a block of the weight that is gathered for it."""
         if self._shards is None:
             return self.compute(flow, x, **weights)

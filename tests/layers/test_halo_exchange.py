@@ -93,7 +93,7 @@ def test_impossible_widths_are_refused(P_world, comm, width):
 
 def test_unknown_modes_and_grids_without_space_are_refused(P_world, comm):
     P = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    with pytest.raises(ShapeError, match="padding_mode is one of .* got 'mirror'"):
+    with pytest.raises(ShapeError, match=r"padding_mode is one of .* got 'mirror'"):
         HaloExchange(P, 1, "mirror")
     with pytest.raises(PartitionError, match="spatial dimensions"):
         HaloExchange(P_world, 1)

@@ -143,7 +143,7 @@ def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm
     layer = make(P_world)
     before = layer(input_of(layer))
     if layer.P_x.size > 1:
-        with pytest.raises(ShapeError, match="'it': rank 0 passes torch.float64 but rank 1 torch.float32"):
+        with pytest.raises(ShapeError, match=r"'it': rank 0 passes torch.float64 but rank 1 torch.float32"):
             layer(input_of(layer, dtype=torch.float32 if comm.rank == 1 else torch.float64))
     else:
         with pytest.raises(ShapeError, match="'it': rank 1 is not in P_x but passes a tensor of shape"):
