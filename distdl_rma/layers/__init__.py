@@ -21,9 +21,15 @@ from distdl_rma.layers.loss import (
 )
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.norm import (
+    DistributedBatchNorm1d,
+    DistributedBatchNorm2d,
+    DistributedBatchNorm3d,
+    DistributedGroupNorm,
     DistributedInstanceNorm1d,
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
+    DistributedLayerNorm,
+    DistributedRMSNorm,
 )
 from distdl_rma.layers.reduction import AllSumReduce, Broadcast, SumReduce
 from distdl_rma.layers.repartition import DistributedTranspose, Repartition
@@ -40,6 +46,9 @@ __all__ = [
     "Broadcast",
     "DistributedBCELoss",
     "DistributedBCEWithLogitsLoss",
+    "DistributedBatchNorm1d",
+    "DistributedBatchNorm2d",
+    "DistributedBatchNorm3d",
     "DistributedConv1d",
     "DistributedConv2d",
     "DistributedConv3d",
@@ -47,12 +56,14 @@ __all__ = [
     "DistributedConvTranspose2d",
     "DistributedConvTranspose3d",
     "DistributedCrossEntropyLoss",
+    "DistributedGroupNorm",
     "DistributedHuberLoss",
     "DistributedInstanceNorm1d",
     "DistributedInstanceNorm2d",
     "DistributedInstanceNorm3d",
     "DistributedKLDivLoss",
     "DistributedL1Loss",
+    "DistributedLayerNorm",
     "DistributedLinear",
     "DistributedLinearAllGather",
     "DistributedLinearAllGatherZero",
@@ -61,6 +72,7 @@ __all__ = [
     "DistributedMSELoss",
     "DistributedNLLLoss",
     "DistributedPoissonNLLLoss",
+    "DistributedRMSNorm",
     "DistributedSmoothL1Loss",
     "DistributedTranspose",
     "HaloExchange",

@@ -121,7 +121,7 @@ def test_wrong_input_on_one_rank_raises_the_same_error_on_all(P_world, comm):
 def test_rules_are_checked(P_world, comm):
     line = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     with pytest.raises(PartitionError, match="the tensor has 4"):
-        DistributedInstanceNorm2d(line, 4)
+        DistributedInstanceNorm3d(line, 4)
     with pytest.raises(ShapeError, match="the layer takes 4"):
         DistributedInstanceNorm1d(line, 4)(torch.randn(1, 3, 5))
     x = torch.randn(1, 4, 5, requires_grad=True)

@@ -1,0 +1,256 @@
+"""What all normalisation layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.layers.agreement import Facts, Plans
+from distdl_rma.layers.autograd import anchor, tells_peers
+from distdl_rma.layers.cells import Cells, Layout
+from distdl_rma.layers.layer import DistributedLayer, movement_of, source_of
+from distdl_rma.layers.movement import Movement
+from distdl_rma.layers.replica import idle
+from distdl_rma.layers.scaling import Job, normalise, widened
+from distdl_rma.layers.statistics import Statistics
+from distdl_rma.layers.tensors import sum_dtype
+from distdl_rma.layers.weights import Placement
+
+__all__ = ["DistributedNorm", "Moments", "NormPlan"]
+
+
+class Moments(NamedTuple):
+    """Mean and variance to normalise by, and whether they are those of the input."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    of_input: bool = True
+
+
+class NormPlan:
+    """What a call needs to know for one set of local shapes.
+
+    Parameters
+    ----------
+    layer
+        The layer.
+    source
+        Who owns what of the input, among the ranks that agreed.
+
+    Attributes
+    ----------
+    shape
+        Shape of the input; global in the dimensions in which the ranks have anything to do with each other.
+    statistics
+        Of this rank's cells; None outside of P_x.
+    moves
+        Whether parameters travel, since the input is not cut where they are.
+    """
+
+    def __init__(self, layer: DistributedNorm, source: Decomposition) -> None:
+        self.shape = source.shape
+        self.statistics: Statistics | None = None
+        self.moves = False
+        self._fetch: dict[str, Movement | None] = {}
+        self._home: Movement | None = None
+        P_x, layout, rank = layer.P_x, layer.layout, layer.machine.rank
+        if not P_x.active:
+            return
+        cells = Cells(layout, P_x, source, rank)
+        self.statistics = Statistics(layer.machine, layout, cells, layer.centred, layer.name)
+        splits = tuple(source.splits[d] for d in layout.weighted)
+        self.moves = bool(layer.cuts) and splits != layer.store.splits
+        if not self.moves:
+            return
+        line = P_x.slab({d: i for d, i in enumerate(P_x.index_of(rank)) if d not in layer.cuts})
+        kept = Decomposition(line, layer.store.splits, layer.store.axes)
+        used = Decomposition(line, splits, layer.store.axes)
+        for key, parameter in layer.named_parameters(recurse=False):
+            self._fetch[key] = movement_of(layer, kept, used, parameter.dtype, key)
+        for key in layer.layouts:
+            self._fetch[key] = movement_of(layer, kept, used, torch.float64, key)
+        self._home = (
+            movement_of(layer, used, kept, torch.float64, "batch statistics") if layer.layouts else None
+        )
+
+    def void(self) -> None:
+        """Nothing was started before all ranks agreed."""
+
+    def fetch(self, key: str, values: torch.Tensor) -> torch.Tensor:
+        """Parameter, or buffer in float64, cut as the input is; blocking."""
+        movement = self._fetch.get(key)
+        return values if movement is None else movement(values, values.requires_grad)
+
+    def bring_home(self, values: torch.Tensor) -> torch.Tensor:
+        """Values per channel from where the input is cut to where the buffers are; blocking."""
+        return values if self._home is None else self._home(values)
+
+
+class DistributedNorm(DistributedLayer):
+    """Normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Base of the layers, which differ in what elements share a mean and a variance. Local input: the shard of
+    this rank, of any size that forms a grid with the others'. Local output: of the same shape, dtype and
+    place. Ranks outside of P_x pass and receive tensors without elements. Collective to construct over the
+    machine; a call involves the ranks of P_x that have statistics or parameters in common.
+
+    Forward: local statistics, one message to the ranks that share them, scale. Backward: one message with
+    two sums. Statistics travel and are merged in float64.
+
+    Where P_x cuts dimensions of the parameters, these are cut too; otherwise every rank of the machine
+    keeps copies of all of them.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output, as many dimensions as the tensor.
+    layout
+        What the statistics reduce over, and where the parameters vary.
+    extents
+        Global shape of the parameters.
+    eps
+        Added to the variance; None for the resolution of the type.
+    affine, bias
+        Whether there is a weight, and a bias beside it.
+    device, dtype
+        Of the parameters.
+    name
+        For messages.
+
+    Attributes
+    ----------
+    layouts
+        Of every buffer that is cut, which part of it each rank keeps.
+    """
+
+    centred = True
+
+    def __init__(
+        self,
+        P_x: Partition,
+        layout: Layout,
+        extents: Sequence[int],
+        eps: float | None,
+        affine: bool,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        name: str | None,
+    ) -> None:
+        super().__init__(P_x, name=name)
+        self.P_x, self.layout, self.eps = P_x, layout, eps
+        self.layouts: dict[str, Decomposition] = {}
+        # Grid dimensions that cut the parameters.
+        self.cuts = tuple(d for d in layout.weighted if P_x.shape[d] > 1)
+        axes = tuple(layout.weighted.index(d) if d in self.cuts else None for d in range(P_x.dim))
+        splits = tuple(Balanced(n, P_x.shape[d]) for n, d in zip(extents, layout.weighted, strict=True))
+        everywhere = Placement.everywhere(self.machine, torch.Size(extents))
+        self.store = Decomposition(P_x, splits, axes) if self.cuts else everywhere.store
+        values: dict[str, nn.Parameter | None] = {"weight": None, "bias": None}
+        if affine:
+            values["weight"] = nn.Parameter(torch.ones(*extents, device=device, dtype=dtype))
+        if affine and bias:
+            values["bias"] = nn.Parameter(torch.zeros(*extents, device=device, dtype=dtype))
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        self.place(values, {key: Placement(self.store) for key, value in values.items() if value is not None})
+        self.group = self._members()
+        self._plans = self._make_plans(self.group.ranks) if P_x.active else None
+
+    def _members(self) -> Partition:
+        # Ranks of P_x whose shapes this one must know: not those with other instances.
+        if not self.P_x.active:
+            return self.P_x
+        index = self.P_x.index_of(self.machine.rank)
+        return self.P_x.slab({d: index[d] for d in self.layout.alone(self.P_x.dim)})
+
+    def _make_plans(self, ranks: Sequence[int]) -> Plans[NormPlan]:
+        return Plans(self.machine, ranks, self.name, self._plan, repr(self))
+
+    def _plan(self, facts: dict[int, Facts]) -> NormPlan:
+        source, dtype = source_of(self.group, facts)
+        if not dtype.is_floating_point:
+            raise ShapeError(f"an input of a floating-point type is needed, got {dtype}")
+        for rank, fact in facts.items():
+            if fact.weights not in (None, dtype, sum_dtype(dtype)):
+                raise ShapeError(f"input is {dtype} but on rank {rank} the parameters are {fact.weights}")
+        extents = tuple(source.shape[d] for d in self.layout.weighted)
+        if extents != self.store.shape:
+            raise ShapeError(
+                f"input of global shape {source.shape} has extents {extents} in dimensions"
+                f" {self.layout.weighted}, the layer takes {self.store.shape}"
+            )
+        return NormPlan(self, source)
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed.
+
+        Where groups of channels straddle ranks: those of the last call, and before it of a balanced input.
+        """
+        if not self.P_x.active:
+            return []
+        last, rank = self._last_statistics, self.machine.rank
+        ranks = last.cells.ranks if last else self.layout.sharing(self.P_x, rank, self.store.splits[0])
+        return list(ranks) if len(ranks) > 1 else []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics in the forward of the last input seen; 0 before."""
+        return 0 if self._last_statistics is None else self._last_statistics.nbytes
+
+    @property
+    def _last_statistics(self) -> Statistics | None:
+        plan = self._plans.last if self._plans is not None else None
+        return None if plan is None else plan.statistics
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        return (
+            f"{', '.join(str(n) for n in self.store.shape)}, eps={self.eps},"
+            f" affine={self.weight is not None}, bias={self.bias is not None}, P_x={self.P_x.shape}"
+        )
+
+    @tells_peers
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
+        weights = {} if self.placed is None else self.placed.use()
+        if self._plans is None:
+            return idle(x, weights.values())
+        plan, needs = self._plans.agree(x, self._typed())
+        self.check(plan.shape)
+        with torch.autocast("cpu", enabled=False):
+            if plan.statistics is None:
+                self.stand_by(plan)
+                return idle(x, weights.values())
+            used = {key: plan.fetch(key, values) for key, values in weights.items()}
+            moments = self.moments(plan, plan.statistics, x)
+            depends = moments.of_input and needs.input
+            eps = torch.finfo(sum_dtype(x.dtype)).eps if self.eps is None else self.eps
+            # The memory that a GradientSync offers is for gradients of what this rank keeps.
+            place = _as_it_is if plan.moves or self.replica is None else self.replica.fill
+            job = Job(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
+            return normalise(x, used.get("weight"), used.get("bias"), anchor(depends), job)
+
+    def _typed(self) -> torch.Tensor | None:
+        # A tensor of the type of the parameters.
+        return next((t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()), None)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Refuse an input that the kind of layer has no statistics of; alike on all ranks of a call."""
+
+    def moments(self, plan: NormPlan, statistics: Statistics, x: torch.Tensor) -> Moments:
+        """Mean and variance to normalise ``x`` by; blocking."""
+        return Moments(*statistics.of(widened(x.detach())))
+
+    def stand_by(self, plan: NormPlan) -> None:
+        """Take part in a call without a part of the input."""
+
+
+def _as_it_is(_key: str, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient

@@ -1,0 +1,165 @@
+"""Normalisation with running statistics, equal on all ranks that keep them."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.cells import Layout
+from distdl_rma.layers.normalisation import DistributedNorm, Moments, NormPlan
+from distdl_rma.layers.scaling import widened
+from distdl_rma.layers.statistics import Statistics
+from distdl_rma.layers.tensors import as_array, as_tensor
+from distdl_rma.layers.weights import cut
+from distdl_rma.segments.allreduce import Allreduce
+
+__all__ = ["DistributedRunningNorm"]
+
+_PAIR = ("running_mean", "running_var")
+
+
+class DistributedRunningNorm(DistributedNorm):
+    """Normalisation per channel that may keep running statistics.
+
+    The buffers are torch's. Where P_x splits channels they are cut as the parameters are; otherwise they
+    are the same on every rank of the machine, those outside of P_x included. In training the statistics of
+    the batch travel once more where not all of these ranks have computed them together. In evaluation
+    nothing travels but shapes.
+
+    Parameters
+    ----------
+    P_x, layout, eps, affine, bias, device, dtype, name
+        As in the base.
+    num_features, momentum, track_running_stats
+        As in torch.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        layout: Layout,
+        num_features: int,
+        eps: float,
+        momentum: float | None,
+        affine: bool,
+        track_running_stats: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        bias: bool,
+        name: str | None,
+    ) -> None:
+        self.num_features, self.momentum = num_features, momentum
+        self.affine, self.track_running_stats = affine, track_running_stats
+        super().__init__(P_x, layout, (num_features,), eps, affine, bias, device, dtype, name)
+        self.running_mean: torch.Tensor | None
+        self.running_var: torch.Tensor | None
+        self.num_batches_tracked: torch.Tensor | None
+        if not track_running_stats:
+            for key in (*_PAIR, "num_batches_tracked"):
+                self.register_buffer(key, None)
+            return
+        for key, make in zip(_PAIR, (torch.zeros, torch.ones), strict=True):
+            self.register_buffer(key, cut(self.store, make(num_features, device=device, dtype=dtype)))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
+        if self.cuts:
+            self.layouts.update(dict.fromkeys(_PAIR, self.store))
+        self._keep()
+
+    def _keep(self) -> None:
+        # Ranks that keep the same channels agree on every call, and on the statistics of its batch.
+        rank, P_x = self.machine.rank, self.P_x
+        self.group, self._plans = P_x, None
+        self._sums: Allreduce | None = None
+        if not (P_x.active or not self.cuts):
+            return
+        index = P_x.index_of(rank) if P_x.active else None
+        # One of those that share a cell speaks for it.
+        self._speaks = index is not None and all(index[d] == 0 for d in self.layout.reduced)
+        keepers = self.machine.ranks
+        if self.cuts and index is not None:
+            keepers = P_x.slab({d: index[d] for d in self.cuts}).ranks
+        idle = tuple(r for r in self.machine.ranks if r not in P_x)
+        self._plans = self._make_plans(P_x.ranks if self.cuts else (*P_x.ranks, *idle))
+        if index is None or set(self.layout.sharing(P_x, rank)) != set(keepers):
+            count = len(_PAIR) * self.store.box(rank).volume
+            name = f"{self.name} (running statistics)"
+            self._sums = Allreduce(self.machine.segments, keepers, count, np.float64, name=name)
+            weakref.finalize(self, self._sums.close)
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        return (
+            f"{super().extra_repr()}, momentum={self.momentum},"
+            f" track_running_stats={self.track_running_stats}"
+        )
+
+    def reset_running_stats(self) -> None:
+        """Start the running statistics anew; local, to be called on all ranks."""
+        if self.running_mean is not None and self.running_var is not None:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.zero_()
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether a call normalises by the statistics of its input."""
+        raise NotImplementedError
+
+    @property
+    def tracks(self) -> bool:
+        """Whether a call changes the running statistics."""
+        raise NotImplementedError
+
+    def rate(self) -> float:
+        """Weight of this batch in the running statistics."""
+        raise NotImplementedError
+
+    def moments(self, plan: NormPlan, statistics: Statistics, x: torch.Tensor) -> Moments:
+        """Those of the batch, which may change the running ones, or the running ones."""
+        if not self.by_batch:
+            mean, variance = (
+                plan.fetch(key, getattr(self, key).to(torch.float64)).view(self._column(x)) for key in _PAIR
+            )
+            return Moments(mean, variance, of_input=False)
+        mean, variance = statistics.of(widened(x.detach()))
+        if self.tracks:
+            total = statistics.total
+            unbiased = variance * (total / (total - 1).clamp(min=1))
+            self._track(plan, [self._per_channel(values, plan.shape) for values in (mean, unbiased)])
+        return Moments(mean, variance)
+
+    def stand_by(self, plan: NormPlan) -> None:
+        """Learn the statistics of a batch of which this rank has no part."""
+        if self.by_batch and self.tracks:
+            self._track(plan, None)
+
+    def _column(self, x: torch.Tensor) -> list[int]:
+        (channels,) = self.layout.weighted
+        return [-1 if d == channels else 1 for d in range(x.dim())]
+
+    def _per_channel(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        # This rank's part of the mean over the instances.
+        instances = self.layout.alone(len(shape))
+        count = 1
+        for d in instances:
+            count *= shape[d]
+        return (values.sum(instances) / max(1, count) if instances else values).flatten()
+
+    def _track(self, plan: NormPlan, values: list[torch.Tensor] | None) -> None:
+        rate = self.rate()
+        home = None if values is None else torch.cat([plan.bring_home(v) for v in values])
+        if self._sums is not None:
+            self._sums.active[:] = as_array(home) if home is not None and self._speaks else 0
+            self._sums.start()
+            home = as_tensor(self._sums.wait())
+        counted = [n for d, n in enumerate(plan.shape) if d not in self.layout.weighted]
+        if home is None or 0 in counted:
+            # An empty batch says nothing.
+            return
+        for key, new in zip(_PAIR, home.chunk(len(_PAIR)), strict=True):
+            buffer = getattr(self, key)
+            buffer.copy_(buffer.to(torch.float64).lerp(new, rate))

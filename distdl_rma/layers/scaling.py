@@ -1,0 +1,212 @@
+"""Normalisation of a local tensor by statistics of the global one, and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distdl_rma.layers.autograd import first_derivative
+from distdl_rma.layers.cells import Band
+from distdl_rma.layers.statistics import Statistics, inner
+from distdl_rma.layers.tensors import sum_dtype
+from distdl_rma.machine import Machine
+
+__all__ = ["Job", "normalise", "widened"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a normalisation: by which statistics, and what its backward does.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    statistics
+        Cells of the call, and the sums of its backward.
+    mean, variance
+        Values that broadcast to the cells, in float64.
+    eps
+        Added to the variance.
+    depends
+        Whether mean and variance are those of the input, and some rank needs its gradient.
+    place
+        Puts the gradient of a parameter, by name, where it is wanted.
+    """
+
+    machine: Machine
+    statistics: Statistics
+    mean: torch.Tensor
+    variance: torch.Tensor
+    eps: float
+    depends: bool
+    place: Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def normalise(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    anchor: torch.Tensor | None,
+    job: Job,
+) -> torch.Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
+
+    The backward knows that mean and variance depend on the input: one exchange of two sums per cell.
+    """
+    y: torch.Tensor = _Normalise.apply(x, weight, bias, anchor, job)  # type: ignore[no-untyped-call]
+    return y
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Tensor in the type to compute in: float32 for shorter ones."""
+    return x.to(sum_dtype(x.dtype))
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        _anchor: torch.Tensor | None,
+        job: Job,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.job, ctx.machine = job, job.machine
+        wide = widened(x)
+        parts = [_Part(job, band, wide, weight) for band in job.statistics.cells.bands]
+        return _joined([part.scaled(bias) for part in parts], x, 1)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        job, statistics = ctx.job, ctx.job.statistics
+        wide, d_y = widened(x), widened(gradient)
+        with torch.autocast("cpu", enabled=False):
+            parts = [_Backward(job, band, wide, weight, d_y) for band in statistics.cells.bands]
+            pair = torch.zeros(2, *statistics.cells.shape, dtype=torch.float64)
+            if job.depends:
+                for part in parts:
+                    part.write_sums(pair)
+            arrive = statistics.sum(pair) if job.depends else None
+            d_weight, d_bias = (
+                job.place(name, _joined([part.of_parameter(name) for part in parts], weight, 0))
+                if needed
+                else None
+                for name, needed in zip(("weight", "bias"), ctx.needs_input_grad[1:3], strict=True)
+            )
+            scaled = [part.scaled_gradient() for part in parts] if ctx.needs_input_grad[0] else []
+            if arrive is not None:
+                means = arrive() / statistics.total
+                scaled = [part.add_means(s, means) for part, s in zip(parts, scaled, strict=False)]
+            d_x = None
+            if ctx.needs_input_grad[0]:
+                flat = [part.flat(s) for part, s in zip(parts, scaled, strict=True)]
+                d_x = _joined(flat, x, 1)
+        return d_x, d_weight, d_bias, None, None
+
+
+def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
+    # Bands are channels side by side.
+    if len(parts) == 1:
+        return parts[0].to(like.dtype)
+    return torch.cat(list(parts), dim).to(like.dtype) if parts else torch.zeros_like(like)
+
+
+class _Part:
+    """What forward and backward both derive for one band of the local tensor."""
+
+    def __init__(self, job: Job, band: Band, x: torch.Tensor, weight: torch.Tensor | None) -> None:
+        self.job, self.band, self.layout = job, band, job.statistics.layout
+        view = band.of(x)
+        self.shape, self.dtype = view.shape, view.dtype
+        # Where parameters vary within a cell everywhere, there are as many products of them as elements.
+        self.elementwise = not self.layout.local
+        self.inverse = (band.of_cells(job.variance) + job.eps).rsqrt()
+        mean = band.of_cells(job.mean)
+        rounded = mean.to(self.dtype)
+        # The mean is taken off before anything is multiplied; its rounding error is made up for afterwards.
+        self.rest = mean - rounded
+        self.centred = view - rounded if job.statistics.centred else view
+        self.weight = self.column(weight)
+
+    def column(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        """Parameter shaped to broadcast to the view of the band."""
+        if parameter is None:
+            return None
+        values = self.band.of(parameter, 0).to(self.dtype if self.elementwise else torch.float64)
+        return values.reshape([n if d in self.layout.weighted else 1 for d, n in enumerate(self.shape)])
+
+    def flat(self, view: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """From the view of the band back to channels."""
+        return view if self.band.channels is None else view.flatten(dim, dim + 1)
+
+    def standard(self) -> torch.Tensor:
+        """Elements with mean 0 and variance 1, in memory of its own."""
+        shift = (-self.rest * self.inverse).to(self.dtype)
+        return torch.addcmul(shift, self.centred, self.inverse.to(self.dtype))
+
+    def scaled(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """Output of the band."""
+        b = self.column(bias)
+        if self.elementwise and self.weight is not None:
+            y = self.standard()
+            return self.flat(y.mul_(self.weight) if b is None else torch.addcmul(b, y, self.weight))
+        scale = self.inverse if self.weight is None else self.inverse * self.weight
+        shift = -self.rest * scale if b is None else b - self.rest * scale
+        return self.flat(torch.addcmul(shift.to(self.dtype), self.centred, scale.to(self.dtype)))
+
+
+class _Backward(_Part):
+    """Sums of the backward of one band, and what is made of them."""
+
+    def __init__(
+        self, job: Job, band: Band, x: torch.Tensor, weight: torch.Tensor | None, d_y: torch.Tensor
+    ) -> None:
+        super().__init__(job, band, x, weight)
+        self.d_y = band.of(d_y)
+        # Sums of the gradient, and of its product with the standardised input, where parameters are the same.
+        if self.elementwise:
+            self.total, self.product = self.d_y, self.d_y * self.standard()
+        else:
+            self.total = self.d_y.sum(self.layout.local, keepdim=True, dtype=torch.float64)
+            product = inner(self.d_y, self.centred, self.layout.local)
+            self.product = (product - self.rest * self.total) * self.inverse
+
+    def of_parameter(self, name: str) -> torch.Tensor:
+        """Gradient of ``weight`` or ``bias``."""
+        rows = self.product if name == "weight" else self.total
+        alone = self.layout.alone(rows.dim())
+        values = rows.sum(alone) if alone else rows
+        return self.flat(values.reshape([self.shape[d] for d in self.layout.weighted]), 0)
+
+    def write_sums(self, pair: torch.Tensor) -> None:
+        """The two sums of each cell, weights included."""
+        dims = [d for d in self.layout.reduced if d in self.layout.weighted]
+        for rows, sums in zip((self.total, self.product), pair, strict=True):
+            weighted = rows if self.weight is None else rows * self.weight
+            total = weighted.sum(dims, keepdim=True, dtype=torch.float64) if dims else weighted
+            self.band.of_cells(sums).copy_(total)
+
+    def scaled_gradient(self) -> torch.Tensor:
+        """Gradient of the input as if mean and variance were constants, in memory of its own."""
+        if self.weight is None:
+            return self.d_y * self.inverse.to(self.dtype)
+        if self.elementwise:
+            return (self.d_y * self.weight).mul_(self.inverse.to(self.dtype))
+        return self.d_y * (self.inverse * self.weight).to(self.dtype)
+
+    def add_means(self, scaled: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+        """Add, in place, what comes by way of mean and variance."""
+        total, product = (self.band.of_cells(values) for values in means)
+        slope = -self.inverse.square() * product
+        scaled.addcmul_(self.centred, slope.to(self.dtype))
+        if self.job.statistics.centred:
+            scaled.sub_((self.inverse * total + self.rest * slope).to(self.dtype))
+        return scaled
