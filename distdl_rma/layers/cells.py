@@ -107,7 +107,8 @@ class Band:
             return tensor
         (start, stop), (first, last) = self.channels, self.cells
         part = tensor.narrow(dim, start, stop - start)
-        return part.view(*part.shape[:dim], last - first, -1, *part.shape[dim + 1 :])
+        groups = last - first, (stop - start) // (last - first)
+        return part.view(*part.shape[:dim], *groups, *part.shape[dim + 1 :])
 
     def of_cells(self, values: torch.Tensor) -> torch.Tensor:
         """The band's part of values per cell; a view."""

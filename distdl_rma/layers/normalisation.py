@@ -161,18 +161,21 @@ class DistributedNorm(DistributedLayer):
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
         self.place(values, {key: Placement(self.store) for key, value in values.items() if value is not None})
-        self.group = self._members()
-        self._plans = self._make_plans(self.group.ranks) if P_x.active else None
+        self.group, others = self.agreeing()
+        ranks = (*self.group.ranks, *others)
+        self._plans = (
+            Plans(self.machine, ranks, self.name, self._plan, repr(self)) if P_x.active or others else None
+        )
 
-    def _members(self) -> Partition:
-        # Ranks of P_x whose shapes this one must know: not those with other instances.
+    def agreeing(self) -> tuple[Partition, tuple[int, ...]]:
+        """Ranks of P_x whose shapes this one must know, and ranks outside that take part in a call.
+
+        Ranks with other instances have nothing to do with this one.
+        """
         if not self.P_x.active:
-            return self.P_x
+            return self.P_x, ()
         index = self.P_x.index_of(self.machine.rank)
-        return self.P_x.slab({d: index[d] for d in self.layout.alone(self.P_x.dim)})
-
-    def _make_plans(self, ranks: Sequence[int]) -> Plans[NormPlan]:
-        return Plans(self.machine, ranks, self.name, self._plan, repr(self))
+        return self.P_x.slab({d: index[d] for d in self.layout.alone(self.P_x.dim)}), ()
 
     def _plan(self, facts: dict[int, Facts]) -> NormPlan:
         source, dtype = source_of(self.group, facts)

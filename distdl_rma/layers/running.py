@@ -69,25 +69,26 @@ class DistributedRunningNorm(DistributedNorm):
         self._keep()
 
     def _keep(self) -> None:
-        # Ranks that keep the same channels agree on every call, and on the statistics of its batch.
+        # Those that keep the same channels agree on the statistics of a batch.
         rank, P_x = self.machine.rank, self.P_x
-        self.group, self._plans = P_x, None
-        self._sums: Allreduce | None = None
-        if not (P_x.active or not self.cuts):
-            return
         index = P_x.index_of(rank) if P_x.active else None
+        self._sums: Allreduce | None = None
         # One of those that share a cell speaks for it.
         self._speaks = index is not None and all(index[d] == 0 for d in self.layout.reduced)
         keepers = self.machine.ranks
-        if self.cuts and index is not None:
-            keepers = P_x.slab({d: index[d] for d in self.cuts}).ranks
-        idle = tuple(r for r in self.machine.ranks if r not in P_x)
-        self._plans = self._make_plans(P_x.ranks if self.cuts else (*P_x.ranks, *idle))
+        if self.cuts:
+            keepers = (rank,) if index is None else P_x.slab({d: index[d] for d in self.cuts}).ranks
         if index is None or set(self.layout.sharing(P_x, rank)) != set(keepers):
             count = len(_PAIR) * self.store.box(rank).volume
             name = f"{self.name} (running statistics)"
             self._sums = Allreduce(self.machine.segments, keepers, count, np.float64, name=name)
             weakref.finalize(self, self._sums.close)
+
+    def agreeing(self) -> tuple[Partition, tuple[int, ...]]:
+        """All ranks of the machine where statistics are tracked: they all keep some."""
+        if not self.track_running_stats:
+            return super().agreeing()
+        return self.P_x, tuple(rank for rank in self.machine.ranks if rank not in self.P_x)
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
@@ -158,8 +159,8 @@ class DistributedRunningNorm(DistributedNorm):
             home = as_tensor(self._sums.wait())
         counted = [n for d, n in enumerate(plan.shape) if d not in self.layout.weighted]
         if home is None or 0 in counted:
-            # An empty batch says nothing.
+            # An empty batch says nothing, nor does any where nothing is kept.
             return
-        for key, new in zip(_PAIR, home.chunk(len(_PAIR)), strict=True):
+        for key, new in zip(_PAIR, home.tensor_split(len(_PAIR)), strict=True):
             buffer = getattr(self, key)
             buffer.copy_(buffer.to(torch.float64).lerp(new, rate))

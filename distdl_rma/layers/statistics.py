@@ -102,7 +102,7 @@ class Statistics:
         # From the mean of each rank, and the squares about it, to those of all ranks together.
         if self._round is not None:
             self._round.start(as_array(pair.reshape(-1)))
-            rows = as_tensor(self._round.wait()).view(-1, *pair.shape)
+            rows = as_tensor(self._round.wait()).view(len(self.cells.ranks), *pair.shape)
             means, squares = rows[:, 0], rows[:, 1]
             mean = means[0] + (self._shares * (means - means[0])).sum(0)
             return torch.stack((mean, (squares + self._counts * (means - mean).square()).sum(0)))
