@@ -42,7 +42,10 @@ def repartition_rows(machine: Machine) -> Iterator[Row]:
     rows_, columns = SIDE // size, SIDE // size
     x = torch.randn(rows_, SIDE)
     array = x.numpy()
-    send, received = np.empty((size, rows_, columns), np.float32), np.empty((size, rows_, columns), np.float32)
+    send, received = (
+        np.empty((size, rows_, columns), np.float32),
+        np.empty((size, rows_, columns), np.float32),
+    )
 
     def alltoall() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         for peer in range(size):
@@ -94,7 +97,9 @@ def reduction_rows(machine: Machine) -> Iterator[Row]:
         against="MPI Bcast",
         target=1.0,
     )
-    yield compare("SumReduce, 16 MiB", lambda: ours(lambda: reduce_(data)), reduced, against="MPI Reduce", target=1.0)
+    yield compare(
+        "SumReduce, 16 MiB", lambda: ours(lambda: reduce_(data)), reduced, against="MPI Reduce", target=1.0
+    )
 
 
 def linear_rows(machine: Machine) -> Iterator[Row]:

@@ -55,6 +55,8 @@ class DistributedLayer(nn.Module):
         # Rank ids of all partitions, each once: those that take part in a call.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
         self.placed: Weights | None = None
+        # Which box of a buffer a rank keeps, by key, for those that are cut.
+        self.buffer_layouts: dict[str, Decomposition] = {}
 
     def place(
         self, values: Mapping[str, nn.Parameter | Initial | None], placements: Mapping[str, Placement]
@@ -65,7 +67,8 @@ class DistributedLayer(nn.Module):
     @property
     def layouts(self) -> dict[str, Decomposition]:
         """Which box of each parameter, and of each buffer that is cut, a rank keeps, by key."""
-        return {} if self.placed is None else {k: p.store for k, p in self.placed.placements.items()}
+        placements = {} if self.placed is None else self.placed.placements
+        return {key: place.store for key, place in placements.items()} | self.buffer_layouts
 
     @property
     def replica(self) -> Replica | None:

@@ -74,10 +74,12 @@ class NormPlan:
         used = Decomposition(line, splits, layer.store.axes)
         for key, parameter in layer.named_parameters(recurse=False):
             self._fetch[key] = movement_of(layer, kept, used, parameter.dtype, key)
-        for key in layer.layouts:
+        for key in layer.buffer_layouts:
             self._fetch[key] = movement_of(layer, kept, used, torch.float64, key)
         self._home = (
-            movement_of(layer, used, kept, torch.float64, "batch statistics") if layer.layouts else None
+            movement_of(layer, used, kept, torch.float64, "batch statistics")
+            if layer.buffer_layouts
+            else None
         )
 
     def void(self) -> None:
@@ -123,11 +125,6 @@ class DistributedNorm(DistributedLayer):
         Of the parameters.
     name
         For messages.
-
-    Attributes
-    ----------
-    layouts
-        Of every buffer that is cut, which part of it each rank keeps.
     """
 
     centred = True
@@ -146,7 +143,6 @@ class DistributedNorm(DistributedLayer):
     ) -> None:
         super().__init__(P_x, name=name)
         self.P_x, self.layout, self.eps = P_x, layout, eps
-        self.layouts: dict[str, Decomposition] = {}
         # Grid dimensions that cut the parameters.
         self.cuts = tuple(d for d in layout.weighted if P_x.shape[d] > 1)
         axes = tuple(layout.weighted.index(d) if d in self.cuts else None for d in range(P_x.dim))

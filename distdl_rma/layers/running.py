@@ -65,7 +65,7 @@ class DistributedRunningNorm(DistributedNorm):
             self.register_buffer(key, cut(self.store, make(num_features, device=device, dtype=dtype)))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
         if self.cuts:
-            self.layouts.update(dict.fromkeys(_PAIR, self.store))
+            self.buffer_layouts.update(dict.fromkeys(_PAIR, self.store))
         self._keep()
 
     def _keep(self) -> None:
