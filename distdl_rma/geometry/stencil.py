@@ -24,7 +24,9 @@ class Window:
     stride, dilation
         Steps between outputs and between taps, at least 1.
     left, right
-        Padding at the two ends of the dimension, in elements, at least 0.
+        Padding at the two ends of the dimension, in elements; a negative padding crops.
+    ceil
+        Whether a last window that sticks out of the padding counts, if it begins before it.
     """
 
     kernel: int
@@ -32,12 +34,11 @@ class Window:
     dilation: int = 1
     left: int = 0
     right: int = 0
+    ceil: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.kernel, self.stride, self.dilation) < 1 or min(self.left, self.right) < 0:
-            raise ShapeError(
-                f"kernel, stride and dilation must be at least 1 and padding at least 0, got {self}"
-            )
+        if min(self.kernel, self.stride, self.dilation) < 1:
+            raise ShapeError(f"kernel, stride and dilation must be at least 1, got {self}")
 
     @property
     def span(self) -> int:
@@ -46,7 +47,10 @@ class Window:
 
     def outputs(self, extent: int) -> int:
         """Number of outputs for an input of the given extent; 0 or less if the window does not fit."""
-        return (extent + self.left + self.right - self.span) // self.stride + 1
+        beyond = self.stride - 1 if self.ceil else 0
+        count = (extent + self.left + self.right - self.span + beyond) // self.stride + 1
+        # As torch: a window must not begin behind the input and its left padding.
+        return count - (self.ceil and (count - 1) * self.stride >= extent + self.left)
 
     def reads(self, start: int, stop: int) -> tuple[int, int]:
         """From the first to behind the last input that outputs ``[start, stop)`` read."""
@@ -151,11 +155,20 @@ class Stencil:
         stride: tuple[int, ...],
         dilation: tuple[int, ...],
         padding: tuple[tuple[int, int], ...],
+        ceil: bool = False,
     ) -> Stencil:
-        """Stencil from one tuple per parameter; ``padding`` has a (left, right) pair per dimension."""
+        """Stencil from one tuple per parameter; ``padding`` has a (left, right) pair per dimension.
+
+        Raises
+        ------
+        ShapeError
+            If a padding is negative.
+        """
+        if min((side for sides in padding for side in sides), default=0) < 0:
+            raise ShapeError(f"padding must be at least 0, got {padding}")
         return cls(
             tuple(
-                Window(k, s, d, left, right)
+                Window(k, s, d, left, right, ceil)
                 for k, s, d, (left, right) in zip(kernel, stride, dilation, padding, strict=True)
             )
         )

@@ -184,15 +184,42 @@ def test_windows_that_skip_inputs_have_inputs_without_readers():
     assert Stencil((Window(1, 4),)).readers(Box(((1, 5),))) == Box(((1, 2),))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"kernel": 0}, {"stride": 0}, {"dilation": -1}, {"left": -1}, {"right": -2}]
-)
+@pytest.mark.parametrize("arguments", [{"kernel": 0}, {"stride": 0}, {"dilation": -1}])
 def test_impossible_windows_are_refused(arguments):
     with pytest.raises(ShapeError) as caught:
         Window(**{"kernel": 3, **arguments})
-    assert str(caught.value).startswith(
-        "kernel, stride and dilation must be at least 1 and padding at least 0, got Window(kernel="
-    )
+    assert str(caught.value).startswith("kernel, stride and dilation must be at least 1, got Window(kernel=")
+
+
+@pytest.mark.parametrize("sides", [(-1, 0), (0, -2)])
+def test_stencils_pad_but_do_not_crop(sides):
+    with pytest.raises(ShapeError, match="padding must be at least 0"):
+        Stencil.of((3,), (1,), (1,), (sides,))
+
+
+def test_negative_padding_of_a_window_crops():
+    window = Window(1, left=-2, right=1)
+    assert window.outputs(5) == 4
+    assert window.reads(0, 4) == (2, 6)
+
+
+@given(
+    n=st.integers(1, 12),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    dilation=st.integers(1, 3),
+    padding=st.integers(0, 2),
+)
+def test_ceil_mode_adds_one_window_at_most_and_it_begins_before_the_right_padding(
+    n, kernel, stride, dilation, padding
+):
+    floor = Window(kernel, stride, dilation, padding, padding)
+    ceil = Window(kernel, stride, dilation, padding, padding, ceil=True)
+    begins = [j * stride for j in range(n + 2 * padding) if j * stride < n + padding]
+    fits = [b for b in begins if b + floor.span < n + 2 * padding + stride]
+    if floor.outputs(n) > 0:
+        assert ceil.outputs(n) - floor.outputs(n) in (-1, 0, 1)
+        assert ceil.outputs(n) == len(fits)
 
 
 def test_an_input_that_is_too_small_is_refused_with_the_numbers():
