@@ -100,7 +100,7 @@ def _origin(index: torch.Tensor, n: int, mode: str) -> torch.Tensor:
 def _images(stencil: Stencil, extents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     # The domain, and where the padding needs it the domain before and behind it.
     steps = [
-        (0, *((-n,) if w.left else ()), *((n,) if w.right else ()))
+        (0, *((-n,) if w.left > 0 else ()), *((n,) if w.right > 0 else ()))
         for w, n in zip(stencil.windows, extents, strict=True)
     ]
     return tuple((0, 0, *shift) for shift in product(*steps))
