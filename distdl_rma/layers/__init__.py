@@ -1,7 +1,18 @@
 """PyTorch layers whose tensors are split over ranks."""
 
+from distdl_rma.layers.adaptive import (
+    DistributedAdaptiveAvgPool1d,
+    DistributedAdaptiveAvgPool2d,
+    DistributedAdaptiveAvgPool3d,
+    DistributedAdaptiveMaxPool1d,
+    DistributedAdaptiveMaxPool2d,
+    DistributedAdaptiveMaxPool3d,
+)
 from distdl_rma.layers.classification import DistributedCrossEntropyLoss, DistributedNLLLoss
 from distdl_rma.layers.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
+from distdl_rma.layers.embedding import (
+    DistributedEmbedding,
+)
 from distdl_rma.layers.gather import AllGather, ReduceScatter
 from distdl_rma.layers.halo_exchange import HaloExchange
 from distdl_rma.layers.linear import (
@@ -31,6 +42,31 @@ from distdl_rma.layers.norm import (
     DistributedLayerNorm,
     DistributedRMSNorm,
 )
+from distdl_rma.layers.pad import (
+    DistributedCircularPad1d,
+    DistributedCircularPad2d,
+    DistributedCircularPad3d,
+    DistributedConstantPad1d,
+    DistributedConstantPad2d,
+    DistributedConstantPad3d,
+    DistributedReflectionPad1d,
+    DistributedReflectionPad2d,
+    DistributedReflectionPad3d,
+    DistributedReplicationPad1d,
+    DistributedReplicationPad2d,
+    DistributedReplicationPad3d,
+    DistributedZeroPad1d,
+    DistributedZeroPad2d,
+    DistributedZeroPad3d,
+)
+from distdl_rma.layers.pooling import (
+    DistributedAvgPool1d,
+    DistributedAvgPool2d,
+    DistributedAvgPool3d,
+    DistributedMaxPool1d,
+    DistributedMaxPool2d,
+    DistributedMaxPool3d,
+)
 from distdl_rma.layers.reduction import AllSumReduce, Broadcast, SumReduce
 from distdl_rma.layers.repartition import DistributedTranspose, Repartition
 from distdl_rma.layers.transposed import (
@@ -38,17 +74,37 @@ from distdl_rma.layers.transposed import (
     DistributedConvTranspose2d,
     DistributedConvTranspose3d,
 )
+from distdl_rma.layers.upsampling import (
+    DistributedUpsample,
+    DistributedUpsamplingBilinear2d,
+    DistributedUpsamplingNearest2d,
+)
 from distdl_rma.layers.zero import DistributedLinearAllGatherZero, DistributedLinearReduceScatterZero
 
 __all__ = [
     "AllGather",
     "AllSumReduce",
     "Broadcast",
+    "DistributedAdaptiveAvgPool1d",
+    "DistributedAdaptiveAvgPool2d",
+    "DistributedAdaptiveAvgPool3d",
+    "DistributedAdaptiveMaxPool1d",
+    "DistributedAdaptiveMaxPool2d",
+    "DistributedAdaptiveMaxPool3d",
+    "DistributedAvgPool1d",
+    "DistributedAvgPool2d",
+    "DistributedAvgPool3d",
     "DistributedBCELoss",
     "DistributedBCEWithLogitsLoss",
     "DistributedBatchNorm1d",
     "DistributedBatchNorm2d",
     "DistributedBatchNorm3d",
+    "DistributedCircularPad1d",
+    "DistributedCircularPad2d",
+    "DistributedCircularPad3d",
+    "DistributedConstantPad1d",
+    "DistributedConstantPad2d",
+    "DistributedConstantPad3d",
     "DistributedConv1d",
     "DistributedConv2d",
     "DistributedConv3d",
@@ -56,6 +112,7 @@ __all__ = [
     "DistributedConvTranspose2d",
     "DistributedConvTranspose3d",
     "DistributedCrossEntropyLoss",
+    "DistributedEmbedding",
     "DistributedGroupNorm",
     "DistributedHuberLoss",
     "DistributedInstanceNorm1d",
@@ -70,11 +127,26 @@ __all__ = [
     "DistributedLinearReduceScatter",
     "DistributedLinearReduceScatterZero",
     "DistributedMSELoss",
+    "DistributedMaxPool1d",
+    "DistributedMaxPool2d",
+    "DistributedMaxPool3d",
     "DistributedNLLLoss",
     "DistributedPoissonNLLLoss",
     "DistributedRMSNorm",
+    "DistributedReflectionPad1d",
+    "DistributedReflectionPad2d",
+    "DistributedReflectionPad3d",
+    "DistributedReplicationPad1d",
+    "DistributedReplicationPad2d",
+    "DistributedReplicationPad3d",
     "DistributedSmoothL1Loss",
     "DistributedTranspose",
+    "DistributedUpsample",
+    "DistributedUpsamplingBilinear2d",
+    "DistributedUpsamplingNearest2d",
+    "DistributedZeroPad1d",
+    "DistributedZeroPad2d",
+    "DistributedZeroPad3d",
     "HaloExchange",
     "Movement",
     "ReduceScatter",
