@@ -1,0 +1,223 @@
+"""Random pooling, padding and up-sampling layers against the sequential torch layers."""
+
+import random
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import layers
+from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from tests.layers.random_shards import cut, cut_balanced, random_blocks, random_partition
+from tests.layers.sequential import agree
+
+REFUSALS = (ShapeError, PartitionError, UnsupportedError)
+TORCH_REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError)
+
+
+def sides(rng, dims, low, high):
+    """An integer, or one per dimension."""
+    if rng.random() < 0.3:
+        return rng.randint(low, high)
+    return tuple(rng.randint(low, high) for _ in range(dims))
+
+
+def average(rng, dims):
+    kernel = sides(rng, dims, 1, 5)
+    arguments = {
+        "kernel_size": kernel,
+        "stride": rng.choice([None, sides(rng, dims, 1, 4)]),
+        "padding": padding_of(rng, kernel, dims),
+        "ceil_mode": rng.random() < 0.5,
+        "count_include_pad": rng.random() < 0.5,
+    }
+    if dims > 1 and rng.random() < 0.3:
+        arguments["divisor_override"] = rng.choice([1, 3, -2])
+    return f"AvgPool{dims}d", arguments
+
+
+def padding_of(rng, kernel, dims):
+    """Mostly what torch takes: at most half of the kernel."""
+    kernels = (kernel,) * dims if isinstance(kernel, int) else kernel
+    if rng.random() < 0.05:
+        return kernels[0]
+    if isinstance(kernel, int) and rng.random() < 0.5:
+        return rng.randint(0, kernel // 2)
+    return tuple(rng.randint(0, k // 2) for k in kernels)
+
+
+def maximum(rng, dims):
+    kernel = sides(rng, dims, 1, 4)
+    arguments = {
+        "kernel_size": kernel,
+        "stride": rng.choice([None, sides(rng, dims, 1, 4)]),
+        "padding": padding_of(rng, kernel, dims),
+        "dilation": rng.choice([1, sides(rng, dims, 1, 3)]),
+        "return_indices": rng.random() < 0.5,
+        "ceil_mode": rng.random() < 0.5,
+    }
+    return f"MaxPool{dims}d", arguments
+
+
+def output_size(rng, dims):
+    if rng.random() < 0.3:
+        return rng.choice([1, 1, 2, 5])
+    low = 0 if rng.random() < 0.05 else 1
+    sizes = tuple(rng.randint(low, 9) for _ in range(dims))
+    return tuple(rng.choice([None, size, size]) for size in sizes) if dims > 1 else sizes[0]
+
+
+def adaptive_average(rng, dims):
+    return f"AdaptiveAvgPool{dims}d", {"output_size": output_size(rng, dims)}
+
+
+def adaptive_maximum(rng, dims):
+    arguments = {"output_size": output_size(rng, dims), "return_indices": rng.random() < 0.5}
+    return f"AdaptiveMaxPool{dims}d", arguments
+
+
+def padding(rng, dims):
+    kind = rng.choice(["Zero", "Constant", "Reflection", "Replication", "Circular"])
+    low, high = rng.choice([(0, 3), (0, 6), (-2, 2), (-4, 4)])
+    arguments = {"padding": rng.choice([sides(rng, 2 * dims, low, high), rng.randint(low, high)])}
+    if kind == "Constant":
+        arguments["value"] = rng.choice([0.0, 1.5, float("inf")])
+    return f"{kind}Pad{dims}d", arguments
+
+
+def upsampling(rng, dims):
+    modes = ["nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic"]
+    fitting = {1: "linear", 2: rng.choice(["bilinear", "bicubic"]), 3: "trilinear"}[dims]
+    mode = rng.choice([fitting, fitting, "nearest", "nearest-exact", rng.choice(modes)])
+    arguments = {"mode": mode}
+    if rng.random() < 0.5:
+        arguments["size"] = sides(rng, dims, 1, 12)
+    else:
+        scales = [0.3, 0.5, 0.7, 1.0, 1.1, 1.25, 1.5, 2.0, 2, 2.6, 3.0, rng.uniform(0.4, 3.0)]
+        one, several = rng.choice(scales), tuple(rng.choice(scales) for _ in range(dims))
+        arguments["scale_factor"] = rng.choice([one, several])
+        arguments["recompute_scale_factor"] = rng.choice([None, True, False])
+    if not mode.startswith("nearest") or rng.random() < 0.03:
+        arguments["align_corners"] = rng.choice([None, True, False])
+    if dims == 2 and rng.random() < 0.15:
+        kept = {key: arguments[key] for key in ("size", "scale_factor") if key in arguments}
+        return rng.choice(["UpsamplingNearest2d", "UpsamplingBilinear2d"]), kept
+    return "Upsample", arguments
+
+
+KINDS = [average, maximum, adaptive_average, adaptive_maximum, padding, padding, upsampling, upsampling]
+
+
+class Resized:
+    """The sequential resizing as matrices, one per dimension, made by torch; and so its true adjoint.
+
+    torch's own backward is not always the adjoint of its forward: for nearest neighbours it may round
+    otherwise, for cubic interpolation by a factor that leaves the extent as it is, it copies.
+    """
+
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, x):
+        plain = self.module(x.detach())
+        y = x
+        for d in range(2, x.dim()):
+            n, m = x.shape[d], plain.shape[d]
+            lines = torch.eye(n, dtype=x.dtype).view(n, 1, *[1] * (d - 2), n, *[1] * (x.dim() - d - 1))
+            # The others keep their single element.
+            matrix = self.along(d, lines, m, x.shape).reshape(n, m)
+            y = torch.tensordot(y, matrix, dims=([d], [0])).movedim(-1, d)
+        agree(y.detach(), plain, "torch's forward as matrices")
+        return y
+
+    def along(self, d, lines, m, shape):
+        module = self.module
+        sizes = [1] * (lines.dim() - 2)
+        keywords = {"mode": module.mode}
+        if not module.mode.startswith("nearest"):
+            keywords["align_corners"] = module.align_corners
+        if module.scale_factor is None or module.recompute_scale_factor:
+            sizes[d - 2] = m
+            return F.interpolate(lines, size=sizes, **keywords)
+        factor = module.scale_factor
+        scales = [1.0] * len(sizes)
+        scales[d - 2] = factor[d - 2] if isinstance(factor, tuple) else factor
+        return F.interpolate(lines, scale_factor=tuple(scales), **keywords)
+
+
+def data(rng, shape):
+    """Random numbers; often with ties, sometimes with infinities, which max pooling must rank."""
+    x = torch.randn(shape, dtype=torch.float64)
+    return x.round() if rng.random() < 0.4 else x
+
+
+def attempt(make, refusals):
+    """What a function returns, or None if it refuses."""
+    try:
+        return make()
+    except refusals:
+        return None
+
+
+def check(P_world, comm, seed):
+    """Compare a random layer, called for one to three random inputs."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dims = rng.choice([1, 2, 2, 3])
+    kind, arguments = rng.choice(KINDS)(rng, dims)
+    P_x = random_partition(rng, P_world, dims + 2)
+    P_y = rng.choice([None, random_partition(rng, P_world, dims + 2)])
+    what = f"seed {seed}: {kind} {arguments} {P_x.ranks} {P_x.shape} {P_y and (P_y.ranks, P_y.shape)}"
+    module = getattr(nn, kind)(**arguments)
+    layer = attempt(lambda: getattr(layers, f"Distributed{kind}")(P_x, **arguments, P_y=P_y), REFUSALS)
+    for _ in range(rng.randint(1, 3)):
+        shape = (rng.randint(1, 3), rng.randint(1, 4), *(rng.randint(1, 11) for _ in range(dims)))
+        x = data(rng, shape).requires_grad_()
+        if kind.startswith(("Max", "AdaptiveMax")) and rng.random() < 0.3:
+            x = x.detach().masked_fill_(torch.rand(shape) < 0.4, float("-inf")).requires_grad_()
+        compare(rng, layer, module, P_x, P_y or P_x, x, f"{what} {shape}")
+
+
+def may_refuse(layer, module):
+    """Whether this library refuses what torch computes."""
+    if isinstance(module, nn.CircularPad1d | nn.CircularPad2d | nn.CircularPad3d):
+        pairs = zip(module.padding[::2], module.padding[1::2], strict=True)
+        return any(min(pair) < 0 < max(pair) for pair in pairs)
+    # A window that reads nothing but padding: torch gives it an index that does not exist.
+    return isinstance(module, nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d) and module.dilation != 1
+
+
+def compare(rng, layer, module, P_x, P_y, x, what):
+    reference = Resized(module) if isinstance(module, nn.Upsample) else module
+    expected = attempt(lambda: reference(x), TORCH_REFUSALS)
+    blocks = random_blocks(rng, P_x, x.shape)
+    local = cut(blocks, x)
+    unneeded = rng.choice([*P_x.ranks, -1, -1, -1])
+    if P_x.me != unneeded and P_x.active:
+        local.requires_grad_()
+    y = None if layer is None else attempt(lambda: layer(local), REFUSALS)
+    if layer is not None and P_x.me not in layer.members:
+        first = y[0] if isinstance(y, tuple) else y
+        assert first.numel() == 0, what
+        return
+    if expected is None or y is None:
+        # Only in three dimensions torch wants an input as large as a window without its padding.
+        strict = isinstance(module, nn.AvgPool3d)
+        assert y is None or expected is not None or strict, f"{what}: torch refuses"
+        assert expected is None or may_refuse(layer, module), f"{what}: torch does not refuse"
+        return
+    if isinstance(expected, tuple):
+        (expected, index), (y, places) = expected, y
+        assert places.dtype == torch.int64
+        if P_y.active:
+            assert torch.equal(places, cut_balanced(P_y, index)), f"{what}: indices"
+    if P_y.active:
+        agree(y, cut_balanced(P_y, expected), what)
+    else:
+        assert y.numel() == 0, what
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    if y.requires_grad:
+        y.backward(cut_balanced(P_y, gradient) if P_y.active else torch.zeros_like(y))
+    if local.requires_grad:
+        agree(local.grad, cut(blocks, x.grad), f"{what}: gradient")
