@@ -147,6 +147,9 @@ class DistributedAdaptiveAvgPool(_Adaptive):
         """Sums of this rank's elements, one dimension after the other."""
         y = x.to(flow.facts["dtype"])
         for d, (inputs, outputs, count) in enumerate(flow.facts["steps"], _LEADING):
+            if count == 1:
+                y = y.sum(d, keepdim=True)
+                continue
             zeros = y.new_zeros((*y.shape[:d], count, *y.shape[d + 1 :]))
             # Neighbouring windows may share elements: these are there twice.
             y = zeros.index_add(d, outputs, y if len(inputs) == y.shape[d] else y.index_select(d, inputs))

@@ -141,9 +141,15 @@ class DistributedAvgPool(_Pool):
         super().__init__(P_x, P_y, kernel_size, stride, padding, 1, ceil_mode, name)
         self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor_override
 
+    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+        """Every rank fetches what its outputs read, and knows how much of it counts."""
+        flow = super().route(source, dtype)
+        flow.facts["divisor"] = self._divisor(flow.facts["box"], flow.facts["extents"])
+        return flow
+
     def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
         """Sums of the windows by torch, divided by the number of elements that count."""
-        divisor = flow.facts.setdefault("divisor", self._divisor(flow.facts["box"], flow.facts["extents"]))
+        divisor = flow.facts["divisor"]
         # torch has a divisor of one's own from two dimensions on.
         lead = (1,) * (2 - self._dims)
         one = isinstance(divisor, int)
