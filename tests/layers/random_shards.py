@@ -1,5 +1,7 @@
 """Random partitions and random, uneven shards."""
 
+from itertools import pairwise
+
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.split import Listed
 
@@ -23,7 +25,7 @@ def random_blocks(rng, P, shape):
     splits = {}
     for d, (n, parts) in enumerate(zip(shape, P.shape, strict=True)):
         cuts = [0, *sorted(rng.randint(0, n) for _ in range(parts - 1)), n]
-        splits[d] = Listed(tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False)))
+        splits[d] = Listed(tuple(b - a for a, b in pairwise(cuts)))
     return Decomposition.balanced(P, shape).with_splits(splits)
 
 

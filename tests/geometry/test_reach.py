@@ -1,0 +1,60 @@
+"""Outputs that read by a table: what they read, and who reads what."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distdl_rma.geometry.reach import Reach, ReachSplit, ReaderSplit
+from distdl_rma.geometry.split import Balanced, meeting
+from tests.geometry.strategies import splits
+
+extents = st.integers(1, 12)
+
+
+@given(n=extents, m=extents)
+def test_adaptive_windows_cover_the_input_in_order(n, m):
+    reach = Reach.adaptive(n, m)
+    assert reach.first[0] == 0
+    assert reach.last[-1] == n - 1
+    assert list(reach.first) == sorted(reach.first)
+    assert list(reach.last) == sorted(reach.last)
+    covered = {i for a, b in zip(reach.first, reach.last, strict=True) for i in range(a, b + 1)}
+    assert covered == set(range(n))
+
+
+@given(n=extents, m=extents, data=st.data())
+def test_readers_of_an_interval_are_those_whose_windows_meet_it(n, m, data):
+    reach = Reach.adaptive(n, m)
+    start = data.draw(st.integers(0, n - 1))
+    stop = data.draw(st.integers(start + 1, n))
+    first, last = reach.readers(start, stop)
+    meeting_ones = [j for j in range(m) if reach.first[j] < stop and reach.last[j] >= start]
+    assert list(range(first, last)) == meeting_ones
+
+
+@given(n=extents, m=extents, parts=st.integers(1, 4), data=st.data())
+def test_parts_have_rising_ends_and_are_empty_where_the_base_is(n, m, parts, data):
+    split = data.draw(splits(n, parts))
+    for image in (
+        ReachSplit(split, Reach.adaptive(m, split.extent), m),
+        ReaderSplit(split, Reach.adaptive(split.extent, m)),
+    ):
+        ends = [image.ends(part) for part in range(image.parts)]
+        for side in zip(*ends, strict=True):
+            assert list(side) == sorted(side)
+        for part in range(image.parts):
+            a, b = split.interval(part)
+            start, stop = image.interval(part)
+            assert (start < stop) == (a < b)
+        for low in range(image.extent):
+            found = meeting(image, low, low + 1)
+            wanted = {p for p in range(image.parts) if image.interval(p)[0] <= low < image.interval(p)[1]}
+            assert wanted <= set(found)
+
+
+def test_no_outputs_read_nothing():
+    reach = Reach.adaptive(5, 0)
+    assert reach.reads(0, 0) == (0, 0)
+    assert reach.readers(0, 5) == (0, 0)
+    assert ReachSplit(Balanced(0, 2), reach, 5).interval(1) == (0, 0)

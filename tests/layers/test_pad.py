@@ -1,0 +1,100 @@
+"""Padding of split tensors equals padding of the whole; random ones are in the search over pooling."""
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import ShapeError, UnsupportedError, layers
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+
+KINDS = {"Zero": (), "Constant": (2.5,), "Reflection": (), "Replication": (), "Circular": ()}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def rows(P_world):
+    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+
+
+def twins(kind, P_x, padding, **more):
+    name = f"{kind}Pad2d"
+    layer = getattr(layers, f"Distributed{name}")(P_x, padding, *KINDS[kind], **more)
+    return layer, getattr(nn, name)(padding, *KINDS[kind])
+
+
+@kinds
+@pytest.mark.parametrize("padding", [0, 2, (1, 0, 3, 4), (-1, -2, 2, 3), (0, 0, -3, -1), (4, 4, 6, 6)])
+def test_output_and_gradient_equal_the_sequential_ones(P_world, kind, padding):
+    P_x = rows(P_world)
+    layer, module = twins(kind, P_x, padding)
+    x = torch.randn(2, 2, 7, 5, dtype=torch.float64, requires_grad=True)
+    expected = module(x)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    local = shard(P_x, x).requires_grad_()
+    y = layer(local)
+    agree(y, shard(P_x, expected))
+    y.backward(shard(P_x, gradient))
+    agree(local.grad, shard(P_x, x.grad), "gradient")
+
+
+@kinds
+def test_the_adjoint_is_exact_on_integers(P_world, comm, kind):
+    P_x = rows(P_world)
+    layer, _ = twins(kind, P_x, (1, 2, 4, 3))
+    x = shard(P_x, torch.randint(-9, 9, (1, 2, 6, 5)).double()).requires_grad_()
+    y = layer(x)
+    g = torch.randint(-9, 9, y.shape).double()
+    y.backward(g)
+    # A constant padding adds a constant: that of an input of zeros.
+    constant = layer(torch.zeros_like(x)).detach()
+    there = float(((y.detach() - constant) * g).sum())
+    assert comm.allreduce(there) == comm.allreduce(float((x.detach() * x.grad).sum()))
+
+
+@kinds
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64, torch.bool],
+)
+def test_elements_of_any_type_keep_their_bits(P_world, kind, dtype):
+    P_x = rows(P_world)
+    layer, module = twins(kind, P_x, 3)
+    x = (torch.randn(1, 2, 5, 6) * 4).to(dtype)
+    copies = module if dtype != torch.bool else lambda x: module(x.to(torch.uint8)).to(dtype)
+    assert torch.equal(layer(shard(P_x, x)), shard(P_x, copies(x)))
+
+
+def test_result_is_memory_of_its_own(P_world):
+    P_x = rows(P_world)
+    x = shard(P_x, torch.randn(1, 1, 4, 4))
+    y = layers.DistributedZeroPad2d(P_x, 0)(x)
+    assert torch.equal(x, y)
+    assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
+
+
+def test_one_wrong_input_raises_on_all_ranks_and_leaves_the_layer_usable(P_world, comm):
+    P_x = rows(P_world)
+    layer, module = twins("Reflection", P_x, 3, name="mirror")
+    with pytest.raises(ShapeError, match="'mirror': padding mode 'reflect' needs padding smaller than"):
+        layer(shard(P_x, torch.zeros(1, 1, 3, 9)))
+    x = torch.randn(1, 1, 9, 9, dtype=torch.float64)
+    wrong = shard(P_x, x)[0] if comm.rank == comm.size - 1 else shard(P_x, x)
+    with pytest.raises(ShapeError, match=f"rank {comm.size - 1} has a tensor of 3 dimensions"):
+        layer(wrong)
+    agree(layer(shard(P_x, x)), shard(P_x, module(x)))
+
+
+def test_more_than_there_is_cannot_be_cropped(P_world):
+    P_x = rows(P_world)
+    with pytest.raises(ShapeError, match=r"padding \(0, 0, -3, -3\) leaves \(-2, 4\) of the global input"):
+        layers.DistributedZeroPad2d(P_x, (0, 0, -3, -3))(shard(P_x, torch.zeros(1, 1, 4, 4)))
+
+
+def test_impossible_arguments_are_refused(P_world):
+    P_x = rows(P_world)
+    with pytest.raises(ShapeError, match="DistributedZeroPad2d: padding is an integer, or 4 of them"):
+        layers.DistributedZeroPad2d(P_x, (1, 2))
+    with pytest.raises(UnsupportedError, match="crops one end of a dimension and wraps around at the other"):
+        layers.DistributedCircularPad2d(P_x, (0, 0, -1, 2))
