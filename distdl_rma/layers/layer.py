@@ -174,7 +174,8 @@ class ComposedLayer(DistributedLayer):
         # The others take part in a backward if any weight needs a gradient.
         told = sorted(weights.values(), key=lambda weight: not weight.requires_grad)
         flow, needs = self._plans.agree(x, next(iter(told), None), wants)
-        y = x if self.P_x.active else x.new_empty(0)
+        # Outside of P_x nothing goes in, but its backward may be waited for by others.
+        y = x if self.P_x.active else x.flatten()[:0]
         if flow.gather is not None:
             y = flow.gather(y, needs.input)
         if self._works:
