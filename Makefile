@@ -6,6 +6,7 @@ RANKS ?= 4
 TEST_RANKS ?= 1 2 3 4
 HOSTS_RANKS ?= 2 4
 BENCH_SECONDS ?= 1800
+FUZZ_SECONDS ?= 60
 
 # Two MPIs cannot share an environment: each brings a mpiexec of its own.
 VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench lint types imports test-plain test-mpi test-openmpi test-hosts clean
+.PHONY: help demo test bench fuzz lint types imports test-plain test-mpi test-openmpi test-hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s%s\n", $$1, $$2 }' Makefile
@@ -60,6 +61,10 @@ test-openmpi:  ## with Open MPI: the MPI tests on 3 ranks, and what users see wh
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, skipped where that needs more rights
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments
+
+fuzz: $(STAMP)  ## random layers against torch's, on RANKS ranks (FAMILY= FUZZ_SECONDS=60 FIRST=10000)
+	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
+	    $(if $(FIRST),--first $(FIRST))
 
 # Two ranks, then the one row for more ranks than cores, then two hosts where that is possible.
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
