@@ -20,12 +20,15 @@ def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axe
     Raises
     ------
     PartitionError
-        If both or none are given, or one is out of range or listed twice.
+        If both or none are given, or one is no integer, out of range or listed twice.
     """
     if (axes is None) == (keep is None):
         raise PartitionError(f"{kind}: give either {what} or axes_keep, got {what}={axes}, axes_keep={keep}")
     given = axes if keep is None else keep
-    listed = [as_int(axis) for axis in (given if isinstance(given, Iterable) else [given])]  # type: ignore[arg-type]
+    try:
+        listed = [as_int(axis) for axis in (given if isinstance(given, Iterable) else [given])]  # type: ignore[arg-type]
+    except TypeError as error:
+        raise PartitionError(f"{kind}: axes are integers, got {given}: {error}") from None
     for axis in listed:
         if not -P.dim <= axis < P.dim:
             raise PartitionError(f"{kind}: axis {axis} is out of range for grid {P.shape}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
@@ -48,9 +48,9 @@ class HaloExchange(MovingLayer):
     PartitionError
         If P_x has no spatial dimension.
     ShapeError
-        If a width is negative, or not one for each spatial dimension, or the mode is unknown. In a call,
-        on all its ranks: local shapes do not form a grid, two ranks pass different types, or the global
-        tensor is too small for the mode.
+        If a width is negative or no integer, there is not one for each spatial dimension, or the mode is
+        unknown. In a call, on all its ranks: local shapes do not form a grid, two ranks pass different
+        types, or the global tensor is too small for the mode.
 
     Notes
     -----
@@ -60,7 +60,7 @@ class HaloExchange(MovingLayer):
     def __init__(
         self,
         P_x: Partition,
-        width: int | Sequence[int | Sequence[int]],
+        width: int | Iterable[int | Iterable[int]],
         padding_mode: str = "zeros",
         value: float = 0.0,
         *,
@@ -90,13 +90,16 @@ class HaloExchange(MovingLayer):
         return Move(movements, dtype, finish=reading.complete)
 
 
-def _pairs(kind: str, width: int | Sequence[int | Sequence[int]], dims: int) -> tuple[tuple[int, int], ...]:
-    widths = list(width) if isinstance(width, Sequence) else [width] * dims
+def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
+    widths = list(width) if isinstance(width, Iterable) else [width] * dims
     if len(widths) != dims:
         raise ShapeError(f"{kind}: width {width} needs one entry for each of {dims} spatial dimensions")
     pairs = []
     for entry in widths:
-        pair = tuple(map(as_int, entry)) if isinstance(entry, Sequence) else (as_int(entry),) * 2
+        try:
+            pair = tuple(map(as_int, entry)) if isinstance(entry, Iterable) else (as_int(entry),) * 2
+        except TypeError as error:
+            raise ShapeError(f"{kind}: widths are integers, got {entry} in width {width}: {error}") from None
         if len(pair) != 2 or min(pair) < 0:
             raise ShapeError(f"{kind}: width is a number or a pair, at least 0, got {entry} in {width}")
         pairs.append(pair)

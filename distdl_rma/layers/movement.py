@@ -143,15 +143,20 @@ def _close_both(forward: Channel, adjoint: Channel) -> None:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
-        ctx.flight, ctx.machine = flight, flight.movement.machine
+        ctx.flight, ctx.machine, ctx.dtype = flight, flight.movement.machine, x.dtype
         flight.depart(flight.movement.forward, x)
-        return x.new_empty(0)
+        # Of the type that moves: x itself may have come in any type, if without elements.
+        return x.new_empty(0, dtype=flight.movement.dtype)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
         flight = ctx.flight
-        return flight.arrive(flight.movement.adjoint).reshape(flight.shape), None, None
+        gradient = flight.arrive(flight.movement.adjoint).reshape(flight.shape)
+        if not gradient.numel():
+            # What has no elements came in any type; torch does not turn complex gradients into others.
+            gradient = gradient.new_empty(flight.shape, dtype=ctx.dtype)
+        return gradient, None, None
 
 
 class _Wait(torch.autograd.Function):

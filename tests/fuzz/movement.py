@@ -8,9 +8,10 @@ import random
 import warnings
 from math import prod
 
+import pytest
 import torch
 
-from distdl_rma import Machine
+from distdl_rma import Machine, ShapeError
 from distdl_rma.layers import (
     AllGather,
     AllSumReduce,
@@ -20,6 +21,7 @@ from distdl_rma.layers import (
     Repartition,
     SumReduce,
 )
+from tests.fuzz.shards import assemble, cut, padded
 
 REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -79,52 +81,6 @@ def belongs(few_index, many_index, few_grid):
     """Whether two places match, from the right, wherever the smaller grid is not 1."""
     tail = many_index[len(many_index) - len(few_index) :]
     return all(n == 1 or a == b for a, b, n in zip(few_index, tail, few_grid, strict=True))
-
-
-# ----------------------------------------------------------------------------- the operation, on all shards
-
-
-def assemble(P, shards):
-    """Global tensor of the shards on a grid."""
-
-    def along(d, prefix):
-        if d == P.dim:
-            return shards[P.rank_at(prefix)]
-        return torch.cat([along(d + 1, (*prefix, i)) for i in range(P.shape[d])], dim=d)
-
-    return along(0, ())
-
-
-def cut(P, whole, lengths=None):
-    """Shards of a global tensor: of the given lengths, or as torch splits evenly."""
-    shards = {}
-    for rank in P.ranks:
-        part = whole
-        for d, i in enumerate(P.index_of(rank)):
-            part = part.tensor_split(P.shape[d], d)[i] if lengths is None else part.split(lengths[d], d)[i]
-        shards[rank] = part
-    return shards
-
-
-def padded(x, dim, left, right, mode, value):
-    """Tensor padded in one dimension, by its definition."""
-    n = x.shape[dim]
-    index = torch.arange(-left, n + right)
-    if mode in ("zeros", "constant"):
-        shape = list(x.shape)
-        ends = []
-        for width in (left, right):
-            shape[dim] = width
-            ends.append(x.new_full(shape, value if mode == "constant" else 0))
-        return torch.cat([ends[0], x, ends[1]], dim)
-    if mode == "circular":
-        index = index % n
-    elif mode == "replicate":
-        index = index.clamp(0, n - 1)
-    else:
-        index = index.abs()
-        index = torch.where(index >= n, 2 * (n - 1) - index, index)
-    return x.index_select(dim, index)
 
 
 class Case:
@@ -348,11 +304,33 @@ def check(P_world, comm, seed):
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         case = Case(rng, P_world)
         layer = case.make()
+        if rng.random() < 0.2:
+            refuse(case, layer, comm.rank, rng, seed)
         flights = [call(case, layer, comm.rank, rng, seed) for _ in range(rng.randint(1, 3))]
         if rng.random() < 0.5:
             flights.reverse()
         for finish in flights:
             finish()
+
+
+def refuse(case, layer, me, rng, seed):
+    """One rank passes another type, or elements that it should not have: an error on all ranks."""
+    members = {*case.P_x.ranks, *case.P_y.ranks}
+    outside = sorted(members - {*case.P_x.ranks})
+    shapes = case.shapes()
+    shape = shapes.get(me, (0,))
+    if outside and rng.random() < 0.5:
+        wrong, x = rng.choice(outside), torch.zeros(shape)
+        x = torch.zeros(1) if me == wrong else x
+    elif case.P_x.size > 1:
+        x = torch.zeros(shape, dtype=torch.int32 if me == rng.choice(case.P_x.ranks) else torch.float32)
+    else:
+        return
+    if me in members:
+        with pytest.raises(ShapeError, match=f"{layer.name}': rank"):
+            layer(x)
+    else:
+        assert layer(x).shape == x.shape, f"seed {seed}"
 
 
 def call(case, layer, me, rng, seed):

@@ -84,7 +84,7 @@ def test_image_too_small_for_its_padding_is_refused_on_all_ranks(P_world, comm):
     assert layer(shard(P, torch.ones(1, 1, 5))).min() == 1
 
 
-@pytest.mark.parametrize("width", [-1, [1], [1, 2, 3], [(1, 2, 3), 1], [(0, -1), 0]], ids=str)
+@pytest.mark.parametrize("width", [-1, [1], [1, 2, 3], [(1, 2, 3), 1], [(0, -1), 0], 1.5, [0.5, 1]], ids=str)
 def test_impossible_widths_are_refused(P_world, comm, width):
     P = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
     with pytest.raises(ShapeError, match="HaloExchange: width"):

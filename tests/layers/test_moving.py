@@ -117,6 +117,36 @@ def test_shapes_may_change_from_call_to_call(P_world, make):
 
 
 @each_layer
+def test_more_shapes_come_back_than_plans_are_kept(P_world, make):
+    layer = make(P_world)
+    for rows in (*range(1, 20), *range(1, 20)):
+        x = input_of(layer, rows).requires_grad_()
+        y = layer(x)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+        assert y.shape[0] == rows or layer.P_y.shape[0] > 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float16], ids=str)
+@pytest.mark.parametrize("passed", [torch.float32, torch.complex128, torch.bool], ids=str)
+def test_what_has_no_elements_may_be_of_any_type(P_world, comm, dtype, passed):
+    layer = Broadcast(first(P_world), grid(P_world, 1, 1, comm.size))
+    wants = comm.rank > 0 and passed != torch.bool
+    smooth = dtype.is_floating_point or dtype.is_complex
+    x = zero_volume_tensor(3, passed, wants)
+    if comm.rank == 0:
+        x = torch.ones(2, dtype=dtype, requires_grad=smooth)
+    y = layer(x)
+    assert torch.equal(y, torch.ones(2, dtype=dtype))
+    assert y.requires_grad == smooth
+    if smooth:
+        y.backward(torch.ones_like(y))
+        assert comm.rank or torch.equal(x.grad, torch.full((2,), comm.size, dtype=dtype))
+        assert not wants or (x.grad.shape, x.grad.dtype) == ((3, 0), passed)
+
+
+@each_layer
 def test_one_rank_alone_may_need_the_gradient(P_world, comm, make):
     layer = make(P_world)
     full = input_of(layer).requires_grad_()

@@ -203,7 +203,8 @@ def test_axes_are_given_in_one_way(P_world, axes):
 
 
 @pytest.mark.parametrize(
-    ("axes", "message"), [(1, "out of range"), (-2, "out of range"), ([0, -1], "more than once")]
+    ("axes", "message"),
+    [(1, "out of range"), (-2, "out of range"), ([0, -1], "more than once"), (0.5, "are integers")],
 )
 def test_axes_are_those_of_the_grid(P_world, axes, message):
     with pytest.raises(PartitionError, match=message):
