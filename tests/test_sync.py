@@ -7,9 +7,14 @@ import torch
 from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError
-from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
+from distdl_rma.layers import (
+    DistributedConv1d,
+    DistributedConv2d,
+    DistributedInstanceNorm2d,
+    DistributedMSELoss,
+)
 from distdl_rma.layers.tensors import as_tensor
-from tests.layers.sequential import grids, shard
+from tests.layers.sequential import agree, grids, shard
 
 pytestmark = pytest.mark.mpi
 
@@ -341,4 +346,35 @@ def test_finished_work_is_forgotten(P_world, comm):
         model.zero_grad()
         criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
     assert not segments._work
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_layers_of_some_ranks_lie_between_layers_of_all(P_world, comm):
+    # Those that do not hold the former must still fuse the latter as the others do.
+    everyone = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    some, others = (
+        P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition((1, 1, 2))
+        for ranks in ([2, 1], [0, 2])
+    )
+    nets = []
+    for kind in (DistributedConv1d, nn.Conv1d):
+        torch.manual_seed(4)
+        places = [{}, {"P_W": some}, {}, {"P_W": others}, {}]
+        first = [everyone] if kind is DistributedConv1d else []
+        layers = (
+            kind(*first, 2, 2, 3, padding=1, dtype=torch.float64, **(place if first else {}))
+            for place in places
+        )
+        nets.append(nn.Sequential(*layers))
+    sync = GradientSync(nets[0], P_world)
+    x = torch.randn(2, 2, 11, dtype=torch.float64)
+    for _ in range(3):
+        for model, given in zip(nets, (shard(everyone, x), x), strict=True):
+            model.zero_grad()
+            model(given).square().sum().backward()
+        for layer, twin in zip(*nets, strict=True):
+            for key, parameter in twin.named_parameters():
+                if layer.placed.placements[key].store.partition.active:
+                    agree(getattr(layer, key).grad, parameter.grad, key)
     sync.close()
