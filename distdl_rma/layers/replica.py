@@ -60,11 +60,12 @@ class Replica:
         if self.taken_over:
             self._check_adopted(used)
         alone = len(self.ranks) == 1 or self.taken_over
-        learning = [p for p in used if p.requires_grad]
+        # What has no elements may be left out by the computation, and then by some of the copies only.
+        learning = [p for p in used if p.requires_grad and p.numel()]
         if alone or not torch.is_grad_enabled() or not learning:
             return parameters
-        tied = iter(_Tie.apply(self, *learning))  # type: ignore[no-untyped-call]
-        return tuple(p if p is None or not p.requires_grad else next(tied) for p in parameters)
+        tied = dict(zip(map(id, learning), _Tie.apply(self, *learning), strict=True))  # type: ignore[no-untyped-call]
+        return tuple(tied.get(id(p), p) for p in parameters)
 
     def _check_adopted(self, used: list[torch.Tensor]) -> None:
         known = {id(parameter) for parameter in self.adopted.values()}
