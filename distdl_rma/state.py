@@ -129,10 +129,11 @@ def _whole(
 ) -> torch.Tensor:
     everyone = machine.partition()
     takers = everyone if rank is None else everyone.create_partition_inclusive([machine.ranks.index(rank)])
-    exchange = Exchange(machine.rank, one_copy(layout), Decomposition.replicated(takers, layout.shape))
+    givers = one_copy(layout)
+    exchange = Exchange(machine.rank, givers, Decomposition.replicated(takers, layout.shape))
     movement = Movement(machine, exchange, part.dtype, f"state of {key!r}")
     try:
         with torch.no_grad():
-            return movement(part)
+            return movement(part if givers.partition.active else part.new_empty(0))
     finally:
         movement.close()
