@@ -5,6 +5,7 @@ import random
 import torch
 from torch import nn
 
+from distdl_rma import zero_volume_tensor
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import (
     DistributedLinear,
@@ -88,7 +89,9 @@ def compare(rng, layer, sequential, x):
     x.requires_grad_()
     y = sequential(x)
     gradient = torch.randn(y.shape, dtype=y.dtype)
-    local = part(source, x).detach().clone().requires_grad_(rank in needing)
+    nothing = zero_volume_tensor(rng.choice([None, 3]))
+    mine = part(source, x) if layer.P_x.active else nothing
+    local = mine.detach().clone().requires_grad_(rank in needing)
     with torch.set_grad_enabled(rng.random() < 0.9):
         out = layer(local)
         recording = torch.is_grad_enabled()
