@@ -119,16 +119,14 @@ def test_every_way_of_autograd(P_world, comm, kind, weights):
     check_gradients(layer, sequential)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives_are_refused(P_world, comm, kind):
-    if comm.size == 1:
-        pytest.skip("without communication torch differentiates again itself")
-    P = P_world.create_cartesian_topology_partition((comm.size, 1))
-    layer, _ = twins(kind, P)
-    x = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
-    if kind in ZERO:
-        with pytest.raises(UnsupportedError, match="no second derivatives"):
-            torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+def test_second_derivatives_are_refused_where_ranks_communicate(P_world, comm, kind):
+    grid = (comm.size, 1) if kind in ZERO else (1, comm.size)
+    layer = kind(P_world.create_cartesian_topology_partition(grid), comm.size, 5)
+    x = torch.randn(1, comm.size if kind in ZERO else 1, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
