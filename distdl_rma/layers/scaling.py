@@ -79,8 +79,10 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.job, ctx.machine = job, job.machine
         wide = widened(x)
-        parts = [_Part(job, band, wide, weight) for band in job.statistics.cells.bands]
-        return _joined([part.scaled(bias) for part in parts], x, 1)
+        y = torch.empty_like(wide)
+        for band in job.statistics.cells.bands:
+            _Part(job, band, wide, weight).scale(bias, band.of(y))
+        return y.to(x.dtype)
 
     @staticmethod
     @first_derivative
@@ -96,27 +98,27 @@ class _Normalise(torch.autograd.Function):
                     part.write_sums(pair)
             arrive = statistics.sum(pair) if job.depends else None
             d_weight, d_bias = (
-                job.place(name, _joined([part.of_parameter(name) for part in parts], weight, 0))
+                job.place(name, _joined([part.of_parameter(name) for part in parts], weight))
                 if needed
                 else None
                 for name, needed in zip(("weight", "bias"), ctx.needs_input_grad[1:3], strict=True)
             )
-            scaled = [part.scaled_gradient() for part in parts] if ctx.needs_input_grad[0] else []
+            d_x = torch.empty_like(wide) if ctx.needs_input_grad[0] else None
+            if d_x is not None:
+                for part in parts:
+                    part.scale_gradient(part.band.of(d_x))
             if arrive is not None:
                 means = arrive() / statistics.total
-                scaled = [part.add_means(s, means) for part, s in zip(parts, scaled, strict=False)]
-            d_x = None
-            if ctx.needs_input_grad[0]:
-                flat = [part.flat(s) for part, s in zip(parts, scaled, strict=True)]
-                d_x = _joined(flat, x, 1)
-        return d_x, d_weight, d_bias, None, None
+                if d_x is not None:
+                    for part in parts:
+                        part.add_means(part.band.of(d_x), means)
+        return None if d_x is None else d_x.to(x.dtype), d_weight, d_bias, None, None
 
 
-def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
     # Bands are channels side by side.
-    if len(parts) == 1:
-        return parts[0].to(like.dtype)
-    return torch.cat(list(parts), dim).to(like.dtype) if parts else torch.zeros_like(like)
+    whole = parts[0] if len(parts) == 1 else torch.cat([weight.new_empty(0), *parts])
+    return whole.to(weight.dtype)
 
 
 class _Part:
@@ -143,24 +145,22 @@ class _Part:
         values = self.band.of(parameter, 0).to(self.dtype if self.elementwise else torch.float64)
         return values.reshape([n if d in self.layout.weighted else 1 for d, n in enumerate(self.shape)])
 
-    def flat(self, view: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """From the view of the band back to channels."""
-        return view if self.band.channels is None else view.flatten(dim, dim + 1)
-
-    def standard(self) -> torch.Tensor:
-        """Elements with mean 0 and variance 1, in memory of its own."""
+    def standardise(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements with mean 0 and variance 1."""
         shift = (-self.rest * self.inverse).to(self.dtype)
-        return torch.addcmul(shift, self.centred, self.inverse.to(self.dtype))
+        return torch.addcmul(shift, self.centred, self.inverse.to(self.dtype), out=out)
 
-    def scaled(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """Output of the band."""
+    def scale(self, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Write the output of the band."""
         b = self.column(bias)
         if self.elementwise and self.weight is not None:
-            y = self.standard()
-            return self.flat(y.mul_(self.weight) if b is None else torch.addcmul(b, y, self.weight))
+            self.standardise(out).mul_(self.weight)
+            if b is not None:
+                out.add_(b)
+            return
         scale = self.inverse if self.weight is None else self.inverse * self.weight
         shift = -self.rest * scale if b is None else b - self.rest * scale
-        return self.flat(torch.addcmul(shift.to(self.dtype), self.centred, scale.to(self.dtype)))
+        torch.addcmul(shift.to(self.dtype), self.centred, scale.to(self.dtype), out=out)
 
 
 class _Backward(_Part):
@@ -173,7 +173,7 @@ class _Backward(_Part):
         self.d_y = band.of(d_y)
         # Sums of the gradient, and of its product with the standardised input, where parameters are the same.
         if self.elementwise:
-            self.total, self.product = self.d_y, self.d_y * self.standard()
+            self.total, self.product = self.d_y, self.d_y * self.standardise()
         else:
             self.total = self.d_y.sum(self.layout.local, keepdim=True, dtype=torch.float64)
             product = inner(self.d_y, self.centred, self.layout.local)
@@ -184,7 +184,8 @@ class _Backward(_Part):
         rows = self.product if name == "weight" else self.total
         alone = self.layout.alone(rows.dim())
         values = rows.sum(alone) if alone else rows
-        return self.flat(values.reshape([self.shape[d] for d in self.layout.weighted]), 0)
+        extents = [self.shape[d] for d in self.layout.weighted]
+        return values.reshape(extents if self.band.channels is None else -1)
 
     def write_sums(self, pair: torch.Tensor) -> None:
         """The two sums of each cell, weights included."""
@@ -194,19 +195,18 @@ class _Backward(_Part):
             total = weighted.sum(dims, keepdim=True, dtype=torch.float64) if dims else weighted
             self.band.of_cells(sums).copy_(total)
 
-    def scaled_gradient(self) -> torch.Tensor:
-        """Gradient of the input as if mean and variance were constants, in memory of its own."""
-        if self.weight is None:
-            return self.d_y * self.inverse.to(self.dtype)
-        if self.elementwise:
-            return (self.d_y * self.weight).mul_(self.inverse.to(self.dtype))
-        return self.d_y * (self.inverse * self.weight).to(self.dtype)
+    def scale_gradient(self, out: torch.Tensor) -> None:
+        """Write the gradient of the input as if mean and variance were constants."""
+        if self.elementwise and self.weight is not None:
+            torch.mul(self.d_y, self.weight, out=out).mul_(self.inverse.to(self.dtype))
+        else:
+            scale = self.inverse if self.weight is None else self.inverse * self.weight
+            torch.mul(self.d_y, scale.to(self.dtype), out=out)
 
-    def add_means(self, scaled: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
-        """Add, in place, what comes by way of mean and variance."""
+    def add_means(self, out: torch.Tensor, means: torch.Tensor) -> None:
+        """Add what comes by way of mean and variance."""
         total, product = (self.band.of_cells(values) for values in means)
         slope = -self.inverse.square() * product
-        scaled.addcmul_(self.centred, slope.to(self.dtype))
+        out.addcmul_(self.centred, slope.to(self.dtype))
         if self.job.statistics.centred:
-            scaled.sub_((self.inverse * total + self.rest * slope).to(self.dtype))
-        return scaled
+            out.sub_((self.inverse * total + self.rest * slope).to(self.dtype))

@@ -1,0 +1,211 @@
+"""Normalisation: rounding, short types, messages and autograd."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from distdl_rma import GradientSync, Machine, UnsupportedError
+from distdl_rma.layers import (
+    DistributedBatchNorm1d,
+    DistributedBatchNorm2d,
+    DistributedGroupNorm,
+    DistributedInstanceNorm1d,
+    DistributedLayerNorm,
+    DistributedRMSNorm,
+    statistics,
+)
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+# Kind, its sequential twin, arguments, and the grid over n ranks, for inputs of SHAPE.
+SHAPE = (4, 6, 40)
+KINDS = {
+    "batch": (DistributedBatchNorm1d, nn.BatchNorm1d, (6,), lambda n: (1, 1, n)),
+    "batch, split batch": (DistributedBatchNorm1d, nn.BatchNorm1d, (6,), lambda n: (n, 1, 1)),
+    "batch, split channels": (DistributedBatchNorm1d, nn.BatchNorm1d, (6,), lambda n: (1, n, 1)),
+    "instance": (DistributedInstanceNorm1d, nn.InstanceNorm1d, (6, 1e-5, 0.1, True), lambda n: (1, 1, n)),
+    "group": (DistributedGroupNorm, nn.GroupNorm, (2, 6), lambda n: (1, n, 1)),
+    "layer": (DistributedLayerNorm, nn.LayerNorm, ((6, 40),), lambda n: (1, 1, n)),
+    "layer, split batch": (DistributedLayerNorm, nn.LayerNorm, (40,), lambda n: (n, 1, 1)),
+    "rms": (DistributedRMSNorm, nn.RMSNorm, ((6, 40),), lambda n: (1, n, 1)),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(params=["one round", "two sums"])
+def way(request, monkeypatch):
+    """Statistics of few and of many bytes go different ways."""
+    if request.param == "two sums":
+        monkeypatch.setattr(statistics, "_ROUND_NBYTES", 0)
+    return request.param
+
+
+def twins(P_world, kind, dtype=torch.float64, of_input=None):
+    """Distributed layer, sequential layer, and partition, with equal random weights."""
+    distributed, sequential, arguments, grid = KINDS[kind]
+    P_x = P_world.create_cartesian_topology_partition(grid(P_world.size))
+    layer, twin = distributed(P_x, *arguments, dtype=dtype), sequential(*arguments, dtype=dtype)
+    for key, parameter in twin.named_parameters():
+        parameter.data = (torch.rand(parameter.shape) + 0.5).to(dtype)
+        store = layer.placed.placements[key].store
+        getattr(layer, key).data.copy_(parameter.data[store.slices()])
+    return layer, twin, P_x
+
+
+def step(module, x, gradient):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(gradient)
+    return y.detach(), x.grad
+
+
+@every_kind
+def test_double_precision_survives_a_large_mean(P_world, comm, kind, way):
+    layer, twin, P_x = twins(P_world, kind)
+    x, gradient = (torch.randn(SHAPE, dtype=torch.float64) for _ in range(2))
+    x += 1e4
+    y, d_x = step(twin, x, gradient)
+    mine = step(layer, shard(P_x, x), shard(P_x, gradient))
+    # The data themselves are known to 1e-12 of their deviation only, and torch's own mean to 1e-11.
+    for actual, expected in zip(mine, (y, d_x), strict=True):
+        torch.testing.assert_close(actual, shard(P_x, expected), rtol=0, atol=1e-10)
+
+
+@every_kind
+def test_single_precision_survives_a_large_mean(P_world, comm, kind, way):
+    layer, twin, P_x = twins(P_world, kind, torch.float32)
+    x, gradient = (torch.randn(SHAPE) for _ in range(2))
+    x += 1e4
+    exact = twin.double()
+    y, d_x = step(exact, x.double(), gradient.double())
+    mine = step(layer, shard(P_x, x), shard(P_x, gradient))
+    for actual, expected in zip(mine, (y, d_x), strict=True):
+        assert (actual.double() - shard(P_x, expected)).abs().max() < 1e-3 * expected.abs().max()
+    for key, parameter in exact.named_parameters():
+        expected = parameter.grad[layer.placed.placements[key].store.slices()]
+        worst = (getattr(layer, key).grad.double() - expected).abs().max()
+        assert worst < 1e-3 * parameter.grad.abs().max(), key
+
+
+@pytest.mark.mpi(min_size=2)
+def test_statistics_are_bitwise_the_same_on_all_ranks(P_world, comm, way):
+    layer, _, P_x = twins(P_world, "batch", torch.float32)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        layer(shard(P_x, torch.randn(2, 6, 31) * 3 + 7))
+        for buffer in layer.buffers():
+            assert len(set(comm.allgather(str(buffer.tolist())))) == 1
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", ["short", "float32"])
+def test_short_types_are_computed_in_single_precision(P_world, comm, kind, dtype, weights):
+    if kind == "rms" and weights == "float32":
+        pytest.skip("torch warns of it")
+    layer, twin, P_x = twins(P_world, kind, dtype if weights == "short" else torch.float32)
+    x, gradient = ((torch.randn(SHAPE) * 2 + 3).to(dtype) for _ in range(2))
+    y, d_x = step(twin, x, gradient)
+    mine = step(layer, shard(P_x, x), shard(P_x, gradient))
+    rounding = torch.finfo(dtype).eps
+    for actual, expected in zip(mine, (y, d_x), strict=True):
+        assert actual.dtype == expected.dtype == dtype
+        worst = (actual.double() - shard(P_x, expected).double()).abs().max()
+        assert worst <= 4 * rounding * expected.abs().max().double()
+    for key, parameter in twin.named_parameters():
+        grad = getattr(layer, key).grad
+        assert grad.dtype == parameter.grad.dtype
+        expected = parameter.grad[layer.placed.placements[key].store.slices()].double()
+        assert (grad.double() - expected).abs().max() <= 16 * rounding * parameter.grad.abs().max()
+    for key, buffer in twin.named_buffers():
+        expected = buffer[layer.layouts[key].slices()] if key in layer.layouts else buffer
+        torch.testing.assert_close(getattr(layer, key), expected, rtol=2 * rounding, atol=rounding)
+
+
+@every_kind
+def test_autocast_leaves_these_layers_alone(P_world, comm, kind):
+    layer, twin, P_x = twins(P_world, kind, torch.float32)
+    x, gradient = torch.randn(SHAPE), torch.randn(SHAPE)
+    expected = [t.clone() for t in step(layer, shard(P_x, x), shard(P_x, gradient))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert twin(x).dtype == torch.float32
+        for actual, before in zip(step(layer, shard(P_x, x), shard(P_x, gradient)), expected, strict=True):
+            torch.testing.assert_close(actual, before, rtol=0, atol=0)
+
+
+def test_rms_norm_without_eps_adds_the_resolution_of_the_type(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = torch.full((2, 8), 1e-4, dtype=dtype)
+        y = DistributedRMSNorm(P_x, 8, dtype=dtype)(shard(P_x, x))
+        torch.testing.assert_close(y, shard(P_x, nn.RMSNorm(8, dtype=dtype)(x)))
+
+
+def test_each_direction_is_one_message_to_each_rank_that_shares(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layer = DistributedBatchNorm1d(P_x, 3, affine=False)
+    counters, others = Machine.of(P_world).segments.counters, comm.size - 1
+    x = torch.randn(2, 3, 5, requires_grad=True)
+    layer(x).sum().backward()
+    comm.Barrier()
+    before = counters.puts
+    y = layer(x)
+    # The shapes, and the statistics.
+    assert counters.puts - before == 2 * others
+    y.sum().backward()
+    assert counters.puts - before == 3 * others
+    layer.eval()(x.detach())
+    assert counters.puts - before == 4 * others, "nothing but shapes in evaluation"
+    split = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
+    alone, before = DistributedLayerNorm(split, (3, 5), elementwise_affine=False), counters.puts
+    alone(x).sum().backward()
+    assert counters.puts == before, "instances have nothing to do with each other"
+
+
+@every_kind
+def test_checkpoint_no_grad_and_activations_in_place(P_world, comm, kind):
+    layer, twin, P_x = twins(P_world, kind)
+    x, gradient = (torch.randn(SHAPE, dtype=torch.float64) for _ in range(2))
+
+    def run(module, x, gradient):
+        def block(z):
+            return nn.ReLU(inplace=True)(module(nn.ReLU(inplace=True)(z + 1)))
+
+        with torch.no_grad():
+            block(x)
+        x = x.clone().requires_grad_()
+        y = checkpoint(block, x, use_reentrant=False) + block(x)
+        y.backward(gradient, retain_graph=True)
+        y.backward(gradient)
+        return y.detach(), x.grad
+
+    expected = run(twin, x, gradient)
+    for actual, whole in zip(run(layer, shard(P_x, x), shard(P_x, gradient)), expected, strict=True):
+        agree(actual, shard(P_x, whole), kind)
+    for key, parameter in twin.named_parameters():
+        agree(getattr(layer, key).grad, parameter.grad[layer.placed.placements[key].store.slices()], key)
+    for key, buffer in twin.named_buffers():
+        expected = buffer[layer.layouts[key].slices()] if key in layer.layouts else buffer
+        agree(getattr(layer, key), expected, key)
+
+
+@every_kind
+def test_second_derivatives_are_refused(P_world, comm, kind):
+    layer, _, P_x = twins(P_world, kind)
+    x = shard(P_x, torch.randn(SHAPE, dtype=torch.float64)).requires_grad_()
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_of_whole_weights_lie_in_the_segment(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    model = nn.Sequential(DistributedBatchNorm2d(P_x, 4), DistributedGroupNorm(P_x, 2, 4))
+    memory = Machine.of(P_world).segments.segment.memory
+    begin = memory.ctypes.data
+    sync = GradientSync(model, P_world)
+    model(torch.randn(2, 4, 3, 5)).sum().backward()
+    for parameter in model.parameters():
+        assert begin <= parameter.grad.data_ptr() < begin + memory.nbytes
+    sync.close()
