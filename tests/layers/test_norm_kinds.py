@@ -1,0 +1,172 @@
+"""All normalisation layers: random search, errors, callbacks and buffers."""
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import PartitionError, ShapeError, zero_volume_tensor
+from distdl_rma.layers import (
+    DistributedBatchNorm1d,
+    DistributedBatchNorm2d,
+    DistributedGroupNorm,
+    DistributedInstanceNorm1d,
+    DistributedLayerNorm,
+    DistributedRMSNorm,
+)
+from tests.fuzz import norm as fuzz
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+SEEDS_PER_TEST = 10
+
+
+@pytest.mark.parametrize("chunk", range(10))
+def test_random_configurations_equal_the_sequential_layer(P_world, comm, chunk):
+    for seed in range(chunk * SEEDS_PER_TEST, (chunk + 1) * SEEDS_PER_TEST):
+        fuzz.check(P_world, comm, 100_000 * comm.size + seed)
+
+
+def layers(P_world):
+    """A layer of every kind over all ranks, for inputs (2, 6, 5)."""
+    n = P_world.size
+    line, channels = (P_world.create_cartesian_topology_partition(grid) for grid in ((1, 1, n), (1, n, 1)))
+    return [
+        DistributedBatchNorm1d(line, 6),
+        DistributedBatchNorm1d(channels, 6),
+        DistributedInstanceNorm1d(line, 6, affine=True, track_running_stats=True),
+        DistributedGroupNorm(channels, 3, 6),
+        DistributedLayerNorm(line, (6, 5)),
+        DistributedRMSNorm(channels, (6, 5)),
+    ]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("wrong", ["dtype", "dims", "shape", "number"])
+def test_wrong_input_on_one_rank_is_refused_on_all_and_the_layer_stays_usable(P_world, comm, wrong):
+    for layer in layers(P_world):
+        x = torch.randn(2, 6, 5)
+        good = shard(layer.P_x, x)
+        before = layer(good).detach()
+        state = {key: value.clone() for key, value in layer.state_dict().items()}
+        bad = {
+            "dtype": good.double(),
+            "dims": good[0],
+            "shape": torch.randn(3, *good.shape[1:]),
+            "number": good.to(torch.int64),
+        }[wrong]
+        with pytest.raises(ShapeError, match=layer.name) as caught:
+            layer(bad if comm.rank == 1 else good)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, state[key]), "nothing was counted"
+        torch.testing.assert_close(layer(good).detach(), before)
+
+
+def test_types_that_torch_does_not_mix_are_refused(P_world, comm):
+    for layer in layers(P_world):
+        x = shard(layer.P_x, torch.randn(2, 6, 5))
+        with pytest.raises(ShapeError, match=r"the parameters are torch\.float32"):
+            layer(x.double())
+        with pytest.raises(ShapeError, match="floating-point"):
+            layer(x.long())
+        assert layer(x.bfloat16()).dtype == torch.bfloat16
+        layer.bfloat16()
+        with pytest.raises(ShapeError, match=r"the parameters are torch\.bfloat16"):
+            layer(x)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_idle_ranks_refuse_with_the_others_and_keep_equal_buffers(P_world, comm):
+    some = P_world.create_partition_inclusive(range(1, comm.size))
+    P_x = some.create_cartesian_topology_partition((comm.size - 1, 1))
+    layer, twin = DistributedBatchNorm1d(P_x, 3, momentum=None), nn.BatchNorm1d(3, momentum=None)
+    with pytest.raises(ShapeError, match=r"the layer takes \(3,\)"):
+        layer(torch.randn(2, 4) if P_x.active else zero_volume_tensor())
+    if comm.size == 2:
+        with pytest.raises(ShapeError, match="more than 1 value per channel"):
+            layer(torch.randn(1, 3) if P_x.active else zero_volume_tensor(1))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(5, 3)
+        twin(x)
+        y = layer(shard(P_x, x) if P_x.active else zero_volume_tensor(5))
+        assert y.shape == (shard(P_x, x).shape if P_x.active else (5, 0))
+    for key, value in twin.state_dict().items():
+        torch.testing.assert_close(layer.state_dict()[key], value)
+
+
+def test_one_value_per_channel_counts_all_ranks(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer, sequential = DistributedBatchNorm1d(P_x, 3, dtype=torch.float64), nn.BatchNorm1d(3).double()
+    if comm.size > 1:
+        x = torch.randn(comm.size, 3, dtype=torch.float64)
+        agree(layer(shard(P_x, x)), shard(P_x, sequential(x)), "one value on each rank")
+    one = torch.randn(1, 3, dtype=torch.float64)
+    with pytest.raises(ShapeError, match="more than 1 value per channel"):
+        layer(shard(P_x, one))
+    agree(layer.eval()(shard(P_x, one)), shard(P_x, sequential.eval()(one)), "evaluation")
+
+
+def test_cut_parameters_and_buffers_say_where_they_are(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size, 1, 1))
+    layer = DistributedBatchNorm2d(P_x, 7)
+    cut = comm.size > 1
+    assert layer.layouts.keys() == ({"running_mean", "running_var"} if cut else set())
+    start, stop = layer.store.box(comm.rank).bounds[0]
+    for tensor in (layer.weight, layer.bias, layer.running_mean, layer.running_var):
+        assert tensor.shape == (stop - start,)
+    assert sum(comm.allgather(layer.weight.numel())) == 7
+    assert layer.placed.placements["weight"].store == layer.store
+    whole = DistributedBatchNorm2d(P_world.create_cartesian_topology_partition((1, 1, comm.size, 1)), 7)
+    assert whole.state_dict().keys() == nn.BatchNorm2d(7).state_dict().keys()
+    assert all(v.shape == nn.BatchNorm2d(7).state_dict()[k].shape for k, v in whole.state_dict().items())
+    assert whole.layouts == {}
+
+
+@pytest.mark.mpi(min_size=4)
+def test_callbacks_name_the_ranks_that_share(P_world, comm):
+    four = P_world.create_partition_inclusive(range(4))
+
+    def sharing(kind, grid, *arguments):
+        return kind(four.create_cartesian_topology_partition(grid), *arguments).get_ranks_synch_norm()
+
+    mine = comm.rank
+    pair = [mine - mine % 2, mine - mine % 2 + 1]
+    across = [mine % 2, mine % 2 + 2]
+    assert sharing(DistributedBatchNorm1d, (2, 2, 1), 4) == across
+    assert sharing(DistributedInstanceNorm1d, (2, 1, 2), 4) == pair
+    assert sharing(DistributedLayerNorm, (2, 2), 4) == pair
+    assert sharing(DistributedLayerNorm, (4, 1), 4) == []
+    assert sharing(DistributedGroupNorm, (1, 4), 4, 8) == []
+    assert sharing(DistributedGroupNorm, (1, 4), 2, 8) == pair
+    assert sharing(DistributedGroupNorm, (1, 4), 1, 8) == [0, 1, 2, 3]
+    weights = DistributedBatchNorm1d(four.create_cartesian_topology_partition((2, 2)), 4)
+    assert weights.get_ranks_synch_weights() == across
+
+
+def test_wrong_arguments_are_refused_at_construction(P_world, comm):
+    line = P_world.create_cartesian_topology_partition((1, comm.size))
+    with pytest.raises(
+        PartitionError, match=r"DistributedBatchNorm2d: P_x has 2 dimensions .*the tensor has 4"
+    ):
+        DistributedBatchNorm2d(line, 4)
+    with pytest.raises(ShapeError, match="num_features must be at least 0, got -1"):
+        DistributedBatchNorm1d(line, -1)
+    with pytest.raises(ShapeError, match="eps must be positive, got 0"):
+        DistributedBatchNorm1d(line, 4, eps=0)
+    with pytest.raises(ShapeError, match="num_channels 4 must be divisible by num_groups 3"):
+        DistributedGroupNorm(line, 3, 4)
+    with pytest.raises(PartitionError, match=r"P_x .* has 1 dimension"):
+        DistributedGroupNorm(P_world, 1, 4)
+    with pytest.raises(ShapeError, match="needs at least one dimension"):
+        DistributedLayerNorm(line, ())
+    with pytest.raises(PartitionError, match=r"normalized_shape .* has 3"):
+        DistributedLayerNorm(line, (2, 3, 4))
+
+
+def test_running_statistics_start_anew(P_world, comm):
+    layer = DistributedBatchNorm1d(P_world.create_cartesian_topology_partition((comm.size, 1)), 3)
+    layer(torch.randn(4, 3))
+    layer.reset_running_stats()
+    for key, value in nn.BatchNorm1d(3).state_dict().items():
+        assert torch.equal(layer.state_dict()[key], value), key
