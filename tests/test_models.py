@@ -181,7 +181,7 @@ def test_unet_trains_as_on_one_machine(P_world, comm, dtype):
 
 
 def test_state_of_a_network_moves_to_other_partitions_and_to_torch(P_world, comm):
-    P_x, _, ours, theirs = resnets(P_world, comm)
+    _, _, ours, theirs = resnets(P_world, comm)
     with torch.no_grad():
         for value in (*theirs.parameters(), *theirs.buffers()):
             value.copy_(torch.arange(value.numel()).view(value.shape) % 7)

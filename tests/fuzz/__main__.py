@@ -1,7 +1,7 @@
 """Search longer for a configuration in which a distributed layer differs from torch's.
 
-``mpiexec -n 4 python -m mpi4py -m tests.fuzz [family ...] --seconds 60 --first 1000``: every seed is one random
-configuration, the same on all ranks; the first that fails ends the search with its family and seed.
+``mpiexec -n 4 python -m mpi4py -m tests.fuzz [family ...] --seconds 60 --first 1000``: every seed is one
+random configuration, the same on all ranks; the first that fails ends the search with its family and seed.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ def main() -> None:
             continue
         count = search(family, check, options.first, options.seconds)
         if MPI.COMM_WORLD.rank == 0:
-            print(f"{family}: {count} configurations on {MPI.COMM_WORLD.size} ranks, no difference", flush=True)
+            size = MPI.COMM_WORLD.size
+            print(f"{family}: {count} configurations on {size} ranks, no difference", flush=True)
 
 
 def search(family: str, check: Check, first: int, seconds: float) -> int:
     """Number of seeds that passed within a time."""
     comm = MPI.COMM_WORLD
-    end, seed = time.monotonic() + seconds, first
+    end, begin = time.monotonic() + seconds, first
     while comm.bcast(time.monotonic() < end):
         P_world = MPIPartition(comm)
-        for seed in range(seed, seed + PER_MACHINE):
+        for seed in range(begin, begin + PER_MACHINE):
             try:
                 check(P_world, comm, seed)
             except BaseException:
                 traceback.print_exc()
                 print(f"rank {comm.rank}: {family} failed with seed {seed} on {comm.size} ranks", flush=True)
                 comm.Abort(1)
-        seed += 1
+        begin += PER_MACHINE
         P_world.deactivate()
-    return seed - first
+    return begin - first
 
 
 if __name__ == "__main__":
