@@ -28,7 +28,7 @@ def test_halo_is_what_lies_around_corners_included(P_world, comm, width):
         local = shard(P, x)
         y = HaloExchange(P, width)(local)
         assert torch.equal(y, windows_of(P, expected, width, width))
-        assert y.data_ptr() != local.data_ptr()
+        assert not y.numel() or y.data_ptr() != local.data_ptr()
 
 
 @pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
