@@ -200,6 +200,28 @@ def test_plain_feature_form_takes_the_fused_way(P_world, comm):
 
 
 @pytest.mark.parametrize("weights", ["replicated", "root"])
+def test_fused_way_equals_the_composed_one(P_world, comm, weights):
+    P_x = grid(P_world, (1, 1, *halves(comm.size)))
+    arguments = {"stride": (1, 2), "padding": (3, 1), "dilation": (2, 1), "groups": 2, "weights": weights}
+    pair = []
+    for fused in (True, False):
+        torch.manual_seed(2)
+        pair.append(DistributedConv2d(P_x, 4, 6, (3, 4), **arguments, dtype=torch.float64))
+        pair[-1]._fused = fused
+    for shape in ((2, 4, 9, 11), (1, 4, 3, 2)):
+        x = torch.randn(shape, dtype=torch.float64)
+        given = [shard(P_x, x).requires_grad_() for _ in pair]
+        outputs = [layer(local) for layer, local in zip(pair, given, strict=True)]
+        for layer, y in zip(pair, outputs, strict=True):
+            layer.zero_grad()
+            y.square().sum().backward()
+        agree(*outputs, "output")
+        agree(*(local.grad for local in given), "input gradient")
+        for one, other in zip(*(layer.parameters() for layer in pair), strict=True):
+            agree(one.grad, other.grad, "weight gradient")
+
+
+@pytest.mark.parametrize("weights", ["replicated", "root"])
 def test_weights_are_kept_where_the_document_says(P_world, comm, weights):
     if comm.size < 4:
         pytest.skip("the grid of this test needs 4 ranks")
