@@ -47,14 +47,14 @@ def repartition_rows(machine: Machine) -> Iterator[Row]:
         np.empty((size, rows_, columns), np.float32),
     )
 
-    def alltoall() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    y = np.empty((SIDE, columns), np.float32)
+
+    def alltoall() -> None:
         for peer in range(size):
             send[peer] = array[:, peer * columns : (peer + 1) * columns]
         COMM.Alltoall(send, received)
-        y = np.empty((SIDE, columns), np.float32)
         for peer in range(size):
             y[peer * rows_ : (peer + 1) * rows_] = received[peer]
-        return y
 
     source, target = np.ones(rows_ * columns * (size - 1), np.float32), np.empty(rows_ * columns, np.float32)
 
@@ -77,14 +77,13 @@ def reduction_rows(machine: Machine) -> Iterator[Row]:
     array, total = data.numpy().copy(), np.empty(MESSAGE, np.float32)
 
     def bcast() -> None:
-        # A result of its own on every rank, as the layer gives.
-        buffer = array if COMM.rank == 0 else np.empty(MESSAGE, np.float32)
-        COMM.Bcast(buffer)
+        # As with the layer, the result is not the operand, on the root neither.
         if COMM.rank == 0:
-            buffer.copy()
+            np.copyto(total, array)
+        COMM.Bcast(total)
 
     def reduced() -> None:
-        COMM.Reduce(array, np.empty_like(total) if COMM.rank == 0 else None, MPI.SUM, 0)
+        COMM.Reduce(array, total if COMM.rank == 0 else None, MPI.SUM, 0)
 
     def ours(call: Callable[[], torch.Tensor]) -> None:
         with torch.no_grad():

@@ -15,6 +15,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.autograd import anchor, first_derivative
+from distdl_rma.layers.memory import result
 from distdl_rma.layers.tensors import as_tensor, as_words, numpy_dtype, sum_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
@@ -55,15 +56,19 @@ def collect(channel: Channel, x: torch.Tensor, epoch: int) -> torch.Tensor:
     exchange, dtype = channel.exchange, x.dtype
     need, own = exchange.need, exchange.own
     wide = dtype if exchange.disjoint else sum_dtype(dtype)
-    y = (torch.empty if exchange.complete else torch.zeros)(need.shape, dtype=wide)
+    y = result(need.shape, wide)
     mine = ((piece.target, x[piece.box.slices(own)]) for piece in exchange.local)
     theirs = ((piece.box, as_tensor(words, dtype)) for piece, words in channel.receive(epoch))
     # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
     before = 0 if exchange.disjoint else exchange.before_local
     fresh = True
     for box, part in chain(islice(theirs, before), mine, theirs):
+        if fresh and not exchange.complete and box != need:
+            y.zero_()
         _add(y, box.slices(need), part, exchange.disjoint or fresh)
         fresh = False
+    if fresh:
+        y.zero_()
     return y if wide == dtype else y.to(dtype)
 
 

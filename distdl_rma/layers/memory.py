@@ -1,0 +1,75 @@
+"""Memory of large results, used again: a page that was never touched costs more than the copy into it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["IDLE_NBYTES", "SMALLEST_NBYTES", "Pool", "result"]
+
+# Smaller results come from torch, whose allocator has touched such memory before.
+SMALLEST_NBYTES = 1 << 18
+# What is kept for later at most, in bytes of this process.
+IDLE_NBYTES = 1 << 28
+
+Block = npt.NDArray[np.uint8]
+
+
+class Pool:
+    """Blocks of memory, kept from when the last tensor in them dies until one of the same size is made.
+
+    Parameters
+    ----------
+    limit
+        Bytes that are kept idle at most; what was idle for longest goes first.
+    """
+
+    def __init__(self, limit: int = IDLE_NBYTES) -> None:
+        self._limit = limit
+        self._idle: OrderedDict[int, list[Block]] = OrderedDict()
+        self.idle_nbytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Tensor of a shape and type, not initialised; it owns its memory like any other."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < SMALLEST_NBYTES:
+            return torch.empty(tuple(shape), dtype=dtype)
+        block = self._take(nbytes)
+        # torch keeps this view for as long as any tensor lies in it, and nobody else has it.
+        lent: Any = block[:]
+        weakref.finalize(lent, self._give_back, block).atexit = False
+        # No view of another tensor: autograd lets only such be changed in place.
+        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage(), 0, tuple(shape))
+
+    def _take(self, nbytes: int) -> Block:
+        blocks = self._idle.get(nbytes)
+        if not blocks:
+            return np.empty(nbytes, np.uint8)
+        self.idle_nbytes -= nbytes
+        return blocks.pop()
+
+    def _give_back(self, block: Block) -> None:
+        # Runs wherever a tensor dies, also in the middle of another call: each step leaves things whole.
+        if block.nbytes > self._limit:
+            return
+        while self.idle_nbytes + block.nbytes > self._limit and self._idle:
+            _, old = self._idle.popitem(last=False)
+            self.idle_nbytes -= sum(b.nbytes for b in old)
+        self._idle.setdefault(block.nbytes, []).append(block)
+        self._idle.move_to_end(block.nbytes)
+        self.idle_nbytes += block.nbytes
+
+
+_results = Pool()
+
+
+def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a result that leaves the library, not initialised."""
+    return _results.empty(shape, dtype)
