@@ -74,12 +74,12 @@ class Exchange:
         """The adjoint movement: sends and receives swapped."""
         return Exchange(self.rank, self.source, self.target, not self.transposed, self.images)
 
-    @property
+    @cached_property
     def own(self) -> Box:
         """Box of the tensor ``x`` that this rank puts in; its local shape."""
         return (self.target if self.transposed else self.source).box(self.rank)
 
-    @property
+    @cached_property
     def need(self) -> Box:
         """Box of the tensor ``y`` that this rank gets out; its local shape."""
         return (self.source if self.transposed else self.target).box(self.rank)

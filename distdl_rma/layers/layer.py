@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class ComposedLayer(DistributedLayer):
         if flow.gather is not None:
             y = flow.gather(y, needs.input)
         if self._works:
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
                 y = self.carry_out(flow, needs, y, **weights)
         else:
             y = idle(y, weights.values())

@@ -46,7 +46,9 @@ class Pool:
         lent: Any = block[:]
         weakref.finalize(lent, self._give_back, block).atexit = False
         # No view of another tensor: autograd lets only such be changed in place.
-        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage(), 0, tuple(shape))
+        storage, extents = torch.from_numpy(lent).untyped_storage(), torch.Size(shape)
+        strides = [prod(extents[d + 1 :]) for d in range(len(extents))]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, extents, strides)
 
     def _take(self, nbytes: int) -> Block:
         blocks = self._idle.get(nbytes)

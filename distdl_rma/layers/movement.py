@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from math import prod
 from typing import Any
@@ -20,65 +20,92 @@ from distdl_rma.layers.tensors import as_tensor, as_words, numpy_dtype, sum_dtyp
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
-__all__ = ["Flight", "Movement", "broadcast"]
+__all__ = ["Direction", "Flight", "Movement", "broadcast"]
 
 
 class Flight:
     """One movement under way: made by ``Movement.start``, given to ``Movement.wait``."""
 
-    def __init__(self, movement: Movement, shape: torch.Size) -> None:
+    def __init__(self, movement: Movement, x: torch.Tensor) -> None:
         self.movement = movement
-        self.shape = shape
-        self.token = torch.empty(0)
+        self.shape, self.dtype = x.shape, x.dtype
+        self.token = _NOTHING
         self._sent: tuple[torch.Tensor, int] | None = None
 
-    def depart(self, channel: Channel, x: torch.Tensor) -> None:
-        """Start a channel on ``x``, the local shard that goes in."""
-        own = channel.exchange.own
-        dtype = self.movement.dtype
-        # What has no elements may come in any shape and type.
-        x = torch.empty(own.shape, dtype=dtype) if own.empty else x.detach().to(dtype)
-        self._sent = x, channel.start(channel.cut(as_words(x)))
+    def depart(self, direction: Direction, x: torch.Tensor) -> None:
+        """Start on ``x``, the local shard that goes in."""
+        self._sent = direction.depart(x)
 
-    def arrive(self, channel: Channel) -> torch.Tensor:
-        """Receive what the channel was started for."""
+    def arrive(self, direction: Direction) -> torch.Tensor:
+        """Receive what was started."""
         if self._sent is None:
-            raise ProtocolError(f"{channel.name!r}: wait without a start")
+            raise ProtocolError(f"{direction.channel.name!r}: wait without a start")
         (x, epoch), self._sent = self._sent, None
-        return collect(channel, x, epoch)
+        return direction.arrive(x, epoch)
+
+    def gradient(self) -> torch.Tensor:
+        """Gradient of what went in, in its shape."""
+        gradient = self.arrive(self.movement.backwards).reshape(self.shape)
+        # What has no elements came in any type; torch does not turn complex gradients into others.
+        return gradient if gradient.numel() else gradient.new_empty(self.shape, dtype=self.dtype)
 
 
-def collect(channel: Channel, x: torch.Tensor, epoch: int) -> torch.Tensor:
-    """Receive an epoch into a new tensor, blocking.
+_NOTHING = torch.empty(0)
+_Place = tuple[slice, ...]
 
-    Elements that several ranks own are summed, short types in a longer one with one rounding at the end.
-    """
-    exchange, dtype = channel.exchange, x.dtype
-    need, own = exchange.need, exchange.own
-    wide = dtype if exchange.disjoint else sum_dtype(dtype)
-    y = result(need.shape, wide)
-    mine = ((piece.target, x[piece.box.slices(own)]) for piece in exchange.local)
-    theirs = ((piece.box, as_tensor(words, dtype)) for piece, words in channel.receive(epoch))
-    # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
-    before = 0 if exchange.disjoint else exchange.before_local
-    fresh = True
-    for box, part in chain(islice(theirs, before), mine, theirs):
-        if fresh and not exchange.complete and box != need:
+
+class Direction:
+    """A channel and where in the tensors its pieces lie, worked out once."""
+
+    def __init__(self, channel: Channel, dtype: torch.dtype) -> None:
+        exchange = channel.exchange
+        self.channel, self.dtype = channel, dtype
+        self._own, self._need = exchange.own, exchange.need
+        # Short types are summed in a longer one, with one rounding at the end.
+        self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
+        self._disjoint, self._complete = exchange.disjoint, exchange.complete
+        self._mine = [
+            (piece.target.slices(self._need), piece.box.slices(self._own)) for piece in exchange.local
+        ]
+        # None where a piece is all of the result.
+        self._theirs = [
+            None if piece.box == self._need else piece.box.slices(self._need) for piece in exchange.receives
+        ]
+        # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
+        self._before = 0 if exchange.disjoint else exchange.before_local
+
+    def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Start on a local shard; return it as it moves, and the epoch."""
+        # What has no elements may come in any shape and type.
+        x = torch.empty(self._own.shape, dtype=self.dtype) if self._own.empty else x.detach().to(self.dtype)
+        return x, self.channel.start(self.channel.cut(as_words(x)))
+
+    def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
+        """Receive an epoch into a new tensor, blocking. Elements that several ranks own are summed."""
+        y = result(self._need.shape, self._wide)
+        parts = chain(islice(theirs := self._received(epoch), self._before), self._local(x), theirs)
+        fresh = True
+        for place, part in parts:
+            if fresh and place is not None and not self._complete:
+                y.zero_()
+            target = y if place is None else y[place]
+            # What is still zero is overwritten: one pass over the memory less.
+            if fresh or self._disjoint:
+                target.copy_(part)
+            else:
+                target += part if part.dtype == self._wide else part.to(self._wide)
+            fresh = False
+        if fresh:
             y.zero_()
-        _add(y, box.slices(need), part, exchange.disjoint or fresh)
-        fresh = False
-    if fresh:
-        y.zero_()
-    return y if wide == dtype else y.to(dtype)
+        return y if self._wide == self.dtype else y.to(self.dtype)
 
+    def _local(self, x: torch.Tensor) -> Iterator[tuple[_Place | None, torch.Tensor]]:
+        for target, source in self._mine:
+            yield target, x[source]
 
-def _add(y: torch.Tensor, place: tuple[slice, ...], part: torch.Tensor, fresh: bool) -> None:
-    # What is still zero is overwritten: one pass over the memory less.
-    target = y[place]
-    if fresh:
-        target.copy_(part)
-    else:
-        target += part if part.dtype == y.dtype else part.to(y.dtype)
+    def _received(self, epoch: int) -> Iterator[tuple[_Place | None, torch.Tensor]]:
+        for place, (_, words) in zip(self._theirs, self.channel.receive(epoch), strict=True):
+            yield place, as_tensor(words, self.dtype)
 
 
 class Movement:
@@ -104,6 +131,7 @@ class Movement:
         self.machine, self.name, self.dtype = machine, name, dtype
         self.forward = Channel(machine.segments, exchange, kind, name)
         self.adjoint = Channel(machine.segments, exchange.T, kind, f"{name} (adjoint)")
+        self.forwards, self.backwards = Direction(self.forward, dtype), Direction(self.adjoint, dtype)
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
         self._finalizer = weakref.finalize(self, _close_both, self.forward, self.adjoint)
 
@@ -118,7 +146,7 @@ class Movement:
         needs_grad
             Whether some rank needs a gradient: then every rank takes part in the backward.
         """
-        flight = Flight(self, x.shape)
+        flight = Flight(self, x)
         flight.token = _Start.apply(x, anchor(needs_grad), flight)  # type: ignore[no-untyped-call]
         return flight
 
@@ -128,8 +156,9 @@ class Movement:
         return y
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
-        """Start and wait."""
-        return self.wait(self.start(x, needs_grad))
+        """Start and wait, as one operation: nothing is to be done in between."""
+        y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Flight(self, x))  # type: ignore[no-untyped-call]
+        return y
 
     def void(self) -> None:
         """Give up a forward that some ranks may have started; on all ranks alike."""
@@ -148,33 +177,43 @@ def _close_both(forward: Channel, adjoint: Channel) -> None:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
-        ctx.flight, ctx.machine, ctx.dtype = flight, flight.movement.machine, x.dtype
-        flight.depart(flight.movement.forward, x)
+        ctx.flight, ctx.machine = flight, flight.movement.machine
+        flight.depart(flight.movement.forwards, x)
         # Of the type that moves: x itself may have come in any type, if without elements.
         return x.new_empty(0, dtype=flight.movement.dtype)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
-        flight = ctx.flight
-        gradient = flight.arrive(flight.movement.adjoint).reshape(flight.shape)
-        if not gradient.numel():
-            # What has no elements came in any type; torch does not turn complex gradients into others.
-            gradient = gradient.new_empty(flight.shape, dtype=ctx.dtype)
-        return gradient, None, None
+        return ctx.flight.gradient(), None, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _token: torch.Tensor, flight: Flight) -> torch.Tensor:
         ctx.flight, ctx.machine = flight, flight.movement.machine
-        return flight.arrive(flight.movement.forward)
+        return flight.arrive(flight.movement.forwards)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ctx.flight.depart(ctx.flight.movement.adjoint, gradient)
+        ctx.flight.depart(ctx.flight.movement.backwards, gradient)
         return gradient.new_empty(0), None
+
+
+class _Move(torch.autograd.Function):
+    # Start and wait in one: half of the cost of two operations, which small tensors feel.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+        ctx.flight, ctx.machine = flight, flight.movement.machine
+        flight.depart(flight.movement.forwards, x)
+        return flight.arrive(flight.movement.forwards)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.flight.depart(ctx.flight.movement.backwards, gradient)
+        return ctx.flight.gradient(), None, None
 
 
 def broadcast(

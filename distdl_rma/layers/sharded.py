@@ -15,7 +15,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Needs
 from distdl_rma.layers.autograd import anchor, first_derivative
-from distdl_rma.layers.movement import Flight, Movement
+from distdl_rma.layers.movement import Direction, Flight, Movement
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
@@ -60,26 +60,26 @@ class Shards:
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole matrix, in memory of its own; collective over the group, blocking."""
-        return self._move(shard, lambda movement: movement.forward)
+        return self._move(shard, lambda movement: movement.forwards)
 
     def scatter(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the sum of the ranks' matrices; collective over the group, blocking."""
-        return self._move(matrix, lambda movement: movement.adjoint)
+        return self._move(matrix, lambda movement: movement.backwards)
 
-    def _move(self, x: torch.Tensor, channel_of: Callable[[Movement], Channel]) -> torch.Tensor:
+    def _move(self, x: torch.Tensor, way: Callable[[Movement], Direction]) -> torch.Tensor:
         movement = self._movement(x.dtype)
-        channel = channel_of(movement)
-        y = self._empty_like(x, channel)
+        direction = way(movement)
+        y = self._empty_like(x, direction.channel)
         height, starts = self._stripes(x.dtype)
         under_way: deque[tuple[int, Flight]] = deque()
 
         def land() -> None:
             start, flight = under_way.popleft()
-            y.narrow(1 - self.dim, start, height).copy_(flight.arrive(channel))
+            y.narrow(1 - self.dim, start, height).copy_(flight.arrive(direction))
 
         for start in starts:
-            flight = Flight(movement, x.shape)
-            flight.depart(channel, x.narrow(1 - self.dim, start, height))
+            flight = Flight(movement, x)
+            flight.depart(direction, x.narrow(1 - self.dim, start, height))
             under_way.append((start, flight))
             # The next stripe travels while this one is put in its place.
             if len(under_way) == 2:

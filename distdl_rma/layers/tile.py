@@ -92,6 +92,15 @@ class Patch:
 
     def native_padding(self, stencil: Stencil) -> tuple[int, ...] | None:
         """Symmetric padding that gives exactly these outputs, or None if only explicit zeros do."""
+        if stencil not in self._native:
+            self._native[stencil] = self._native_padding(stencil)
+        return self._native[stencil]
+
+    @cached_property
+    def _native(self) -> dict[Stencil, tuple[int, ...] | None]:
+        return {}
+
+    def _native_padding(self, stencil: Stencil) -> tuple[int, ...] | None:
         padding = []
         inside = self.data & self.region
         for window, (low, high), n, (before, _), outputs in zip(
