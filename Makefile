@@ -66,10 +66,10 @@ fuzz: $(STAMP)  ## random layers against torch's, on RANKS ranks (FAMILY= FUZZ_S
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
 	    $(if $(FIRST),--first $(FIRST))
 
-# Two ranks, then the one row for more ranks than cores, then two hosts where that is possible.
+# Two ranks, then the rows for more ranks than cores, then two hosts where that is possible.
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks
-	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 4 $(BIN)/python -m mpi4py -m benchmarks gloo \
+	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 4 $(BIN)/python -m mpi4py -m benchmarks gloo setup \
 	    --output bench-output/crowded.json
 	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap

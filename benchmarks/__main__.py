@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import collectives, conv, planning, rma
+from benchmarks import collectives, conv, layers, planning, rma
 from benchmarks.measure import COMM, Row
 from distdl_rma import Machine
 
@@ -21,10 +21,11 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "rma": rma.rows,
     "collectives": collectives.rows,
     "conv": conv.rows,
+    "layers": layers.rows,
     "planning": planning.rows,
 }
 # Not among those that run if none is named: for more ranks than cores.
-CROWDED = {"gloo": collectives.gloo_rows}
+CROWDED = {"gloo": collectives.gloo_rows, "setup": layers.setup_rows}
 RESULTS = Path("bench-output/results.json")
 
 

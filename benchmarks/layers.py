@@ -24,7 +24,7 @@ from distdl_rma.layers import (
 SIDE = 4096  # of 64 MiB of float32
 MESSAGE = 4 << 20  # elements of 16 MiB of float32
 FEATURES, BATCH = 4096, 256
-DEPTH = 30
+DEPTH = 30  # layers
 
 
 def rows(machine: Machine) -> Iterator[Row]:
@@ -151,3 +151,24 @@ def tiny_rows(machine: Machine) -> Iterator[Row]:
                     seconds[mine].append(slowest * 1e6)
         added = [a - b for a, b in zip(seconds[True], seconds[False], strict=True)]
         yield Row(f"{what}, 8x8, time added", "150 us", *summary(added), 150.0, 0.0, 1.0)
+
+
+def setup_rows(machine: Machine) -> Iterator[Row]:
+    """Milliseconds of the first forward of a deep network, all its connections included."""
+    grid = machine.partition((1, 1, machine.size, 1))
+    samples = []
+    for _ in range(9):
+        layers: list[nn.Module] = []
+        for _ in range(DEPTH // 3):
+            layers += [DistributedConv2d(grid, 4, 4, 3, padding=1), DistributedInstanceNorm2d(grid, 4)]
+            layers += [DistributedConv2d(grid, 4, 4, 1)]
+        network = nn.Sequential(*layers)
+        x = torch.randn(1, 4, 16, 64)
+        COMM.Barrier()
+        begin = time.perf_counter()
+        with torch.no_grad():
+            network(x)
+        taken = time.perf_counter() - begin
+        samples.append(COMM.allreduce(taken, op=MPI.MAX) * 1e3)
+    what = f"first forward of {DEPTH} layers on {machine.size} ranks"
+    yield Row(what, "500 ms", *summary(samples), 500.0, 0.0, 1.0, unit="ms")
