@@ -15,6 +15,7 @@ from distdl_rma.layers.embedding import (
 )
 from distdl_rma.layers.gather import AllGather, ReduceScatter
 from distdl_rma.layers.halo_exchange import HaloExchange
+from distdl_rma.layers.layernorm import DistributedLayerNorm, DistributedRMSNorm
 from distdl_rma.layers.linear import (
     DistributedLinear,
     DistributedLinearAllGather,
@@ -39,8 +40,6 @@ from distdl_rma.layers.norm import (
     DistributedInstanceNorm1d,
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
-    DistributedLayerNorm,
-    DistributedRMSNorm,
 )
 from distdl_rma.layers.pad import (
     DistributedCircularPad1d,

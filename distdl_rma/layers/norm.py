@@ -1,8 +1,7 @@
-"""Distributed normalisation layers: batch, instance, layer, group and root mean square."""
+"""Distributed batch, instance and group normalisation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.cells import Layout
-from distdl_rma.layers.normalisation import DistributedNorm
+from distdl_rma.layers.normalisation import DistributedNorm, check_extents
 from distdl_rma.layers.running import DistributedRunningNorm
 
 __all__ = [
@@ -23,8 +22,6 @@ __all__ = [
     "DistributedInstanceNorm1d",
     "DistributedInstanceNorm2d",
     "DistributedInstanceNorm3d",
-    "DistributedLayerNorm",
-    "DistributedRMSNorm",
 ]
 
 
@@ -74,7 +71,7 @@ class DistributedBatchNorm(DistributedRunningNorm):
         name: str | None = None,
     ) -> None:
         _check_dims(self, P_x, self._dims)
-        _check_extents(self, num_features=num_features)
+        check_extents(self, num_features=num_features)
         if eps <= 0:
             raise ShapeError(f"{type(self).__name__}: eps must be positive, got {eps}")
         layout = Layout(reduced=tuple(d for d in range(P_x.dim) if d != 1), weighted=(1,))
@@ -171,7 +168,7 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         name: str | None = None,
     ) -> None:
         _check_dims(self, P_x, self._dims)
-        _check_extents(self, num_features=num_features)
+        check_extents(self, num_features=num_features)
         channels = P_x.dim - self._dims[0]
         layout = Layout(reduced=tuple(range(channels + 1, P_x.dim)), weighted=(channels,))
         super().__init__(
@@ -263,7 +260,7 @@ class DistributedGroupNorm(DistributedNorm):
         kind = type(self).__name__
         if P_x.dim < 2:
             raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
-        _check_extents(self, num_channels=num_channels)
+        check_extents(self, num_channels=num_channels)
         if num_groups < 1 or num_channels % num_groups:
             raise ShapeError(
                 f"{kind}: num_channels {num_channels} must be divisible by num_groups {num_groups}"
@@ -285,124 +282,9 @@ class DistributedGroupNorm(DistributedNorm):
             )
 
 
-class DistributedLayerNorm(DistributedNorm):
-    """Layer normalisation of a tensor that is split over ranks along any of its dimensions.
-
-    Local input and output: the shard of this rank. Where P_x splits normalised dimensions, so are the
-    parameters, and the ranks that share them share the statistics of every instance. Collective to construct
-    over the machine; a call involves the ranks of P_x at the same place in the leading dimensions.
-
-    Parameters
-    ----------
-    P_x
-        Partition of input and output, as many dimensions as the tensor.
-    normalized_shape, eps, elementwise_affine, bias, device, dtype
-        As in torch; ``normalized_shape`` is global.
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If P_x has fewer dimensions than ``normalized_shape``.
-    ShapeError
-        If ``normalized_shape`` is empty; in a call, on all its ranks, if the input does not fit.
-
-    Notes
-    -----
-    Requirement B11. Document: ``docs/layers/normalization.md``.
-    """
-
-    def __init__(
-        self,
-        P_x: Partition,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        name: str | None = None,
-    ) -> None:
-        self.normalized_shape, layout = _trailing(self, P_x, normalized_shape)
-        self.elementwise_affine = elementwise_affine
-        super().__init__(
-            P_x, layout, self.normalized_shape, eps, elementwise_affine, bias, device, dtype, name
-        )
-
-
-class DistributedRMSNorm(DistributedNorm):
-    """Root mean square normalisation of a tensor that is split over ranks along any of its dimensions.
-
-    As ``DistributedLayerNorm``, without mean and bias.
-
-    Parameters
-    ----------
-    P_x
-        Partition of input and output, as many dimensions as the tensor.
-    normalized_shape, eps, elementwise_affine, device, dtype
-        As in torch; ``normalized_shape`` is global.
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If P_x has fewer dimensions than ``normalized_shape``.
-    ShapeError
-        If ``normalized_shape`` is empty; in a call, on all its ranks, if the input does not fit.
-
-    Notes
-    -----
-    Requirement B11. Document: ``docs/layers/normalization.md``.
-    """
-
-    centred = False
-
-    def __init__(
-        self,
-        P_x: Partition,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        name: str | None = None,
-    ) -> None:
-        self.normalized_shape, layout = _trailing(self, P_x, normalized_shape)
-        self.elementwise_affine = elementwise_affine
-        super().__init__(
-            P_x, layout, self.normalized_shape, eps, elementwise_affine, False, device, dtype, name
-        )
-
-
 def _check_dims(layer: DistributedNorm, P_x: Partition, allowed: tuple[int, ...]) -> None:
     if P_x.dim not in allowed:
         wanted = " or ".join(str(n) for n in allowed)
         raise PartitionError(
             f"{type(layer).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, the tensor has {wanted}"
         )
-
-
-def _check_extents(layer: DistributedNorm, **extents: int) -> None:
-    for name, extent in extents.items():
-        if extent < 0:
-            raise ShapeError(f"{type(layer).__name__}: {name} must be at least 0, got {extent}")
-
-
-def _trailing(
-    layer: DistributedNorm, P_x: Partition, normalized_shape: int | Sequence[int]
-) -> tuple[tuple[int, ...], Layout]:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not shape:
-        raise ShapeError(f"{type(layer).__name__}: normalized_shape needs at least one dimension")
-    _check_extents(layer, normalized_shape=min(shape))
-    if P_x.dim < len(shape):
-        raise PartitionError(
-            f"{type(layer).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape} has"
-            f" {len(shape)}"
-        )
-    trailing = tuple(range(P_x.dim - len(shape), P_x.dim))
-    return shape, Layout(reduced=trailing, weighted=trailing)

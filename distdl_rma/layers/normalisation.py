@@ -23,7 +23,7 @@ from distdl_rma.layers.statistics import Statistics
 from distdl_rma.layers.tensors import sum_dtype
 from distdl_rma.layers.weights import Placement
 
-__all__ = ["DistributedNorm", "Moments", "NormPlan"]
+__all__ = ["DistributedNorm", "Moments", "NormPlan", "check_extents"]
 
 
 class Moments(NamedTuple):
@@ -253,3 +253,10 @@ class DistributedNorm(DistributedLayer):
 
 def _as_it_is(_key: str, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
+
+
+def check_extents(layer: DistributedNorm, **extents: int) -> None:
+    """Refuse a size below 0, by its name."""
+    for name, extent in extents.items():
+        if extent < 0:
+            raise ShapeError(f"{type(layer).__name__}: {name} must be at least 0, got {extent}")
