@@ -53,7 +53,7 @@ class HaloPlan:
         y_box = Box(tuple(split.interval(i) for split, i in zip(y_splits, index, strict=True)))
         self.tile = Tile(stencil, Box.of_shape(extents), Box(source.box(rank).bounds[2:]), y_box)
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
-        self.landings = [self.tile.landing(piece) for piece in exchange.receives]
+        self.landings = [self.tile.landing(piece) for piece in self.halo.forward.receives]
 
     def void(self) -> None:
         """Give up a halo exchange that some ranks may have started."""
@@ -78,7 +78,7 @@ class HaloPlan:
         """Put the gradients of the strips on their way back to the owners of the data."""
         channel = self.halo.adjoint
         parts = []
-        for piece, landing in zip(channel.exchange.sends, self.landings, strict=True):
+        for piece, landing in zip(channel.sends, self.landings, strict=True):
             part = x.new_zeros(piece.box.shape)
             for number, there, here in landing:
                 block = gradients[number]

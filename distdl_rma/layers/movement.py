@@ -69,10 +69,11 @@ class Direction:
         ]
         # None where a piece is all of the result.
         self._theirs = [
-            None if piece.box == self._need else piece.box.slices(self._need) for piece in exchange.receives
+            None if piece.box == self._need else piece.box.slices(self._need) for piece in channel.receives
         ]
         # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
-        self._before = 0 if exchange.disjoint else exchange.before_local
+        before = 0 if exchange.disjoint else exchange.before_local
+        self._before = channel.count(before)
 
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start on a local shard; return it as it moves, and the epoch."""

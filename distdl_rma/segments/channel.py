@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.geometry.split import Balanced
 from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.manager import SegmentManager
@@ -22,6 +23,8 @@ __all__ = ["Channel"]
 
 Array = npt.NDArray[Any]
 _SLOTS = 2
+# A large message is announced bit by bit: its reader begins while its writer goes on.
+_STEP_NBYTES = 1 << 20
 
 
 @dataclass
@@ -32,6 +35,7 @@ class _Lane:
     nbytes: int
     offset: int  # of the first slot, or of the staging area, in this rank's buffer
     notification: int  # of this rank's buffer: the data flag (receives) or the ack flag (sends)
+    ends: tuple[int, ...]  # behind which pieces the data flag rises, the last one included
     views: tuple[tuple[Array, ...], ...] = ()
     staged: tuple[Array, ...] = ()
     remote: RemoteBuffer | None = None
@@ -39,6 +43,11 @@ class _Lane:
     @property
     def stride(self) -> int:
         return aligned(self.nbytes)
+
+    def risen(self, epoch: int, steps: int | None = None) -> int:
+        """Value of the data flag after some steps of an epoch, or all of them."""
+        every = len(self.ends)
+        return (epoch - 1) * every + (every if steps is None else steps)
 
 
 class Channel:
@@ -61,6 +70,11 @@ class Channel:
     name
         Name of the layer, for messages.
 
+    Attributes
+    ----------
+    sends, receives
+        Pieces of the exchange as they move: large ones in several, the reader follows its writer.
+
     Notes
     -----
     The exchange buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
@@ -73,16 +87,18 @@ class Channel:
         self._manager = manager
         own = exchange.own
         self._own_shape = own.shape
-        self._sent = [piece.box.slices(own) for piece in exchange.sends]
-        receives, sends = by_peer(exchange.receives), by_peer(exchange.sends)
+        item = self.dtype.itemsize
+        self.sends, self.receives = (_steps(p, item) for p in (exchange.sends, exchange.receives))
+        self._sent = [piece.box.slices(own) for piece in self.sends]
+        receives, sends = by_peer(self.receives), by_peer(self.sends)
         flags = count()
         end = 0
         self._receives: list[_Lane] = []
         self._sends: list[_Lane] = []
         for lanes, groups in ((self._receives, receives), (self._sends, sends)):
             for peer, pieces in groups:
-                nbytes = self.dtype.itemsize * sum(piece.box.volume for piece in pieces)
-                lane = _Lane(peer, pieces, nbytes, end, next(flags))
+                nbytes = item * sum(piece.box.volume for piece in pieces)
+                lane = _Lane(peer, pieces, nbytes, end, next(flags), _ends(pieces, item))
                 lanes.append(lane)
                 if lanes is self._receives or manager.segment.link(peer).memory is None:
                     end += _SLOTS * lane.stride
@@ -102,6 +118,10 @@ class Channel:
     def idle(self) -> bool:
         """Whether this rank has nothing to exchange with anyone."""
         return not self._receives and not self._sends
+
+    def count(self, pieces: int) -> int:
+        """Number of pieces that the first so many of the exchange arrive in."""
+        return len(_steps(self.exchange.receives[:pieces], self.dtype.itemsize))
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with the neighbours, and only with these; once, blocking.
@@ -172,15 +192,19 @@ class Channel:
                 epoch - _SLOTS,
                 lambda lane=lane: self._about(lane, epoch, "acknowledge"),  # type: ignore[misc]
             )
-            for view in lane.views[epoch % _SLOTS]:
+            step = 0
+            for at, view in enumerate(lane.views[epoch % _SLOTS]):
                 np.copyto(view, next(source), casting="equiv")
+                if at == lane.ends[step] and step + 1 < len(lane.ends):
+                    step += 1
+                    self._announce_step(lane, epoch, step)
             self._announce(lane, epoch)
         self._started = epoch
         return epoch
 
     def ready(self, epoch: int) -> bool:
         """Whether everything of an epoch has arrived; does not block."""
-        return all(self._buffer.flag(lane.notification) >= epoch for lane in self._receives)
+        return all(self._buffer.flag(lane.notification) >= lane.risen(epoch) for lane in self._receives)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
@@ -196,13 +220,16 @@ class Channel:
                 f" received {self._finished}"
             )
         for lane in self._receives:
-            self._buffer.wait_flag(
-                lane.notification,
-                epoch,
-                lambda lane=lane: self._about(lane, epoch, "send"),  # type: ignore[misc]
-                timeout,
-            )
-            yield from zip(lane.pieces, lane.views[epoch % _SLOTS], strict=True)
+            begin, views = 0, lane.views[epoch % _SLOTS]
+            for step, end in enumerate(lane.ends, 1):
+                self._buffer.wait_flag(
+                    lane.notification,
+                    lane.risen(epoch, step),
+                    lambda lane=lane: self._about(lane, epoch, "send"),  # type: ignore[misc]
+                    timeout,
+                )
+                yield from zip(lane.pieces[begin : end + 1], views[begin : end + 1], strict=True)
+                begin = end + 1
             self._acknowledge(lane, epoch)
         for lane in self._sends:
             if lane.staged and lane.remote is not None:
@@ -213,7 +240,7 @@ class Channel:
     def missing(self, epoch: int) -> Waiting:
         """Which peer an epoch still waits for; for messages."""
         for lane in self._receives:
-            if self._buffer.flag(lane.notification) < epoch:
+            if self._buffer.flag(lane.notification) < lane.risen(epoch):
                 return self._about(lane, epoch, "send")
         return Waiting((), f"in {self.name!r} (epoch {epoch}): everything has arrived")
 
@@ -290,14 +317,21 @@ class Channel:
         else:
             self._manager.counters.puts += 1
             self._manager.counters.bytes_put += lane.nbytes
-        lane.remote.raise_flag(flag, epoch)
+        lane.remote.raise_flag(flag, lane.risen(epoch))
+
+    def _announce_step(self, lane: _Lane, epoch: int, step: int) -> None:
+        # A message to another node travels as a whole.
+        if lane.remote is not None and not lane.staged:
+            lane.remote.raise_flag(lane.remote.note[1], lane.risen(epoch, step))
 
     def _acknowledge(self, lane: _Lane, epoch: int) -> None:
         if lane.remote is not None:
             lane.remote.acknowledge(lane.remote.note[2], epoch)
 
     def _about(self, lane: _Lane, epoch: int, verb: str) -> Waiting:
-        seen = self._buffer.flag(lane.notification)
+        # Of the data flag only whole epochs count; the flag of an acknowledgement counts nothing else.
+        steps = len(lane.ends) if verb == "send" else 1
+        seen = self._buffer.flag(lane.notification) // steps
         return Waiting(
             (lane.peer,),
             f"to {verb} in {self.name!r} (epoch {epoch}, last seen {seen})",
@@ -307,6 +341,36 @@ class Channel:
     def _check(self) -> None:
         if self._closed or self._manager.closed:
             raise ClosedError(f"channel of {self.name!r}: already closed")
+
+
+def _steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
+    """Pieces, the large ones cut along their first dimension; alike for whoever sends and receives them."""
+    found = []
+    for piece in pieces:
+        count = -(-piece.box.volume * itemsize // _STEP_NBYTES)
+        dim = next((d for d, extent in enumerate(piece.box.shape) if extent > 1), 0)
+        if count <= 1:
+            found.append(piece)
+            continue
+        start, stop = piece.box.bounds[dim]
+        blocks = Balanced(stop - start, min(count, stop - start))
+        for part in range(blocks.parts):
+            low, high = blocks.interval(part)
+            found.append(Piece(piece.peer, piece.box.replace(dim, start + low, start + high)))
+    return tuple(found)
+
+
+def _ends(pieces: tuple[Piece, ...], itemsize: int) -> tuple[int, ...]:
+    """Last piece of each step of a message."""
+    ends, nbytes = [], 0
+    for at, piece in enumerate(pieces):
+        nbytes += piece.box.volume * itemsize
+        if nbytes >= _STEP_NBYTES:
+            ends.append(at)
+            nbytes = 0
+    if not ends or ends[-1] != len(pieces) - 1:
+        ends.append(len(pieces) - 1)
+    return tuple(ends)
 
 
 def _cut(slot: Array, pieces: tuple[Piece, ...]) -> tuple[Array, ...]:
