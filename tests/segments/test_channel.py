@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, ProtocolError, ShapeError
-from distdl_rma.geometry import Decomposition, Exchange
+from distdl_rma.geometry import Box, Decomposition, Exchange
 from distdl_rma.segments import Channel
 
 pytestmark = pytest.mark.mpi
@@ -228,4 +228,38 @@ def test_segment_holds_two_slots_of_what_is_received(machine):
         if machine.segments.segment.link(piece.peer).memory is None
     )
     assert channel.nbytes <= 2 * (received + remote) + lines
+    channel.close()
+
+
+def test_large_message_is_read_while_it_is_written(machine, comm):
+    # From the first rank to all, in several steps; a slow writer and slow readers.
+    whole = (5, 3, 100_000)
+    everywhere = Box.of_shape(whole)
+    root = machine.partition().create_partition_inclusive([0])
+    exchange = Exchange(
+        machine.rank,
+        Decomposition.replicated(root, whole),
+        Decomposition.replicated(machine.partition(), whole),
+    )
+    channel = Channel(machine.segments, exchange, np.int32, "large")
+    assert len(channel.sends) == 5 * len(exchange.sends)
+    assert channel.count(len(exchange.receives)) == len(channel.receives)
+    delays = random.Random(machine.rank)
+
+    def slowly(parts):
+        for part in parts:
+            time.sleep(delays.random() * 2e-3)
+            yield part
+
+    for epoch in range(1, 8):
+        x = (np.arange(100_000, dtype=np.int32) * np.full(whole, epoch, np.int32))[
+            exchange.own.slices(everywhere)
+        ]
+        flight = channel.start(slowly(channel.cut(x)))
+        y = channel.gather(x, flight, np.add)
+        assert (y == np.arange(100_000) * epoch).all()
+    channel.start(channel.cut(x))
+    channel.void()
+    y = channel.move(x)
+    assert (y == np.arange(100_000) * 7).all()
     channel.close()
