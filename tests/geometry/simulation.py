@@ -37,10 +37,11 @@ def execute(plans, x):
     for rank, plan in plans.items():
         y[rank] = np.zeros(plan.need.shape, dtype=np.int64)
         for piece in plan.local:
-            y[rank][piece.box.slices(plan.need)] += x[rank][piece.box.slices(plan.own)]
+            y[rank][piece.target.slices(plan.need)] += x[rank][piece.box.slices(plan.own)]
         for piece in plan.receives:
             box, values = mail[piece.peer, rank].popleft()
-            assert box == piece.box
+            # In its own coordinates each, where an image lies elsewhere.
+            assert box == (piece.box if piece.there is None else piece.there)
             y[rank][piece.box.slices(plan.need)] += values
     assert not any(mail.values())
     return y
