@@ -126,8 +126,9 @@ def sharded_linear(
     Collective over the group of the shards, and so is the backward: what of it there is, is what any rank
     ``needs``. Only the shard is kept in between.
     """
-    y: torch.Tensor = _ShardedLinear.apply(x, shard, bias, anchor(needs.any), shards, needs)  # type: ignore[no-untyped-call]
-    return y
+    # In rows, and shaped outside: torch would refuse to change a view that an operation made within.
+    y: torch.Tensor = _ShardedLinear.apply(_rows(x), shard, bias, anchor(needs.any), shards, needs)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _ShardedLinear(torch.autograd.Function):
@@ -154,11 +155,11 @@ class _ShardedLinear(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             if needs.input:
                 # The matrix goes before the gradient of the matrix comes.
-                inner = torch.matmul(gradient, shards.gather(shard).conj())
+                inner = torch.mm(gradient, shards.gather(shard).conj())
             if needs.weights:
-                outer = shards.scatter(torch.mm(_rows(gradient).t(), _rows(x).conj()))
+                outer = shards.scatter(torch.mm(gradient.t(), x.conj()))
             if ctx.needs_input_grad[2]:
-                offset = _rows(gradient).sum(0)
+                offset = gradient.sum(0)
         return inner, outer, offset, None, None, None
 
 

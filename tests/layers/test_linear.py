@@ -119,6 +119,20 @@ def test_every_way_of_autograd(P_world, comm, kind, weights):
     check_gradients(layer, sequential)
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_of_any_dimensions_may_be_changed_in_place(P_world, comm, kind, dims):
+    # Blocks of the batch: what a rank computes is what it returns.
+    P = P_world.create_cartesian_topology_partition([comm.size, 1, 1, 1][:dims])
+    layer, sequential = twins(kind, P)
+    x = torch.randn([5, 2, 3, 6][4 - dims :], dtype=torch.float64, requires_grad=True)
+    local = shard(P, x).requires_grad_()
+    for net, a in ((layer, local), (sequential, x)):
+        nn.ReLU(inplace=True)(net(a).mul_(2)).square().sum().backward()
+    agree(local.grad, shard(P, x.grad), "input gradient")
+    check_gradients(layer, sequential)
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_are_refused_where_ranks_communicate(P_world, comm, kind):
