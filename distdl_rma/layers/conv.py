@@ -38,8 +38,7 @@ class DistributedConv(ComposedLayer):
     blocks if all follow the library). Local output: the balanced shard of the global output on P_y; where
     P_y is P_x and P_W is not given, the batch stays cut as it is. The numbers are those of the sequential
     torch layer on the global tensor, for every argument of torch, with uneven, too small and empty shards.
-    Collective to construct over the machine; a call involves the ranks of the three partitions, in the
-    feature form with padding by zeros those of P_x with the same batch block.
+    Collective to construct over the machine; a call involves the ranks of the three partitions.
 
     Parameters
     ----------
@@ -116,9 +115,7 @@ class DistributedConv(ComposedLayer):
         self.plans: Plans[HaloPlan] | None = None
         self._fused = given.feature and (self.padding_mode == "zeros" or not padded(stencil))
         if self._fused and P_x.active:
-            group = P_x.slab({0: P_x.index_of(self.machine.rank)[0]})
-            self.plans = Plans(self.machine, group.ranks, self.name, self._halo, self.extra_repr())
-            self._group = group
+            self.plans = Plans(self.machine, P_x.ranks, self.name, self._halo, self.extra_repr())
 
     def _place(self, like: Any) -> None:
         values = {"weight": like.weight, "bias": like.bias}
@@ -164,8 +161,11 @@ class DistributedConv(ComposedLayer):
 
     def _halo(self, facts: dict[int, Facts]) -> HaloPlan:
         dtype = common_dtype(facts)
-        source = Decomposition.from_local_shapes(self._group, {r: f.shape for r, f in facts.items()})
-        check_input(self.in_channels, source, dtype, facts)
+        shapes = {rank: fact.shape for rank, fact in facts.items()}
+        check_input(self.in_channels, Decomposition.from_local_shapes(self.P_x, shapes), dtype, facts)
+        # Data moves among the ranks that hold the same instances.
+        group = self.P_x.slab({0: self.P_x.index_of(self.machine.rank)[0]})
+        source = Decomposition.from_local_shapes(group, shapes)
         return HaloPlan(self.machine, self.local.stencil, source, dtype, self.name)
 
     def plan(self, facts: dict[int, Facts]) -> Flow:

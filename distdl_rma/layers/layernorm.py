@@ -19,7 +19,7 @@ class DistributedLayerNorm(DistributedNorm):
 
     Local input and output: the shard of this rank. Where P_x splits normalised dimensions, so are the
     parameters, and the ranks that share them share the statistics of every instance. Collective to construct
-    over the machine; a call involves the ranks of P_x at the same place in the leading dimensions.
+    over the machine; a call involves the ranks of P_x.
 
     Parameters
     ----------

@@ -127,8 +127,8 @@ class DistributedInstanceNorm(DistributedRunningNorm):
     """Instance normalisation of a tensor that is split over ranks along any of its dimensions.
 
     Mean and variance of a channel of an instance are those of the whole image. Local input and output: the
-    shard of this rank. Collective to construct over the machine; a call involves the ranks of P_x that share
-    a batch block, and with running statistics all ranks of P_x and those outside that keep them.
+    shard of this rank. Collective to construct over the machine; a call involves the ranks of P_x, and with
+    running statistics those outside that keep them.
 
     Parameters
     ----------
@@ -219,8 +219,7 @@ class DistributedGroupNorm(DistributedNorm):
     """Group normalisation of a tensor that is split over ranks along any of its dimensions.
 
     Groups of channels may straddle ranks. Local input and output: the shard of this rank, as (batch,
-    channel, ...). Collective to construct over the machine; a call involves the ranks of P_x that share a
-    batch block.
+    channel, ...). Collective to construct over the machine; a call involves the ranks of P_x.
 
     Parameters
     ----------
@@ -274,9 +273,9 @@ class DistributedGroupNorm(DistributedNorm):
         return f"{self.num_groups}, {super().extra_repr()}"
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """More than one value per group, as in torch; with several batch blocks there are several groups."""
+        """More than one value per group, as in torch."""
         count = shape[0] * shape[1] // self.num_groups * prod(shape[2:])
-        if self.P_x.shape[0] == 1 and count == 1:
+        if count == 1:
             raise ShapeError(
                 f"{self.name!r}: more than 1 value per group is needed, the global input is {shape}"
             )

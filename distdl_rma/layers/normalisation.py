@@ -42,12 +42,12 @@ class NormPlan:
     layer
         The layer.
     source
-        Who owns what of the input, among the ranks that agreed.
+        Who owns what of the input.
 
     Attributes
     ----------
     shape
-        Shape of the input; global in the dimensions in which the ranks have anything to do with each other.
+        Global shape of the input.
     statistics
         Of this rank's cells; None outside of P_x.
     moves
@@ -101,7 +101,7 @@ class DistributedNorm(DistributedLayer):
     Base of the layers, which differ in what elements share a mean and a variance. Local input: the shard of
     this rank, of any size that forms a grid with the others'. Local output: of the same shape, dtype and
     place. Ranks outside of P_x pass and receive tensors without elements. Collective to construct over the
-    machine; a call involves the ranks of P_x that have statistics or parameters in common.
+    machine; a call involves the ranks of P_x. Statistics travel between those that share them.
 
     Forward: local statistics, one message to the ranks that share them, scale. Backward: one message with
     two sums. Statistics travel and are merged in float64.
@@ -157,24 +157,19 @@ class DistributedNorm(DistributedLayer):
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
         self.place(values, {key: Placement(self.store) for key, value in values.items() if value is not None})
-        self.group, others = self.agreeing()
-        ranks = (*self.group.ranks, *others)
+        ranks = self.agreeing()
         self._plans = (
-            Plans(self.machine, ranks, self.name, self._plan, repr(self)) if P_x.active or others else None
+            Plans(self.machine, ranks, self.name, self._plan, repr(self))
+            if self.machine.rank in ranks
+            else None
         )
 
-    def agreeing(self) -> tuple[Partition, tuple[int, ...]]:
-        """Ranks of P_x whose shapes this one must know, and ranks outside that take part in a call.
-
-        Ranks with other instances have nothing to do with this one.
-        """
-        if not self.P_x.active:
-            return self.P_x, ()
-        index = self.P_x.index_of(self.machine.rank)
-        return self.P_x.slab({d: index[d] for d in self.layout.alone(self.P_x.dim)}), ()
+    def agreeing(self) -> tuple[int, ...]:
+        """Ranks that take part in a call: those of P_x, and others that keep what a call changes."""
+        return self.P_x.ranks
 
     def _plan(self, facts: dict[int, Facts]) -> NormPlan:
-        source, dtype = source_of(self.group, facts)
+        source, dtype = source_of(self.P_x, facts)
         if not dtype.is_floating_point:
             raise ShapeError(f"an input of a floating-point type is needed, got {dtype}")
         for rank, fact in facts.items():

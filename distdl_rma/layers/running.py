@@ -84,11 +84,12 @@ class DistributedRunningNorm(DistributedNorm):
             self._sums = Allreduce(self.machine.segments, keepers, count, np.float64, name=name)
             weakref.finalize(self, self._sums.close)
 
-    def agreeing(self) -> tuple[Partition, tuple[int, ...]]:
+    def agreeing(self) -> tuple[int, ...]:
         """All ranks of the machine where statistics are tracked: they all keep some."""
+        ranks = super().agreeing()
         if not self.track_running_stats:
-            return super().agreeing()
-        return self.P_x, tuple(rank for rank in self.machine.ranks if rank not in self.P_x)
+            return ranks
+        return (*ranks, *(rank for rank in self.machine.ranks if rank not in self.P_x))
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

@@ -327,6 +327,27 @@ def test_wrong_input_on_one_rank_raises_the_same_error_on_all(P_world, comm, wro
     assert torch.equal(layer(good), before), "the layer can be used again"
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(1, 3, 4, 5), r"rank 0 has .* and rank 1 has .* must agree in dimension 1"),
+        (torch.zeros(1, 2, 4), "rank 1 has a tensor of 3 dimensions"),
+        (torch.zeros(1, 2, 3, 5), "must agree in dimension 2"),
+        (torch.zeros(1, 2, 4, 5).double(), "rank 0 passes torch.float32 but rank 1 torch.float64"),
+    ],
+)
+def test_wrong_input_in_one_block_of_the_batch_is_refused_on_all(P_world, comm, wrong, message):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1, 1, 1))
+    layer = DistributedConv2d(P_x, 2, 2, 3, padding=1)
+    good = torch.randn(1, 2, 4, 5)
+    layer(good).sum().backward()
+    with pytest.raises(ShapeError, match=message) as caught:
+        layer(wrong if comm.rank == 1 else good).sum().backward()
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+    layer(good[: comm.rank]).sum().backward()
+
+
 def test_input_that_no_window_fits_is_refused(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     layer = DistributedConv1d(P_x, 1, 1, 9)

@@ -62,6 +62,26 @@ def test_wrong_input_on_one_rank_is_refused_on_all_and_the_layer_stays_usable(P_
         torch.testing.assert_close(layer(good).detach(), before)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_wrong_input_is_refused_on_all_ranks_whatever_they_share(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
+    good = torch.randn(1, 6, 5)
+    for layer in (
+        DistributedInstanceNorm1d(P_x, 6, affine=True),
+        DistributedGroupNorm(P_x, 3, 6),
+        DistributedLayerNorm(P_x, (6, 5)),
+        DistributedRMSNorm(P_x, 5),
+    ):
+        before = layer(good).detach()
+        for bad in (good.double(), good[0], good[:, :3], good.to(torch.int64)):
+            with pytest.raises(ShapeError, match=layer.name) as caught:
+                layer(bad if comm.rank == 1 else good).sum().backward()
+            assert len(set(comm.allgather(str(caught.value)))) == 1
+        after = layer(good[: comm.rank + 1])
+        assert torch.equal(after, before)
+        after.sum().backward()
+
+
 def test_types_that_torch_does_not_mix_are_refused(P_world, comm):
     for layer in layers(P_world):
         x = shard(layer.P_x, torch.randn(2, 6, 5))

@@ -160,7 +160,7 @@ def test_each_direction_is_one_message_to_each_rank_that_shares(P_world, comm):
     split = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
     alone, before = DistributedLayerNorm(split, (3, 5), elementwise_affine=False), counters.puts
     alone(x).sum().backward()
-    assert counters.puts == before, "instances have nothing to do with each other"
+    assert counters.puts - before == others, "instances have nothing but shapes to do with each other"
 
 
 @every_kind
