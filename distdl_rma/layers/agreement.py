@@ -57,7 +57,9 @@ class Facts:
         needs = Needs(
             recording and x.requires_grad, recording and weight is not None and weight.requires_grad
         )
-        return cls(tuple(x.shape), x.dtype, needs, None if weight is None else weight.dtype, wants)
+        # What is sparse or on another device cannot move: as little as a type that is not known.
+        dtype = x.dtype if x.layout is torch.strided and x.device.type == "cpu" else None
+        return cls(tuple(x.shape), dtype, needs, None if weight is None else weight.dtype, wants)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -201,8 +203,8 @@ def _check_types(facts: dict[int, Facts]) -> None:
     for rank, fact in facts.items():
         if fact.dtype is None:
             raise ShapeError(
-                f"rank {rank} passes a tensor of more than {_MAX_DIMS} dimensions or of an unsupported dtype;"
-                f" supported are {_DTYPE_CODES}"
+                f"rank {rank} passes a tensor of more than {_MAX_DIMS} dimensions, or an unsupported dtype,"
+                f" layout or device; supported are dense tensors on the CPU of {_DTYPE_CODES}"
             )
 
 

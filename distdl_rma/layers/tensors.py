@@ -111,10 +111,9 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torc
 
 
 def as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Bits of a CPU tensor as numpy words of the same shape; no copy, except of a lazy conjugate."""
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = plain.resolve_conj().resolve_neg()
+    """Bits of a CPU tensor as numpy words, in its shape; no copy, but of lazy conjugates or negatives."""
+    # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
+    plain = tensor.detach().resolve_conj().resolve_neg()
     word = _WORDS[plain.dtype.itemsize][0]
     array: npt.NDArray[Any] = (plain if plain.dtype == word else plain.view(word)).numpy()
     return array

@@ -36,6 +36,25 @@ def test_repartition_moves_every_dtype(P_world, dtype):
         assert y.dtype == dtype
 
 
+def test_views_that_are_lazily_conjugate_or_negative_move_as_what_they_mean(P_world):
+    for P_x, P_y in pairs(P_world):
+        z = torch.complex(torch.arange(35.0), torch.arange(35.0) + 1).reshape(7, 5)
+        local = shard(P_x, z) if P_x.active else torch.zeros(0, dtype=z.dtype)
+        for of in (torch.conj, lambda t: t.conj().imag):
+            y = Repartition(P_x, P_y, preserve_batch=False)(of(local))
+            assert torch.equal(y, shard(P_y, of(z))) if P_y.active else y.shape == (0,)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_cannot_move_on_one_rank_is_refused_on_all(P_world, comm):
+    P_x, P_y = (partition(P_world, range(comm.size), shape) for shape in ((comm.size, 1), (1, comm.size)))
+    layer, x = Repartition(P_x, P_y), torch.ones(2, 3)
+    for wrong in (x.to_sparse(), x.to("meta")):
+        with pytest.raises(ShapeError, match=r"rank 1 passes .* unsupported dtype, layout or device"):
+            layer(wrong if comm.rank == 1 else x)
+    assert layer(x).shape[0] == 2 * comm.size
+
+
 def test_backward_of_repartition_is_the_repartition_back(P_world):
     for P_x, P_y in pairs(P_world):
         x, gradient = torch.randn(2, 7, 5, dtype=torch.float64)
