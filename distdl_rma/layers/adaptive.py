@@ -228,9 +228,9 @@ class DistributedAdaptiveMaxPool(_Adaptive):
         self.return_indices = bool(return_indices)
         self._index: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> Any:
-        """Apply the layer to ``x``, the local shard on P_x or a tensor without elements elsewhere."""
-        y = super().forward(x)
+    def forward(self, input: torch.Tensor) -> Any:
+        """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
+        y = super().forward(input)
         index, self._index = self._index, None
         if not self.return_indices:
             return y

@@ -143,14 +143,14 @@ class DistributedConv(ComposedLayer):
         )
 
     @tells_peers
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Convolve ``x``, the local shard on P_x or a tensor without elements elsewhere."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Convolve ``input``, the local shard on P_x or a tensor without elements elsewhere."""
         if not self._fused:
-            return self.apply_to(x)
+            return self.apply_to(input)
         used = {} if self.placed is None else self.placed.use()
         if self.plans is None:
-            return idle(x, used.values())
-        local, weight, bias = autocast(x, used["weight"], used.get("bias"))
+            return idle(input, used.values())
+        local, weight, bias = autocast(input, used["weight"], used.get("bias"))
         if local is None:
             raise ShapeError(f"{self.name!r}: has no input")
         # Outside of the autograd function, inside of which grad mode is off.

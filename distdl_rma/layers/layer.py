@@ -158,9 +158,9 @@ class ComposedLayer(DistributedLayer):
         return self.compute(flow, x, **weights)
 
     @tells_peers
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer to ``x``, the local shard on P_x or a tensor without elements elsewhere."""
-        return self.apply_to(x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
+        return self.apply_to(input)
 
     def apply_to(self, x: torch.Tensor, wants: tuple[int, ...] = ()) -> torch.Tensor:
         """Apply the layer, called with some numbers that the plan depends on."""

@@ -106,6 +106,10 @@ class DistributedRMSNorm(DistributedNorm):
             P_x, layout, self.normalized_shape, eps, elementwise_affine, False, device, dtype, name
         )
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise, by torch's name of the local shard."""
+        return super().forward(x)
+
 
 def _trailing(
     layer: DistributedNorm, P_x: Partition, normalized_shape: int | Sequence[int]

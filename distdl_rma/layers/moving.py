@@ -103,13 +103,13 @@ class MovingLayer(DistributedLayer):
         return f"P_x={self.P_x.shape}, P_y={self.P_y.shape}"
 
     @tells_peers
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Move ``x``, the local part on P_x or a tensor without elements elsewhere; blocking."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Move ``input``, the local part on P_x or a tensor without elements elsewhere; blocking."""
         if self.machine.rank not in self.members:
-            return x.clone()
+            return input.clone()
         if self._plans is None:
             arguments = f"{self.P_x.ranks} to {self.P_y.ranks}, {self.extra_repr()}"
             self._plans = Plans(self.machine, self.members, self.name, self.plan, arguments)
-        move, needs = self._plans.agree(x)
-        batch = x.shape[0] if self.preserve_batch and x.dim() else None
-        return deliver(move(x, needs.input), self.P_y.active, batch)
+        move, needs = self._plans.agree(input)
+        batch = input.shape[0] if self.preserve_batch and input.dim() else None
+        return deliver(move(input, needs.input), self.P_y.active, batch)

@@ -211,25 +211,25 @@ class DistributedNorm(DistributedLayer):
         )
 
     @tells_peers
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise; ``x`` is the local shard, or a tensor without elements on ranks outside of P_x."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise; ``input`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         weights = {} if self.placed is None else self.placed.use()
         if self._plans is None:
-            return idle(x, weights.values())
-        plan, needs = self._plans.agree(x, self._typed())
+            return idle(input, weights.values())
+        plan, needs = self._plans.agree(input, self._typed())
         self.check(plan.shape)
         with torch.autocast("cpu", enabled=False):
             if plan.statistics is None:
                 self.stand_by(plan)
-                return idle(x, weights.values())
+                return idle(input, weights.values())
             used = {key: plan.fetch(key, values) for key, values in weights.items()}
-            moments = self.moments(plan, plan.statistics, x)
+            moments = self.moments(plan, plan.statistics, input)
             depends = moments.of_input and needs.input
-            eps = torch.finfo(sum_dtype(x.dtype)).eps if self.eps is None else self.eps
+            eps = torch.finfo(sum_dtype(input.dtype)).eps if self.eps is None else self.eps
             # The memory that a GradientSync offers is for gradients of what this rank keeps.
             place = _as_it_is if plan.moves or self.replica is None else self.replica.fill
             job = Job(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
-            return normalise(x, used.get("weight"), used.get("bias"), anchor(depends), job)
+            return normalise(input, used.get("weight"), used.get("bias"), anchor(depends), job)
 
     def _typed(self) -> torch.Tensor | None:
         # A tensor of the type of the parameters.

@@ -142,18 +142,18 @@ class DistributedConvTranspose(ComposedLayer):
         )
 
     @tells_peers
-    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply to ``x``, the local shard on P_x or a tensor without elements elsewhere.
+    def forward(self, input: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
+        """Apply to ``input``, the local shard on P_x or a tensor without elements elsewhere.
 
         Parameters
         ----------
-        x
+        input
             Local shard.
         output_size
             Global extents of the output, in space or in all dimensions, as in torch; alike on all ranks.
         """
         wants = () if output_size is None else tuple(as_int(n) for n in output_size)
-        return self.apply_to(x, (output_size is not None, *wants))
+        return self.apply_to(input, (output_size is not None, *wants))
 
     def _output_padding(self, extents: Sequence[int], wants: tuple[int, ...]) -> tuple[int, ...]:
         given, *wanted = wants
