@@ -160,15 +160,18 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count
     late = comm.size - 1
     if comm.rank == late:
         comm.Barrier()
+        comm.Barrier()
         time.sleep(0.1)
     job.active[:] = 1
     job.start()
     if comm.rank != late:
+        # However slow the others are, they have started.
+        comm.Barrier()
         # Between nodes MPI waits for all ranks of a share; which of them is late, the chain of waits says.
         exact = count < 10 or len(segments.segment.direct_nodes) == 1
         who = f"for rank {late} " if exact else "for rank"
         with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} .*{who}.*in 'late' "):
-            job.wait(timeout=0.1)
+            job.wait(timeout=0.3)
         with pytest.raises(ExchangeTimeout):
             job.wait(timeout=0)
         comm.Barrier()
