@@ -49,7 +49,7 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
     """
     state = {key: _own(value) for key, value in module.state_dict().items()}
     layouts = _layouts(module)
-    if not layouts:
+    if not layouts and rank is None:
         return state
     machine = _machine(module)
     if rank is not None and rank not in machine.ranks:

@@ -14,6 +14,7 @@ from distdl_rma import (
     PartitionError,
     ShapeError,
     UnsupportedError,
+    gather_state_dict,
     zero_volume_tensor,
 )
 from distdl_rma.geometry import Decomposition
@@ -226,6 +227,18 @@ def test_idle_ranks_pass_empty_tensors_and_know_the_weights(P_world, comm, weigh
         assert layer.get_ranks_synch_weights() == []
         assert layer.weight.shape == (sequential.weight.shape if comm.rank == 1 else (0,))
     assert layer.get_sizeof_gradients() == sum(8 * p.numel() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("weights", ["replicated", "root"])
+def test_state_may_be_gathered_on_one_rank_alone(P_world, comm, weights):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layer = DistributedConv1d(P_x, 2, 3, 3, weights=weights)
+    last = comm.size - 1
+    state = gather_state_dict(layer, rank=last)
+    shapes = {key: tuple(value.shape) for key, value in state.items()}
+    assert shapes == ({"weight": (3, 2, 3), "bias": (3,)} if comm.rank == last else {})
+    with pytest.raises(PartitionError, match="rank 99 is none of the ranks"):
+        gather_state_dict(layer, rank=99)
 
 
 def test_replicated_state_dict_is_the_sequential_one(P_world, comm):
