@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distdl_rma.errors import ShapeError
@@ -172,6 +173,10 @@ class Stencil:
                 for k, s, d, (left, right) in zip(kernel, stride, dilation, padding, strict=True)
             )
         )
+
+    def splits(self, outputs: Sequence[Split], shape: Sequence[int]) -> tuple[WindowSplit, ...]:
+        """What each part of the outputs reads of an input of the given shape, dimension by dimension."""
+        return tuple(WindowSplit(s, w, n) for s, w, n in zip(outputs, self.windows, shape, strict=True))
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Output shape for an input shape.

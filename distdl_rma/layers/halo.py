@@ -8,7 +8,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Stencil, WindowSplit
+from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.tensors import as_tensor, as_words
 from distdl_rma.layers.tile import Tile
@@ -42,10 +42,7 @@ class HaloPlan:
         extents = source.shape[2:]
         outputs = stencil.outputs(extents)
         y_splits = [Balanced(n, p) for n, p in zip(outputs, source.partition.shape[2:], strict=True)]
-        reads = {
-            2 + d: WindowSplit(split, window, n)
-            for d, (split, window, n) in enumerate(zip(y_splits, stencil.windows, extents, strict=True))
-        }
+        reads = dict(enumerate(stencil.splits(y_splits, extents), 2))
         rank = machine.rank
         exchange = Exchange(rank, source, source.with_splits(reads))
         self.halo = Movement(machine, exchange, dtype, name)

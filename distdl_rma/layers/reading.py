@@ -10,7 +10,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.split import Split
-from distdl_rma.geometry.stencil import InnerSplit, Stencil, WindowSplit
+from distdl_rma.geometry.stencil import InnerSplit, Stencil
 from distdl_rma.layers.layer import DistributedLayer, movement_of
 
 __all__ = ["MODES", "Reading"]
@@ -59,10 +59,7 @@ class Reading:
         extents = source.shape[_LEADING:]
         _check(stencil, extents, mode)
         self.mode, self.value, self.extents = mode, value, extents
-        reads: dict[int, WindowSplit] = {
-            _LEADING + d: WindowSplit(outputs.splits[_LEADING + d], window, n)
-            for d, (window, n) in enumerate(zip(stencil.windows, extents, strict=True))
-        }
+        reads = dict(enumerate(stencil.splits(outputs.splits[_LEADING:], extents), _LEADING))
         inner = mode in ("constant", "reflect", "replicate")
         needs: dict[int, Split] = {d: InnerSplit(r, mode) if inner else r for d, r in reads.items()}
         rank = layer.machine.rank

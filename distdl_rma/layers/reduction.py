@@ -49,16 +49,37 @@ def _common_shape(group: tuple[int, ...], facts: dict[int, Facts]) -> tuple[int,
     return facts[first].shape
 
 
-def _groups(
-    kind: str, P_many: Partition, P_few: Partition, transpose_many: bool, transpose_few: bool
-) -> Groups:
-    try:
-        return groups_onto(P_many, P_few, transpose_many, transpose_few)
-    except PartitionError as error:
-        raise PartitionError(f"{kind}: {error}") from None
+class _Between(MovingLayer):
+    """What sum-reduction and broadcast share: groups of ranks on one side, one rank each on the other."""
+
+    _sums = True
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        transpose_src: bool = False,
+        transpose_dest: bool = False,
+        preserve_batch: bool = True,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
+        sides = (P_x, transpose_src), (P_y, transpose_dest)
+        (P_many, flip_many), (P_few, flip_few) = sides if self._sums else sides[::-1]
+        try:
+            self._groups = groups_onto(P_many, P_few, flip_many, flip_few)
+        except PartitionError as error:
+            raise PartitionError(f"{type(self).__name__}: {error}") from None
+        super().__init__(P_x, P_y, preserve_batch, name=name)
+
+    def extra_repr(self) -> str:
+        """The partitions, and which of them is transposed."""
+        flips = f"transpose_src={self.transpose_src}, transpose_dest={self.transpose_dest}"
+        return f"{super().extra_repr()}, {flips}"
 
 
-class SumReduce(MovingLayer):
+class SumReduce(_Between):
     """Sum subtensors from P_x to P_y, along the dimensions in which the grid of P_y is 1.
 
     The grid of P_y is extended to the left with ones; then each dimension equals that of P_x, or is 1.
@@ -93,25 +114,6 @@ class SumReduce(MovingLayer):
     Sum-reduce document; requirement B3.
     """
 
-    def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        transpose_src: bool = False,
-        transpose_dest: bool = False,
-        preserve_batch: bool = True,
-        *,
-        name: str | None = None,
-    ) -> None:
-        self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
-        self._groups = _groups(type(self).__name__, P_x, P_y, transpose_src, transpose_dest)
-        super().__init__(P_x, P_y, preserve_batch, name=name)
-
-    def extra_repr(self) -> str:
-        """The partitions, and which of them is transposed."""
-        flips = f"transpose_src={self.transpose_src}, transpose_dest={self.transpose_dest}"
-        return f"{super().extra_repr()}, {flips}"
-
     def plan(self, facts: dict[int, Facts]) -> Move:
         """Groups of ranks to one rank each."""
         roots, rank = self.P_y.ranks, self.machine.rank
@@ -124,7 +126,7 @@ class SumReduce(MovingLayer):
         )
 
 
-class Broadcast(MovingLayer):
+class Broadcast(_Between):
     """Copy subtensors from P_x to P_y, along the dimensions in which the grid of P_x is 1.
 
     The grid of P_x is extended to the left with ones; then each dimension equals that of P_y, or is 1.
@@ -158,24 +160,7 @@ class Broadcast(MovingLayer):
     Sum-reduce document, read from its end; requirement B3.
     """
 
-    def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        transpose_src: bool = False,
-        transpose_dest: bool = False,
-        preserve_batch: bool = True,
-        *,
-        name: str | None = None,
-    ) -> None:
-        self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
-        self._groups = _groups(type(self).__name__, P_y, P_x, transpose_dest, transpose_src)
-        super().__init__(P_x, P_y, preserve_batch, name=name)
-
-    def extra_repr(self) -> str:
-        """The partitions, and which of them is transposed."""
-        flips = f"transpose_src={self.transpose_src}, transpose_dest={self.transpose_dest}"
-        return f"{super().extra_repr()}, {flips}"
+    _sums = False
 
     def plan(self, facts: dict[int, Facts]) -> Move:
         """One rank each to groups of ranks."""

@@ -14,7 +14,6 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Split
-from distdl_rma.geometry.stencil import WindowSplit
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.arguments import Partitions, check_input, stencil_of, torch_layer
 from distdl_rma.layers.autograd import tells_peers
@@ -198,7 +197,7 @@ class DistributedConvTranspose(ComposedLayer):
             batch = Balanced(source.shape[0], parts[0])
             space = [Balanced(n, p) for n, p in zip(inputs, parts[3:], strict=True)]
         own = self.work.by_rows(batch, space, rows)
-        reach = [WindowSplit(s, w, n) for s, w, n in zip(space, windows, extents, strict=True)]
+        reach = self.local.stencil.splits(space, extents)
         partial = self.work.by_columns(batch, reach, rows)
         target = Decomposition.balanced(self.P_y, (source.shape[0], self.out_channels, *extents))
         gather = None if self.P_W is None else movement_of(self, source, own, dtype, "input")
