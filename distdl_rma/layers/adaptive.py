@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index as as_int
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -13,6 +13,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.reach import Reach, ReachSplit, ReaderSplit
 from distdl_rma.geometry.split import Split
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import Flow, movement_of
 from distdl_rma.layers.spatial import SpatialLayer
 from distdl_rma.layers.tensors import sum_dtype
@@ -36,9 +37,16 @@ Size = int | None | Sequence[int | None]
 
 class _Adaptive(SpatialLayer):
     # Windows as even as the global extents allow.
-    def __init__(self, P_x: Partition, P_y: Partition | None, output_size: Size, name: str | None) -> None:
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition | None,
+        output_size: Size,
+        name: str | None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
         sizes = _sizes(type(self).__name__, output_size, self._dims)
-        super().__init__(P_x, P_y, name=name)
+        super().__init__(P_x, P_y, name=name, **callbacks)
         self.output_size = sizes
 
     def _reaches(self, source: Decomposition) -> list[Reach]:
@@ -108,8 +116,9 @@ class DistributedAdaptiveAvgPool(_Adaptive):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, P_y, output_size, name)
+        super().__init__(P_x, P_y, output_size, name, **callbacks)
 
     def _workers(self, P_x: Partition, P_y: Partition) -> Partition:
         return P_x
@@ -223,8 +232,9 @@ class DistributedAdaptiveMaxPool(_Adaptive):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, P_y, output_size, name)
+        super().__init__(P_x, P_y, output_size, name, **callbacks)
         self.return_indices = bool(return_indices)
         self._index: torch.Tensor | None = None
 

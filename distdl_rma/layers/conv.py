@@ -15,6 +15,7 @@ from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Facts, Plans, common_dtype
 from distdl_rma.layers.arguments import Partitions, check_input, stencil_of, torch_layer
 from distdl_rma.layers.autograd import anchor, tells_peers
+from distdl_rma.layers.callbacks import callbacks_among
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
@@ -60,6 +61,8 @@ class DistributedConv(ComposedLayer):
         the bias there on the first in-channel block. Ranks that keep none hold empty parameters.
     name
         For messages.
+    options
+        The rest of torch's arguments, and :class:`Callbacks`.
 
     Raises
     ------
@@ -95,12 +98,13 @@ class DistributedConv(ComposedLayer):
         kind, dims = type(self).__name__, self._dims
         named = {"P_y": P_y, "P_W": P_W, "P_w": P_w}
         given, arguments = Partitions.of(kind, dims + 2, P_x, arguments, named)
+        callbacks = callbacks_among(options)
         # The torch layer checks its arguments and makes the same initial weights from the same seed.
         like = torch_layer(kind, _TORCH_LAYERS[dims], dims, weights, arguments, options)
         stencil = stencil_of(kind, like)
         P_y, P_W = given.P_y or P_x, given.P_W
         work = Work(given.workers(P_y, OUT), OUT, like.groups, tuple(like.weight.shape))
-        super().__init__(P_x, P_y, work.grid, name=name)
+        super().__init__(P_x, P_y, work.grid, name=name, **callbacks)
         self.P_W, self.weights, self.work, self.local = (
             P_W,
             weights,

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
 
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.autograd import tells_peers
+from distdl_rma.layers.callbacks import callbacks_among
 from distdl_rma.layers.complaints import Complaints
-from distdl_rma.machine import Machine
+from distdl_rma.layers.layer import DistributedLayer
 from distdl_rma.segments.allreduce import Allreduce
 
 __all__ = ["DistributedLoss"]
@@ -32,7 +32,7 @@ _TOTALS = 5
 _CODES = (1 << 20) - 1
 
 
-class DistributedLoss(nn.Module):
+class DistributedLoss(DistributedLayer):
     """Loss over all elements of tensors that are split over ranks, evenly or not; base of all losses.
 
     A subclass is a row of a table: which function of torch, with which arguments. Each rank has torch sum
@@ -50,7 +50,7 @@ class DistributedLoss(nn.Module):
     arguments
         The other arguments of the loss by name, and no others.
     legacy
-        Arguments that torch takes for the sake of old programs; refused.
+        :class:`Callbacks`, and arguments that torch takes for the sake of old programs; these are refused.
 
     Raises
     ------
@@ -74,23 +74,22 @@ class DistributedLoss(nn.Module):
         P_x: Partition,
         reduction: str,
         name: str | None,
-        legacy: Mapping[str, object],
+        legacy: dict[str, Any],
         **arguments: Any,
     ) -> None:
-        super().__init__()
         kind = type(self).__name__
+        callbacks = callbacks_among(legacy)
         _refuse_legacy(kind, legacy)
         if reduction not in self._reductions:
             raise ShapeError(f"{kind}: reduction is one of {self._reductions}, got {reduction!r}")
+        super().__init__(P_x, name=name, **callbacks)
         self.P_x, self.reduction = P_x, reduction
-        self.machine = Machine.of(P_x)
         for key in self._options:
             setattr(self, key, arguments[key])
         for key in self._weights:
             self._check_weight(kind, key, arguments[key])
             self.register_buffer(key, arguments[key])
         self._check_options(kind)
-        self.name = name or self.machine.layer_name(kind)
         self._sums: Allreduce | None = None
         if P_x.active and reduction != "none":
             count = _TOTALS + (P_x.size if reduction == "batchmean" else 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.autograd import first_derivative
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
 from distdl_rma.layers.weights import Placement
 from distdl_rma.segments.allreduce import Allreduce
@@ -87,6 +88,7 @@ class DistributedEmbedding(ComposedLayer):
         P_y: Partition | None = None,
         weights: str = "replicated",
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind = type(self).__name__
         _check(kind, P_x, P_y, max_norm, sparse, weights)
@@ -104,7 +106,7 @@ class DistributedEmbedding(ComposedLayer):
         except (AssertionError, RuntimeError) as error:
             raise ShapeError(f"{kind}: {error}") from None
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
-        super().__init__(P_x, vectors if P_y is None else P_y, P_x, name=name)
+        super().__init__(P_x, vectors if P_y is None else P_y, P_x, name=name, **callbacks)
         self._vectors = vectors
         self._moves = P_y is not None
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.axes import Axes, chosen_axes
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import source_of
 from distdl_rma.layers.moving import Move, MovingLayer, movements_of
 
@@ -50,9 +53,10 @@ class AllGather(MovingLayer):
         axes_keep: Axes | None = None,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         self.axes = chosen_axes(type(self).__name__, P_x, "axes_all_gather", axes_all_gather, axes_keep)
-        super().__init__(P_x, P_x, name=name)
+        super().__init__(P_x, P_x, name=name, **callbacks)
 
     def extra_repr(self) -> str:
         """The partition, and the gathered dimensions."""
@@ -105,10 +109,11 @@ class ReduceScatter(MovingLayer):
         axes_keep: Axes | None = None,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind = type(self).__name__
         self.axes = chosen_axes(kind, P_x, "axes_reduce_scatter", axes_reduce_scatter, axes_keep)
-        super().__init__(P_x, P_x, name=name)
+        super().__init__(P_x, P_x, name=name, **callbacks)
 
     def extra_repr(self) -> str:
         """The partition, and the scattered dimensions."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index as as_int
+from typing import Unpack
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
 from distdl_rma.layers.agreement import Facts
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import source_of
 from distdl_rma.layers.moving import Move, MovingLayer, movements_of
 from distdl_rma.layers.reading import MODES, Reading
@@ -65,6 +67,7 @@ class HaloExchange(MovingLayer):
         value: float = 0.0,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind = type(self).__name__
         if P_x.dim <= _LEADING:
@@ -74,7 +77,7 @@ class HaloExchange(MovingLayer):
         self.width = _pairs(kind, width, P_x.dim - _LEADING)
         self.padding_mode, self.value = padding_mode, value
         self._stencil = Stencil(tuple(Window(a + b + 1, left=a, right=b) for a, b in self.width))
-        super().__init__(P_x, P_x, name=name)
+        super().__init__(P_x, P_x, name=name, **callbacks)
 
     def extra_repr(self) -> str:
         """The partition, the widths and the padding."""

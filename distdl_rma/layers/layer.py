@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.errors import PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Needs, Plans, common_dtype
 from distdl_rma.layers.autograd import anchor, tells_peers
+from distdl_rma.layers.callbacks import Callbacks, answer
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.layers.tensors import autocast
@@ -35,6 +36,8 @@ class DistributedLayer(nn.Module):
         The partitions that the layer works on; all of one machine.
     name
         For messages; the kind and a number if None.
+    callbacks
+        Any of the callbacks of this layer, answered by its user instead; see :class:`Callbacks`.
 
     Raises
     ------
@@ -42,7 +45,9 @@ class DistributedLayer(nn.Module):
         If the partitions belong to different machines, or to none.
     """
 
-    def __init__(self, *partitions: Partition, name: str | None = None) -> None:
+    def __init__(
+        self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
+    ) -> None:
         super().__init__()
         kind = type(self).__name__
         self.machine = Machine.of(partitions[0])
@@ -58,12 +63,25 @@ class DistributedLayer(nn.Module):
         self.placed: Weights | None = None
         # Which box of a buffer a rank keeps, by key, for those that are cut.
         self.buffer_layouts: dict[str, Decomposition] = {}
+        # Bytes of this rank's input and output; of the last call, or as announced before the first.
+        self.shard_nbytes: tuple[int, int] | None = None
+        answer(self, kind, callbacks)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Call ``forward``, and remember the sizes of the local shards."""
+        y = super().__call__(*inputs, **named)
+        self.shard_nbytes = nbytes_of((*inputs, *named.values())[:1]), nbytes_of(y)
+        return y
 
     def place(
         self, values: Mapping[str, nn.Parameter | Initial | None], placements: Mapping[str, Placement]
     ) -> None:
         """Register the layer's parameters, cut and placed; collective over the machine."""
-        self.placed = Weights(self, self.machine, self.name, values, placements)
+        self.placed = Weights(self, self.machine, self.name, values, placements, self._asked)
+
+    def _asked(self) -> Sequence[int]:
+        # Looked up in every call: the user may give the callback later.
+        return self.get_ranks_synch_weights()
 
     @property
     def layouts(self) -> dict[str, Decomposition]:
@@ -78,7 +96,7 @@ class DistributedLayer(nn.Module):
 
     def get_ranks_synch_weights(self) -> list[int]:
         """Rank ids that hold copies of this rank's weights, itself included; empty if none is needed."""
-        ranks = () if self.replica is None else self.replica.ranks
+        ranks = () if self.replica is None else self.replica.holders
         return list(ranks) if len(ranks) > 1 else []
 
     def get_sizeof_gradients(self) -> int:
@@ -92,6 +110,39 @@ class DistributedLayer(nn.Module):
     def get_sizeof_norm(self) -> int:
         """Bytes of one message of statistics; 0 without any."""
         return 0
+
+    def get_sizeof_input_tensor(self) -> int:
+        """Bytes of this rank's shard of the input, 0 on idle ranks; of the last call.
+
+        Before the first call known of layers that were built from global parameters, otherwise a
+        ``ProtocolError``.
+        """
+        return self._shard_nbytes()[0]
+
+    def get_sizeof_output_tensor(self) -> int:
+        """Bytes of this rank's shard of the output, known as those of the input are."""
+        return self._shard_nbytes()[1]
+
+    def get_sizeof_tensor(self) -> int:
+        """Bytes of this rank's shard of a layer whose output is as large as its input.
+
+        Raises
+        ------
+        ProtocolError
+            If it is not, or before the first call.
+        """
+        before, after = self._shard_nbytes()
+        if before != after:
+            raise ProtocolError(
+                f"{self.name!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
+                " or get_sizeof_output_tensor()"
+            )
+        return before
+
+    def _shard_nbytes(self) -> tuple[int, int]:
+        if self.shard_nbytes is None:
+            raise ProtocolError(f"{self.name!r}: sizes of its tensors are not known before the first call")
+        return self.shard_nbytes
 
 
 class Flow:
@@ -126,17 +177,23 @@ class ComposedLayer(DistributedLayer):
         Partitions of input and output.
     P_w
         Partition of the ranks that compute; P_x if None.
-    name
-        For messages.
+    name, callbacks
+        As of :class:`DistributedLayer`.
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
 
     def __init__(
-        self, P_x: Partition, P_y: Partition, P_w: Partition | None = None, *, name: str | None = None
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        P_w: Partition | None = None,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         works = P_x if P_w is None else P_w
-        super().__init__(P_x, P_y, works, name=name)
+        super().__init__(P_x, P_y, works, name=name, **callbacks)
         self.P_x, self.P_y = P_x, P_y
         self._works = works.active
         self._plans: Plans[Flow] | None = None
@@ -193,6 +250,12 @@ class ComposedLayer(DistributedLayer):
         # A rank that no gradient concerns may call backward as the others do.
         root = None if y.requires_grad else anchor(needs.any)
         return y if root is None else y + root.sum()
+
+
+def nbytes_of(tensors: Any) -> int:
+    """Bytes of a tensor, or of the first of several."""
+    first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
+    return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
 
 
 def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.cells import Layout
 from distdl_rma.layers.normalisation import DistributedNorm, check_extents
 
@@ -53,11 +55,21 @@ class DistributedLayerNorm(DistributedNorm):
         dtype: torch.dtype | None = None,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         self.normalized_shape, layout = _trailing(self, P_x, normalized_shape)
         self.elementwise_affine = elementwise_affine
         super().__init__(
-            P_x, layout, self.normalized_shape, eps, elementwise_affine, bias, device, dtype, name
+            P_x,
+            layout,
+            self.normalized_shape,
+            eps,
+            elementwise_affine,
+            bias,
+            device,
+            dtype,
+            name,
+            **callbacks,
         )
 
 
@@ -99,11 +111,21 @@ class DistributedRMSNorm(DistributedNorm):
         dtype: torch.dtype | None = None,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         self.normalized_shape, layout = _trailing(self, P_x, normalized_shape)
         self.elementwise_affine = elementwise_affine
         super().__init__(
-            P_x, layout, self.normalized_shape, eps, elementwise_affine, False, device, dtype, name
+            P_x,
+            layout,
+            self.normalized_shape,
+            eps,
+            elementwise_affine,
+            False,
+            device,
+            dtype,
+            name,
+            **callbacks,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from operator import index as as_int
-from typing import SupportsIndex
+from typing import SupportsIndex, Unpack
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Facts
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.initial import linear_values
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
 from distdl_rma.layers.weights import Placement
@@ -87,13 +88,14 @@ class DistributedLinear(ComposedLayer):
         *,
         weights: str = "replicated",
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind = type(self).__name__
         grid = _checked_grid(kind, P_x, P_y, P_W)
         _check_numbers(kind, in_features, out_features, weights)
         _check_elements(kind, device, dtype)
         P_w = P_W.create_cartesian_topology_partition(grid)
-        super().__init__(P_x, P_y, P_w, name=name)
+        super().__init__(P_x, P_y, P_w, name=name, **callbacks)
         self.P_w = P_w
         self.in_features, self.out_features = as_int(in_features), as_int(out_features)
         self.weights = weights
@@ -211,11 +213,22 @@ class DistributedLinearAllGather(DistributedLinear):
         *,
         weights: str = "replicated",
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         P_w = workers(type(self).__name__, P_y, _ROWS)
         P_x = P_y if P_x is None else P_x
         super().__init__(
-            P_x, P_y, P_w, in_features, out_features, bias, device, dtype, weights=weights, name=name
+            P_x,
+            P_y,
+            P_w,
+            in_features,
+            out_features,
+            bias,
+            device,
+            dtype,
+            weights=weights,
+            name=name,
+            **callbacks,
         )
 
 
@@ -258,11 +271,22 @@ class DistributedLinearReduceScatter(DistributedLinear):
         *,
         weights: str = "replicated",
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         P_w = workers(type(self).__name__, P_x, _COLUMNS)
         P_y = P_x if P_y is None else P_y
         super().__init__(
-            P_x, P_y, P_w, in_features, out_features, bias, device, dtype, weights=weights, name=name
+            P_x,
+            P_y,
+            P_w,
+            in_features,
+            out_features,
+            bias,
+            device,
+            dtype,
+            weights=weights,
+            name=name,
+            **callbacks,
         )
 
 

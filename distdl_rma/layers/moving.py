@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
 
@@ -11,6 +12,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Plans
 from distdl_rma.layers.autograd import tells_peers
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import DistributedLayer, deliver
 from distdl_rma.layers.movement import Movement
 
@@ -88,9 +90,15 @@ class MovingLayer(DistributedLayer):
     """
 
     def __init__(
-        self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, *, name: str | None = None
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        preserve_batch: bool = True,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, P_y, name=name)
+        super().__init__(P_x, P_y, name=name, **callbacks)
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
         self._plans: Plans[Move] | None = None
 

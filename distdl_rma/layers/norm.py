@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Unpack
 
 import torch
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.cells import Layout
 from distdl_rma.layers.normalisation import DistributedNorm, check_extents
 from distdl_rma.layers.running import DistributedRunningNorm
@@ -69,6 +71,7 @@ class DistributedBatchNorm(DistributedRunningNorm):
         *,
         bias: bool = True,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         _check_dims(self, P_x, self._dims)
         check_extents(self, num_features=num_features)
@@ -76,7 +79,18 @@ class DistributedBatchNorm(DistributedRunningNorm):
             raise ShapeError(f"{type(self).__name__}: eps must be positive, got {eps}")
         layout = Layout(reduced=tuple(d for d in range(P_x.dim) if d != 1), weighted=(1,))
         super().__init__(
-            P_x, layout, num_features, eps, momentum, affine, track_running_stats, device, dtype, bias, name
+            P_x,
+            layout,
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device,
+            dtype,
+            bias,
+            name,
+            **callbacks,
         )
 
     @property
@@ -166,13 +180,25 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         *,
         bias: bool = True,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         _check_dims(self, P_x, self._dims)
         check_extents(self, num_features=num_features)
         channels = P_x.dim - self._dims[0]
         layout = Layout(reduced=tuple(range(channels + 1, P_x.dim)), weighted=(channels,))
         super().__init__(
-            P_x, layout, num_features, eps, momentum, affine, track_running_stats, device, dtype, bias, name
+            P_x,
+            layout,
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device,
+            dtype,
+            bias,
+            name,
+            **callbacks,
         )
 
     @property
@@ -255,6 +281,7 @@ class DistributedGroupNorm(DistributedNorm):
         *,
         bias: bool = True,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind = type(self).__name__
         if P_x.dim < 2:
@@ -266,7 +293,7 @@ class DistributedGroupNorm(DistributedNorm):
             )
         self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
         layout = Layout(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
-        super().__init__(P_x, layout, (num_channels,), eps, affine, bias, device, dtype, name)
+        super().__init__(P_x, layout, (num_channels,), eps, affine, bias, device, dtype, name, **callbacks)
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Facts, Plans
 from distdl_rma.layers.autograd import anchor, tells_peers
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.cells import Cells, Layout
 from distdl_rma.layers.layer import DistributedLayer, movement_of, source_of
 from distdl_rma.layers.movement import Movement
@@ -140,8 +141,9 @@ class DistributedNorm(DistributedLayer):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         name: str | None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, name=name)
+        super().__init__(P_x, name=name, **callbacks)
         self.P_x, self.layout, self.eps = P_x, layout, eps
         # Grid dimensions that cut the parameters.
         self.cuts = tuple(d for d in layout.weighted if P_x.shape[d] > 1)

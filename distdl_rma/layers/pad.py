@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index as as_int
+from typing import Unpack
 
 import torch
 
@@ -11,6 +12,7 @@ from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import Flow
 from distdl_rma.layers.reading import Reading
 from distdl_rma.layers.spatial import SpatialLayer
@@ -85,6 +87,7 @@ class DistributedPad(SpatialLayer):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         sides = _sides(type(self).__name__, padding, self._dims)
         if self._mode == "circular" and any(min(pair) < 0 < max(pair) for pair in sides):
@@ -92,7 +95,7 @@ class DistributedPad(SpatialLayer):
                 f"{type(self).__name__}: padding {padding!r} crops one end of a dimension and wraps around at"
                 " the other; crop by a layer of its own before this one"
             )
-        super().__init__(P_x, P_y, name=name)
+        super().__init__(P_x, P_y, name=name, **callbacks)
         # torch's order: the last dimension first.
         self.padding = tuple(side for pair in reversed(sides) for side in pair)
         self.stencil = Stencil(tuple(Window(1, left=left, right=right) for left, right in sides))
@@ -156,8 +159,9 @@ class DistributedConstantPad(DistributedPad):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, padding, P_y=P_y, name=name)
+        super().__init__(P_x, padding, P_y=P_y, name=name, **callbacks)
         self.value = value
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -13,6 +13,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import Flow
 from distdl_rma.layers.reading import Reading
 from distdl_rma.layers.spatial import SpatialLayer, per_dim
@@ -50,6 +51,7 @@ class _Pool(SpatialLayer):
         dilation: Size,
         ceil_mode: bool,
         name: str | None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind, dims = type(self).__name__, self._dims
         kernel = per_dim(kind, "kernel_size", kernel_size, dims, 1)
@@ -63,7 +65,7 @@ class _Pool(SpatialLayer):
                     f"{kind}: padding {window.left} is more than half of kernel_size"
                     f" {window.kernel}: kernel_size={kernel}, padding={sides}"
                 )
-        super().__init__(P_x, P_y, name=name)
+        super().__init__(P_x, P_y, name=name, **callbacks)
         self.stencil = stencil
         self.kernel_size, self.stride, self.padding, self.dilation = kernel, steps, sides, holes
         self.ceil_mode = bool(ceil_mode)
@@ -135,10 +137,11 @@ class DistributedAvgPool(_Pool):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         if divisor_override == 0:
             raise ShapeError(f"{type(self).__name__}: divisor_override must not be zero")
-        super().__init__(P_x, P_y, kernel_size, stride, padding, 1, ceil_mode, name)
+        super().__init__(P_x, P_y, kernel_size, stride, padding, 1, ceil_mode, name, **callbacks)
         self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor_override
 
     def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
@@ -244,8 +247,9 @@ class DistributedMaxPool(_Pool):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, P_y, kernel_size, stride, padding, dilation, ceil_mode, name)
+        super().__init__(P_x, P_y, kernel_size, stride, padding, dilation, ceil_mode, name, **callbacks)
         self.return_indices = bool(return_indices)
         self._index: torch.Tensor | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Unpack
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.grouping import Groups, groups_along, groups_onto
@@ -11,6 +12,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stages import Stage, all_reduction, broadcast, reduction
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.axes import Axes, chosen_axes
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import input_dtype
 from distdl_rma.layers.moving import Move, MovingLayer, movements_of
 from distdl_rma.layers.tensors import sum_dtype
@@ -63,6 +65,7 @@ class _Between(MovingLayer):
         preserve_batch: bool = True,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
         sides = (P_x, transpose_src), (P_y, transpose_dest)
@@ -71,7 +74,7 @@ class _Between(MovingLayer):
             self._groups = groups_onto(P_many, P_few, flip_many, flip_few)
         except PartitionError as error:
             raise PartitionError(f"{type(self).__name__}: {error}") from None
-        super().__init__(P_x, P_y, preserve_batch, name=name)
+        super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
 
     def extra_repr(self) -> str:
         """The partitions, and which of them is transposed."""
@@ -214,10 +217,11 @@ class AllSumReduce(MovingLayer):
         axes_keep: Axes | None = None,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         self.axes = chosen_axes(type(self).__name__, P_x, "axes_reduce", axes_reduce, axes_keep)
         self._groups = groups_along(P_x, self.axes)
-        super().__init__(P_x, P_x, name=name)
+        super().__init__(P_x, P_x, name=name, **callbacks)
 
     def extra_repr(self) -> str:
         """The partition, and the summed dimensions."""

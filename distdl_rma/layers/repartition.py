@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import source_of
 from distdl_rma.layers.moving import Move, MovingLayer, movements_of
 
@@ -41,14 +44,20 @@ class Repartition(MovingLayer):
     """
 
     def __init__(
-        self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, *, name: str | None = None
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        preserve_batch: bool = True,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         if P_x.dim != P_y.dim:
             raise PartitionError(
                 f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim}"
                 f" {P_y.shape}"
             )
-        super().__init__(P_x, P_y, preserve_batch, name=name)
+        super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
 
     def plan(self, facts: dict[int, Facts]) -> Move:
         """Blocks as they are to balanced ones."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distdl_rma.errors import ProtocolError
+from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.layers.movement import broadcast
 from distdl_rma.layers.tensors import as_tensor, reduction_dtype
@@ -32,40 +32,65 @@ class Replica:
     ----------
     machine
         The machine.
-    ranks
+    holders
         Rank ids that hold copies, this one included; the first one's initial values count.
     parameters
         Name to parameter, alike on all ranks.
     name
         Name of the layer.
+    ask
+        Over which of the holders gradients are summed, this rank included; empty if over none.
     """
 
     def __init__(
-        self, machine: Machine, ranks: Sequence[int], parameters: dict[str, nn.Parameter], name: str
+        self,
+        machine: Machine,
+        holders: Sequence[int],
+        parameters: dict[str, nn.Parameter],
+        name: str,
+        ask: Callable[[], Sequence[int]],
     ) -> None:
-        self.ranks = tuple(ranks)
-        self.name = name
+        self.holders, self.name = tuple(holders), name
+        self._ask = ask
         self.taken_over = False
         self.sinks: dict[str, Sink] = {}
         self.adopted: dict[str, torch.Tensor] = {}
         self.machine = machine
-        # The dtype of a layer may change.
-        self._sums: dict[tuple[int, torch.dtype], Allreduce] = {}
-        if len(self.ranks) > 1:
-            broadcast_from_first(machine, self.ranks, list(parameters.values()), name)
+        # The dtype of a layer may change, and so may what its user's callback says.
+        self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
+        if len(self.holders) > 1:
+            broadcast_from_first(machine, self.holders, list(parameters.values()), name)
 
     def tie(self, *parameters: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the parameters for use in a forward, tied together for the sum of their gradients."""
         used = [p for p in parameters if p is not None]
         if self.taken_over:
             self._check_adopted(used)
-        alone = len(self.ranks) == 1 or self.taken_over
+        alone = self.taken_over or len(self.holders) == 1 or len(self.summing()) == 1
         # What has no elements may be left out by the computation, and then by some of the copies only.
         learning = [p for p in used if p.requires_grad and p.numel()]
         if alone or not torch.is_grad_enabled() or not learning:
             return parameters
         tied = dict(zip(map(id, learning), _Tie.apply(self, *learning), strict=True))  # type: ignore[no-untyped-call]
         return tuple(tied.get(id(p), p) for p in parameters)
+
+    def summing(self) -> tuple[int, ...]:
+        """Ranks that gradients are summed over, this one included.
+
+        Raises
+        ------
+        ConfigurationError
+            If the user's callback names a rank without a copy, or twice, or leaves this rank out.
+        """
+        ranks = tuple(self._ask()) or (self.machine.rank,)
+        if ranks != self.holders:
+            alien = set(ranks) - set(self.holders)
+            if alien or len(set(ranks)) != len(ranks) or self.machine.rank not in ranks:
+                raise ConfigurationError(
+                    f"{self.name!r}: get_ranks_synch_weights() gave rank {self.machine.rank} {list(ranks)},"
+                    f" the copies are on {list(self.holders)}: each rank once, the caller among them"
+                )
+        return ranks
 
     def _check_adopted(self, used: list[torch.Tensor]) -> None:
         known = {id(parameter) for parameter in self.adopted.values()}
@@ -90,12 +115,13 @@ class Replica:
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sum gradients over the ranks; blocking. Returns memory of its own."""
         count, dtype = sum(gradient.numel() for gradient in gradients), gradients[0].dtype
-        total = self._sums.get((count, dtype))
+        ranks = self.summing()
+        total = self._sums.get((ranks, count, dtype))
         if total is None:
             name = f"{self.name} (gradients)"
-            total = Allreduce(self.machine.segments, self.ranks, count, reduction_dtype(dtype), name=name)
+            total = Allreduce(self.machine.segments, ranks, count, reduction_dtype(dtype), name=name)
             weakref.finalize(self, total.close)
-            self._sums[count, dtype] = total
+            self._sums[ranks, count, dtype] = total
         flat = as_tensor(total.active, dtype)
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
         total.start()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Unpack
 
 import numpy as np
 import torch
 
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.cells import Layout
 from distdl_rma.layers.normalisation import DistributedNorm, Moments, NormPlan
 from distdl_rma.layers.scaling import widened
@@ -50,10 +52,11 @@ class DistributedRunningNorm(DistributedNorm):
         dtype: torch.dtype | None,
         bias: bool,
         name: str | None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         self.num_features, self.momentum = num_features, momentum
         self.affine, self.track_running_stats = affine, track_running_stats
-        super().__init__(P_x, layout, (num_features,), eps, affine, bias, device, dtype, name)
+        super().__init__(P_x, layout, (num_features,), eps, affine, bias, device, dtype, name, **callbacks)
         self.running_mean: torch.Tensor | None
         self.running_var: torch.Tensor | None
         self.num_batches_tracked: torch.Tensor | None

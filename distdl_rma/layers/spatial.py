@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index as as_int
+from typing import Unpack
 
 import torch
 
@@ -11,6 +12,7 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import ComposedLayer, Flow, source_of
 
 __all__ = ["SpatialLayer", "per_dim"]
@@ -43,7 +45,13 @@ class SpatialLayer(ComposedLayer):
     _inexact = True  # whether elements must be floating point numbers
 
     def __init__(
-        self, P_x: Partition, P_y: Partition | None, dims: int | None = None, *, name: str | None = None
+        self,
+        P_x: Partition,
+        P_y: Partition | None,
+        dims: int | None = None,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         P_y = P_x if P_y is None else P_y
         dims = type(self)._dims if dims is None else dims
@@ -53,7 +61,7 @@ class SpatialLayer(ComposedLayer):
                     f"{type(self).__name__}: {label} has {partition.dim} dimensions {partition.shape}, the"
                     f" tensor has {_LEADING + dims}"
                 )
-        super().__init__(P_x, P_y, self._workers(P_x, P_y), name=name)
+        super().__init__(P_x, P_y, self._workers(P_x, P_y), name=name, **callbacks)
         self._dims = dims
 
     def _workers(self, P_x: Partition, P_y: Partition) -> Partition:

@@ -17,6 +17,7 @@ from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.arguments import Partitions, check_input, stencil_of, torch_layer
 from distdl_rma.layers.autograd import tells_peers
+from distdl_rma.layers.callbacks import callbacks_among
 from distdl_rma.layers.convolution import LocalConvolution
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
 from distdl_rma.layers.replica import idle
@@ -65,6 +66,8 @@ class DistributedConvTranspose(ComposedLayer):
         summed there. With P_W the bias is kept on its first in-channel block and sent to P_y.
     name
         For messages.
+    options
+        The rest of torch's arguments, and :class:`Callbacks`.
 
     Raises
     ------
@@ -99,12 +102,13 @@ class DistributedConvTranspose(ComposedLayer):
         kind, dims = type(self).__name__, self._dims
         named = {"P_y": P_y, "P_W": P_W, "P_w": P_w}
         given, arguments = Partitions.of(kind, dims + 2, P_x, arguments, named)
+        callbacks = callbacks_among(options)
         # The torch layer checks its arguments and makes the same initial weights from the same seed.
         like = torch_layer(kind, _TORCH_LAYERS[dims], dims, weights, arguments, options)
         local = LocalConvolution(stencil_of(kind, like), like.groups)
         _check_output_padding(kind, like)
         work = Work(given.workers(P_x, IN), IN, like.groups, tuple(like.weight.shape))
-        super().__init__(P_x, given.P_y or P_x, work.grid, name=name)
+        super().__init__(P_x, given.P_y or P_x, work.grid, name=name, **callbacks)
         self.P_W, self.weights, self.work, self.local = given.P_W, weights, work, local
         self.in_channels, self.out_channels, self.groups = like.in_channels, like.out_channels, like.groups
         self.kernel_size, self.stride, self.dilation = like.kernel_size, like.stride, like.dilation

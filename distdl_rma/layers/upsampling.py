@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
@@ -11,6 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.reach import ReachSplit
 from distdl_rma.geometry.split import Split
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import Flow, movement_of
 from distdl_rma.layers.spatial import SpatialLayer, per_dim
 from distdl_rma.layers.taps import MODES, Resize, Taps
@@ -70,6 +72,7 @@ class DistributedUpsample(SpatialLayer):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind, dims = type(self).__name__, self._dims or P_x.dim - _LEADING
         if dims not in (1, 2, 3):
@@ -83,7 +86,7 @@ class DistributedUpsample(SpatialLayer):
             raise ShapeError(f"{kind}: recompute_scale_factor has no meaning with an explicit size")
         sizes = None if size is None else per_dim(kind, "size", size, dims, 1)
         scales = None if scale_factor is None else _scales(kind, scale_factor, dims)
-        super().__init__(P_x, P_y, dims, name=name)
+        super().__init__(P_x, P_y, dims, name=name, **callbacks)
         self.size, self.scale_factor, self.mode = sizes, scales, mode
         self.align_corners, self.recompute_scale_factor = align_corners, recompute_scale_factor
 
@@ -171,8 +174,9 @@ class DistributedUpsamplingNearest2d(DistributedUpsample):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, size, scale_factor, mode="nearest", P_y=P_y, name=name)
+        super().__init__(P_x, size, scale_factor, mode="nearest", P_y=P_y, name=name, **callbacks)
 
 
 class DistributedUpsamplingBilinear2d(DistributedUpsample):
@@ -188,5 +192,8 @@ class DistributedUpsamplingBilinear2d(DistributedUpsample):
         *,
         P_y: Partition | None = None,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, size, scale_factor, mode="bilinear", align_corners=True, P_y=P_y, name=name)
+        super().__init__(
+            P_x, size, scale_factor, mode="bilinear", align_corners=True, P_y=P_y, name=name, **callbacks
+        )

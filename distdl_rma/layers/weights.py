@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +76,8 @@ class Weights:
         a parameter that the layer lacks.
     placements
         Name to placement, of all that are not None.
+    ask
+        Over which ranks the gradients of this rank's copies are summed; empty if over none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Weights:
         name: str,
         values: Mapping[str, nn.Parameter | Initial | None],
         placements: Mapping[str, Placement],
+        ask: Callable[[], Sequence[int]],
     ) -> None:
         self.placements = dict(placements)
         self._layer, self._machine, self._name = layer, machine, name
@@ -100,7 +103,7 @@ class Weights:
         stores = [p.store for p in self.placements.values() if machine.rank in p.store.partition]
         copies = max((copies_of(store) for store in stores), key=len, default=(machine.rank,))
         parameters = {key: getattr(layer, key) for key in self.placements}
-        self.replica = Replica(machine, copies, parameters, name)
+        self.replica = Replica(machine, copies, parameters, name, ask)
 
     def use(self) -> dict[str, torch.Tensor]:
         """Parameters as this rank uses them in a forward; blocking where they travel."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.layers.agreement import Needs
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import Flow
 from distdl_rma.layers.linear import DistributedLinear, workers
 from distdl_rma.layers.sharded import Shards, sharded_linear
@@ -34,8 +37,11 @@ class _ZeroLinear(DistributedLinear):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         name: str | None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, P_y, P_w, in_features, out_features, bias, device, dtype, name=name)
+        super().__init__(
+            P_x, P_y, P_w, in_features, out_features, bias, device, dtype, name=name, **callbacks
+        )
         self.weights = "sharded"
         index, blocks = self.P_w.index, self.P_w.shape[_BLOCKS]
         self._shards: Shards | None = None
@@ -123,10 +129,11 @@ class DistributedLinearAllGatherZero(_ZeroLinear):
         dtype: torch.dtype | None = None,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         P_w = workers(type(self).__name__, P_y, _ROWS)
         P_x = P_y if P_x is None else P_x
-        super().__init__(P_x, P_y, P_w, in_features, out_features, bias, device, dtype, name)
+        super().__init__(P_x, P_y, P_w, in_features, out_features, bias, device, dtype, name, **callbacks)
 
 
 class DistributedLinearReduceScatterZero(_ZeroLinear):
@@ -168,7 +175,8 @@ class DistributedLinearReduceScatterZero(_ZeroLinear):
         dtype: torch.dtype | None = None,
         *,
         name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         P_w = workers(type(self).__name__, P_x, _COLUMNS)
         P_y = P_x if P_y is None else P_y
-        super().__init__(P_x, P_y, P_w, in_features, out_features, bias, device, dtype, name)
+        super().__init__(P_x, P_y, P_w, in_features, out_features, bias, device, dtype, name, **callbacks)
