@@ -53,7 +53,7 @@ test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 
 	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(if $(TESTS),-- $(TESTS))
 
 # In an environment of its own, and only what depends on the MPI; all of it: make test MPI=openmpi.
-test-openmpi: TESTS = tests/segments tests/test_machine.py tests/test_sync.py tests/layers/test_moving.py \
+test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/layers/test_moving.py \
     tests/layers/test_conv.py tests/layers/test_linear.py tests/layers/test_norm.py
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and what users see when a rank fails
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi

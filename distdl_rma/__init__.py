@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from distdl_rma.layers.tensors import zero_volume_tensor
     from distdl_rma.machine import Machine, MPIPartition
     from distdl_rma.state import gather_state_dict, load_global_state_dict
-    from distdl_rma.sync import GradientSync
+    from distdl_rma.sync import DistributedGradScaler, GradientSync
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _HOMES = {
     "layers.tensors": ("zero_volume_tensor",),
     "machine": ("Machine", "MPIPartition"),
     "state": ("gather_state_dict", "load_global_state_dict"),
-    "sync": ("GradientSync",),
+    "sync": ("DistributedGradScaler", "GradientSync"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -55,6 +55,7 @@ __all__ = [
     "ClosedError",
     "ConfigurationError",
     "DistdlError",
+    "DistributedGradScaler",
     "ExchangeTimeout",
     "GradientSync",
     "MPIPartition",

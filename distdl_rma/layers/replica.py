@@ -16,7 +16,7 @@ from distdl_rma.layers.tensors import as_tensor, reduction_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
-__all__ = ["Replica", "broadcast_from_first", "idle"]
+__all__ = ["Replica", "Sink", "broadcast_from_first", "idle"]
 
 Sink = Callable[[], "torch.Tensor | None"]
 

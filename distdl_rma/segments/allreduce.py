@@ -49,11 +49,13 @@ class Allreduce(Collective):
     one_round
         Whether everyone's vector goes to everyone at any size, for latency, on up to 32 ranks; otherwise
         only if it is small.
+    divisor
+        What a mean divides by; the number of ranks if None.
 
     Raises
     ------
     ShapeError
-        If count, dtype or op is none of these.
+        If count, dtype, op or divisor is none of these.
     PartitionError
         If ranks are listed twice, not of the machine, or without this one.
 
@@ -72,13 +74,15 @@ class Allreduce(Collective):
         name: str = "allreduce",
         *,
         one_round: bool = False,
+        divisor: int | None = None,
     ) -> None:
         self.element = element_of(dtype, name)
         self.count, self.dtype, self.op = check_count(count, name), self.element.storage, op
         layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        reduction = Reduction(op, self.element, len(layout.ranks), name)
+        divisor = len(layout.ranks) if divisor is None else divisor
+        reduction = Reduction(op, self.element, divisor, name)
         nbytes = self.count * self.dtype.itemsize
-        plan = fingerprint(type(self).__name__, self.element.name, op)
+        plan = fingerprint(type(self).__name__, self.element.name, op, divisor)
         algorithm: Algorithm
         if one_round_is_better(len(layout.ranks), nbytes, one_round):
             algorithm = _OneRound(manager, layout, self.count, reduction, name, plan)

@@ -110,25 +110,27 @@ class Reduction:
         ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
     element
         Type of the elements; 16-bit floats are reduced in float32 and rounded once.
-    size
-        Number of rows that a mean divides by.
+    divisor
+        What a mean divides by, at least 1.
     who
         For messages.
 
     Raises
     ------
     ShapeError
-        If the operation is unknown, or a mean of integers.
+        If the operation is unknown, the divisor is below 1, or it is a mean of integers.
     """
 
-    def __init__(self, op: str, element: Element, size: int, who: str) -> None:
+    def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
         if op not in _UFUNCS:
             raise ShapeError(f"{who!r}: operation is one of {list(_UFUNCS)}, got {op!r}")
         if op == "mean" and element.storage.kind == "i":
             raise ShapeError(f"{who!r}: a mean of integers is not exact; use sum, or a floating dtype")
-        self.op, self.element, self.size = op, element, size
+        if divisor < 1:
+            raise ShapeError(f"{who!r}: a mean divides by at least 1, got {divisor}")
+        self.op, self.element, self.divisor = op, element, divisor
         self.ufunc = _UFUNCS[op]
-        self.divides = op == "mean" and size > 1
+        self.divides = op == "mean" and divisor > 1
         self._block = _BLOCK_BYTES // element.wide.itemsize
         self._scratch = np.empty(0, element.wide)
 
@@ -166,7 +168,7 @@ class Reduction:
 
     def _finish(self, wide: Array, out: Array) -> None:
         if self.divides:
-            np.divide(wide, self.size, out=wide)
+            np.divide(wide, self.divisor, out=wide)
         if out is not wide:
             self.element.narrow(wide, out)
 

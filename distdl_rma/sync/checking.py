@@ -1,0 +1,146 @@
+"""What the ranks say of their parameters, compared before anything is built on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from distdl_rma.errors import ConfigurationError
+from distdl_rma.machine import Machine
+from distdl_rma.segments.telling import tell_all
+from distdl_rma.sync.coverage import Cover
+
+__all__ = ["check", "problems"]
+
+Words = dict[str, Any]
+
+
+def check(machine: Machine, covers: Sequence[Cover], refusal: str, name: str) -> None:
+    """Have all ranks compare what their modules say; collective over the machine, blocking.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    covers
+        What this rank's modules say.
+    refusal
+        What is wrong on this rank otherwise; empty if nothing is.
+    name
+        For messages, alike on all ranks.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks with the same words, if something does not fit together.
+    """
+    mine = {"refusal": refusal, "covers": [cover.words() for cover in covers]}
+    told = tell_all(machine.segments, json.dumps(mine, sort_keys=True).encode(), name)
+    said: dict[int, list[Words]] = {}
+    for words, ranks in told.items():
+        theirs = json.loads(words)
+        if theirs["refusal"]:
+            raise ConfigurationError(f"GradientSync: on rank {ranks[0]}: {theirs['refusal']}")
+        said |= dict.fromkeys(ranks, theirs["covers"])
+    for problem in problems({rank: said[rank] for rank in machine.ranks}):
+        raise ConfigurationError(f"GradientSync: {problem}")
+
+
+def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
+    """What does not fit together, in the same order on all ranks.
+
+    Parameters
+    ----------
+    said
+        Per rank of the machine the words of its covers.
+    """
+    everyone = tuple(said)
+    # Who says what of each parameter; ranks that say the same share the objects.
+    claims: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    covers: dict[tuple[str, int], Words] = {}
+    for rank, theirs in said.items():
+        for cover in theirs:
+            ranks = everyone if cover["ranks"] is None else tuple(cover["ranks"])
+            for problem in (*_of_ranks(rank, cover, ranks, everyone), *_of_sizes(rank, cover)):
+                yield f"{cover['name']!r}: {problem}"
+            for parameter in cover["parameters"]:
+                claims.setdefault(parameter, {}).setdefault(ranks, []).append(rank)
+                covers[parameter, rank] = cover
+    for parameter, lists in claims.items():
+        yield from _together(parameter, lists, covers)
+
+
+def _of_ranks(rank: int, cover: Words, ranks: tuple[int, ...], everyone: tuple[int, ...]) -> Iterator[str]:
+    # What one rank says of its ranks, without looking at the others.
+    if cover["complaint"]:
+        yield f"on rank {rank}, {cover['complaint']}"
+    said = f"get_ranks_synch_weights() gave {list(ranks)} on rank {rank}"
+    for other in ranks:
+        if other not in everyone:
+            yield f"{said}; rank {other} is not in M = {everyone}"
+    if len(set(ranks)) != len(ranks):
+        yield f"{said}; a rank is listed more than once"
+    if ranks and rank not in ranks:
+        yield f"{said}; the rank itself is missing"
+    holders = everyone if cover["holders"] is None else tuple(cover["holders"])
+    if holders and not set(ranks) <= set(holders):
+        yield f"{said}; copies of this rank's weights are on {list(holders)}"
+    if not ranks and len(holders) > 1:
+        yield f"{said}, but its weights are held by {list(holders)} and would drift apart; {_HOW}"
+
+
+def _of_sizes(rank: int, cover: Words) -> Iterator[str]:
+    # What one rank says of its sizes and statistics.
+    nbytes, held = cover["nbytes"]
+    if nbytes != held:
+        yield f"get_sizeof_gradients() gave {nbytes} bytes on rank {rank}, its gradients are {held} bytes"
+    for name, (theirs, ours) in cover["norm"].items():
+        listed = isinstance(ours, list)
+        same = sorted(theirs) == sorted(ours) if listed else theirs == ours
+        # Sizes of statistics are known with the first input.
+        if not same and ours != 0:
+            what = "the ranks that share its statistics are" if listed else "it is"
+            yield f"{name}() gave {theirs} on rank {rank}, {what} {ours}"
+
+
+_HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
+
+
+def _together(
+    parameter: str, lists: Mapping[tuple[int, ...], Sequence[int]], covers: Mapping[tuple[str, int], Words]
+) -> Iterator[str]:
+    # What ranks say of one parameter: those that one of them lists must say the same.
+    who_says = {rank: ranks for ranks, sayers in lists.items() for rank in sayers}
+    for ranks, sayers in lists.items():
+        first = covers[parameter, sayers[0]]
+        name = f"{first['name']!r} ({parameter})"
+        shape = first["parameters"][parameter]
+        # Without a list each layer of this library has been asked about its copies already.
+        if not ranks and len(who_says) > 1 and not _of_library(first):
+            yield (
+                f"{name}: no callback covers it, but ranks {sorted(who_says)} hold it and would drift"
+                f" apart; {_HOW}"
+            )
+        for rank in ranks:
+            if rank not in who_says:
+                yield (
+                    f"{name}: is to be summed over ranks {list(ranks)}, but rank {rank} does not hold it;"
+                    " register it on the ranks that do, with get_ranks_synch_weights"
+                )
+            elif who_says[rank] != ranks:
+                yield (
+                    f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {sayers[0]} but"
+                    f" {list(who_says[rank])} on rank {rank}"
+                )
+            elif covers[parameter, rank]["parameters"][parameter] != shape:
+                other = covers[parameter, rank]["parameters"][parameter]
+                yield f"{name}: is {_text(shape)} on rank {sayers[0]} but {_text(other)} on rank {rank}"
+
+
+def _of_library(cover: Words) -> bool:
+    return bool(cover["holders"] is None or cover["holders"])
+
+
+def _text(shape: Sequence[Any]) -> str:
+    return f"{tuple(shape[0])} {shape[1]}"

@@ -1,0 +1,74 @@
+"""Norm of gradients that lie on several ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from distdl_rma.errors import ConfigurationError
+from distdl_rma.machine import Machine
+from distdl_rma.segments.allreduce import Allreduce
+
+__all__ = ["Norms"]
+
+
+class Norms:
+    """Norms over all ranks of a machine, in float64, the same on all of them.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._totals: dict[str, Allreduce] = {}
+
+    def of(self, gradients: Sequence[torch.Tensor | None], norm_type: float) -> torch.Tensor:
+        """Norm of the given tensors of all ranks together; collective over the machine, blocking.
+
+        Raises
+        ------
+        ConfigurationError
+            If the order is not positive.
+        """
+        order = float(norm_type)
+        if not order > 0:
+            raise ConfigurationError(f"norm_type must be positive, got {norm_type!r}")
+        mine = [gradient.detach() for gradient in gradients if gradient is not None and gradient.numel()]
+        norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
+        if order == math.inf:
+            # A maximum might lose what is no number.
+            largest = max((norm for norm in norms if not math.isnan(norm)), default=0.0)
+            largest, strange = self._total("max", largest, float(any(map(math.isnan, norms))))
+            return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
+        powers, _ = self._total("sum", sum(norm**order for norm in norms), 0.0)
+        return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
+
+    @staticmethod
+    def scale(gradients: Sequence[torch.Tensor | None], max_norm: float, norm: torch.Tensor) -> None:
+        """Scale gradients in place as torch does, if their norm is above ``max_norm``."""
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(factor.to(torch.float64 if gradient.dtype == torch.float64 else torch.float32))
+
+    def close(self) -> None:
+        """Give the memory back; local, idempotent."""
+        for total in self._totals.values():
+            total.close()
+        self._totals.clear()
+
+    def _total(self, op: str, *values: float) -> tuple[float, ...]:
+        total = self._totals.get(op)
+        if total is None:
+            name = f"norm of gradients ({op})"
+            total = Allreduce(self._machine.segments, self._machine.ranks, len(values), np.float64, op, name)
+            self._totals[op] = total
+        total.active[:] = values
+        total.start()
+        return tuple(total.wait().tolist())

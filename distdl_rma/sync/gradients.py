@@ -1,0 +1,423 @@
+"""Gradients of a training loop, summed over ranks while backward goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ClosedError, ConfigurationError, ProtocolError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.callbacks import Callbacks, answer
+from distdl_rma.layers.layer import DistributedLayer
+from distdl_rma.layers.replica import broadcast_from_first
+from distdl_rma.machine import Machine
+from distdl_rma.sync.bucket import Bucket, Group, Kind, Slot, bucketed
+from distdl_rma.sync.checking import check
+from distdl_rma.sync.clipping import Norms
+from distdl_rma.sync.coverage import Cover, by_module, covers_of
+
+__all__ = ["GradientSync"]
+
+_REDUCTIONS = ("sum", "mean")
+_BUCKET_NBYTES = 1 << 20
+
+
+class GradientSync:
+    """Makes the gradients of a training loop right: one line added to the loop.
+
+    When ``loss.backward()`` returns, every ``.grad`` is the gradient of the sum (or mean) of all ranks'
+    losses, on every rank, whatever the loop does next: clip, step, accumulate. The allreduces start as
+    soon as the last gradient of a bucket is there, while backward goes on. Which ranks hold copies of
+    which weights the modules say by ``get_ranks_synch_weights()``: layers of this library do, others may,
+    and :meth:`register` gives a module the callback. Any other module counts as copied on all ranks of the
+    machine. Parameters and buffers of all but the layers of this library are made equal at construction,
+    the first of their ranks counts.
+
+    A gradient lies in the segment, where the layers of this library put it without a copy. It stays valid
+    until the next but one backward, or ``close()``; clone it to keep it longer.
+
+    Collective to construct over the machine; every rank runs the same backwards, idle ranks included.
+    Parameters that are frozen at construction are left alone. A context manager: leaving it closes it.
+
+    Parameters
+    ----------
+    model
+        The model, alike on all ranks that hold its parts; None if everything is to be registered.
+    machine
+        The machine, or a partition of it such as ``P_world``.
+    reduction
+        ``"sum"``, or ``"mean"`` to divide: by the number of ranks of the machine, or of the list that a
+        callback of the user gives.
+    replicas
+        What a mean divides by instead: the number of data-parallel replicas of the model, where each of
+        them is split over several ranks and has a loss of its own.
+    bucket_nbytes
+        Gradients of consecutive layers travel together up to this many bytes; 0 for one allreduce per
+        layer.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks of the machine: if an option is unknown, a layer belongs to another ``GradientSync``,
+        or callbacks do not fit together. They may not name ranks outside of M or leave the caller out,
+        differ between the ranks that they name, state sizes that the layer does not hold, or leave
+        parameters that several ranks hold without ranks.
+
+    Notes
+    -----
+    Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; architecture of gradients:
+    ``docs/concepts.md``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        machine: Machine | Partition,
+        *,
+        reduction: str = "sum",
+        replicas: int | None = None,
+        bucket_nbytes: int = _BUCKET_NBYTES,
+    ) -> None:
+        if reduction not in _REDUCTIONS:
+            raise ConfigurationError(f"reduction is one of {_REDUCTIONS}, got {reduction!r}")
+        if replicas is not None and (reduction == "sum" or replicas < 1):
+            raise ConfigurationError(f"replicas={replicas!r} divides a mean, and is at least 1")
+        self._machine = Machine.of(machine)
+        self._reduction, self._replicas, self._bucket_nbytes = reduction, replicas, bucket_nbytes
+        self._paused = self._closed = self._in_backward = False
+        self._covers: list[Cover] = []
+        self._buckets: list[Bucket] = []
+        # Parameters that no other rank holds.
+        self._alone: list[Slot] = []
+        self._frozen: dict[str, nn.Parameter] = {}
+        # Names of parameters, for messages and to tell which are the same on other ranks.
+        self._names: dict[int, str] = {}
+        self._registered = 0
+        # Buckets are counted per kind: what is alike on their ranks.
+        self._numbers: defaultdict[Kind, Iterator[int]] = defaultdict(count)
+        self._norms = Norms(self._machine)
+        # The gradients must leave the segment before it goes.
+        self._machine.segments.before_close(self)
+        if model is not None:
+            self.register(model)
+
+    def register(
+        self, module: nn.Module | None, *, name: str | None = None, **callbacks: Unpack[Callbacks]
+    ) -> None:
+        """Synchronise a module from now on, by its callbacks or those given; collective over the machine.
+
+        A module that belongs to the model already moves to the ranks that its callback now gives; its
+        parameters become those of the first of them.
+
+        Parameters
+        ----------
+        module
+            Any module; None on ranks that do not have it.
+        name
+            What its parameters are called in messages, alike on its ranks.
+        callbacks
+            Answers in place of the module's own, for all plain modules in it. They stay with the module.
+
+        Raises
+        ------
+        ConfigurationError
+            As at construction; nothing has changed then.
+        ProtocolError
+            In a backward, or while gradients of ``no_sync`` wait to be summed.
+        """
+        self._check_open()
+        if self._in_backward or any(slot.pending for slot in self._slots):
+            raise ProtocolError("GradientSync: register between steps, with no gradients from no_sync left")
+        self._registered += 1
+        prefix = name or ("" if self._registered == 1 else f"module {self._registered}")
+        before = dict(vars(module)) if module is not None else {}
+        new: list[Cover] = []
+        if module is not None:
+            answer(module, "register", callbacks)
+            new = covers_of(module, prefix, self._machine, self._names)
+        moved = {id(entry.parameter) for cover in new for entry in cover.entries}
+        kept = [cover.without(moved) for cover in self._covers]
+        try:
+            title = f"GradientSync (callbacks {self._registered})"
+            check(self._machine, [*kept, *new], self._refusal(new), title)
+        except ConfigurationError:
+            if module is not None:
+                for key in callbacks:
+                    module.__dict__.pop(key)
+                module.__dict__.update({key: before[key] for key in callbacks if key in before})
+            raise
+        self._covers = [cover for cover in kept if cover.entries] + new
+        self._drop(moved)
+        for cover in new:
+            _equalise(self._machine, cover)
+        self._build(self._groups_of(new))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward only accumulates this rank's own gradients.
+
+        The next backward outside of it sums everything accumulated. Start it with gradients cleared.
+        """
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of all gradients together, each counted once however many ranks hold or share it.
+
+        Collective over the machine, blocking; the same number on all ranks, float64.
+
+        Parameters
+        ----------
+        norm_type
+            Any positive order, ``inf`` included.
+        """
+        self._check_open()
+        if any(slot.pending for slot in self._slots):
+            raise ProtocolError("GradientSync: gradients from no_sync are not summed yet")
+        rank = self._machine.rank
+        mine = [s for s in self._slots if s.parameter.grad is not None and s.counted_by(rank)]
+        return self._norms.of([slot.parameter.grad for slot in mine], norm_type)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; return the norm before.
+
+        As ``torch.nn.utils.clip_grad_norm_`` on one machine, also where layers keep parts of their weights
+        on several ranks. Collective over the machine, blocking.
+
+        Raises
+        ------
+        RuntimeError
+            On all ranks, if the norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        norm = self.grad_norm(norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, not finite")
+        gradients = [s.parameter.grad for s in self._slots if s.parameter.grad is not None]
+        Norms.scale(gradients, max_norm, norm)
+        return norm
+
+    def describe(self) -> list[dict[str, object]]:
+        """What travels together, in the order of a backward: one row per allreduce; local.
+
+        ``ranks``, ``dtype``, ``divisor``, ``parameters`` (their names), ``nbytes``; and of all steps so far
+        ``in_place_nbytes``, gradients that layers computed straight into the segment, and
+        ``copied_nbytes``, those that were computed elsewhere and had to be copied there.
+        """
+        return [
+            {
+                "name": bucket.name,
+                "ranks": bucket.kind.ranks,
+                "dtype": bucket.kind.dtype,
+                "divisor": bucket.kind.divisor,
+                "parameters": [slot.entry.name for slot in bucket.slots],
+                "nbytes": bucket.nbytes,
+                "in_place_nbytes": bucket.in_place_nbytes,
+                "copied_nbytes": bucket.copied_nbytes,
+            }
+            for bucket in self._buckets
+        ]
+
+    def close(self) -> None:
+        """Give the gradients memory of their own and stop; local, idempotent.
+
+        The layers then synchronise themselves again.
+        """
+        if self._closed:
+            return
+        if any(slot.pending for slot in self._slots):
+            raise ProtocolError("GradientSync: closed with gradients from no_sync that are not summed yet")
+        self.release()
+
+    def release(self) -> None:
+        """Leave the segment, whatever is pending; the close of the machine calls it."""
+        if self._closed:
+            return
+        self._closed = True
+        for slot in self._alone:
+            slot.release()
+        for bucket in self._buckets:
+            bucket.close()
+        self._norms.close()
+
+    def __enter__(self) -> GradientSync:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.release()
+
+    @property
+    def _slots(self) -> Iterable[Slot]:
+        yield from self._alone
+        for bucket in self._buckets:
+            yield from bucket.slots
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("GradientSync: already closed")
+
+    def _refusal(self, new: Sequence[Cover]) -> str:
+        ours = {id(slot.entry.module) for slot in self._slots}
+        for cover in new:
+            layer = cover.layer
+            taken = layer is not None and layer.replica is not None and layer.replica.taken_over
+            if taken and id(layer) not in ours:
+                return f"{cover.name!r} already belongs to another GradientSync; close that"
+        return ""
+
+    def _groups_of(self, covers: Sequence[Cover]) -> list[Group]:
+        groups = []
+        for cover in covers:
+            for entries in by_module(cover):
+                kind = Kind(cover.ranks, entries[0].parameter.dtype, self._divisor(cover))
+                self._frozen.update((e.name, e.parameter) for e in entries if not e.parameter.requires_grad)
+                slots = [Slot(e, kind) for e in entries if e.parameter.requires_grad and e.nbytes]
+                if slots:
+                    groups.append(Group(kind, slots))
+        return groups
+
+    def _divisor(self, cover: Cover) -> int:
+        if self._reduction == "sum":
+            return 1
+        if self._replicas is not None:
+            return self._replicas
+        return max(1, len(cover.ranks)) if cover.stated_by_user else self._machine.size
+
+    def _build(self, groups: Sequence[Group]) -> None:
+        travelling = [group for group in groups if len(group.kind.ranks) > 1]
+        for members in bucketed(travelling, self._bucket_nbytes):
+            kind = members[0].kind
+            bucket = Bucket(self._machine, f"gradients {next(self._numbers[kind])}", members)
+            self._buckets.append(bucket)
+            for slot in bucket.slots:
+                self._adopt(bucket, slot)
+        for group in groups:
+            if group not in travelling:
+                for slot in group.slots:
+                    self._adopt_alone(slot)
+
+    def _drop(self, parameters: set[int]) -> None:
+        # Parameters that move elsewhere; what travelled with them is put together anew.
+        rest: list[Group] = []
+        for bucket in [b for b in self._buckets if any(id(s.parameter) in parameters for s in b.slots)]:
+            bucket.close()
+            self._buckets.remove(bucket)
+            kept = [Slot(s.entry, s.kind) for s in bucket.slots if id(s.parameter) not in parameters]
+            # The first to come in a backward is the last of the model.
+            rest = [*([Group(bucket.kind, kept)] if kept else []), *rest]
+        for slot in [s for s in self._alone if id(s.parameter) in parameters]:
+            slot.release()
+            self._alone.remove(slot)
+        self._frozen = {name: p for name, p in self._frozen.items() if id(p) not in parameters}
+        self._build(rest)
+
+    def _adopt(self, bucket: Bucket, slot: Slot) -> None:
+        parameter: Any = slot.parameter  # torch leaves its hooks untyped
+        slot.handles = [
+            parameter.register_hook(lambda gradient: self._before(bucket, slot)),
+            parameter.register_post_accumulate_grad_hook(lambda _: self._after(bucket, slot)),
+        ]
+        slot.take_over(lambda: None if self._paused else bucket.claim(slot))
+
+    def _adopt_alone(self, slot: Slot) -> None:
+        self._alone.append(slot)
+        parameter: Any = slot.parameter
+        if slot.kind.divisor > 1:
+            slot.handles = [parameter.register_hook(lambda gradient: gradient / slot.kind.divisor)]
+        replica = slot.entry.replica
+        if replica is not None and len(replica.holders) > 1:
+            # Its user says that nobody else is to sum them.
+            slot.take_over(lambda: None)
+
+    def _before(self, bucket: Bucket, slot: Slot) -> None:
+        # Runs with the gradient of this backward complete and not yet accumulated.
+        self._check_open()
+        gradient = slot.parameter.grad
+        if slot.parameter.dtype != slot.dtype:
+            raise ProtocolError(
+                f"{slot.entry.name!r} was {slot.dtype} when its GradientSync was made and is now"
+                f" {slot.parameter.dtype}; make a new one"
+            )
+        if gradient is None:
+            slot.local = False
+        if self._paused:
+            if gradient is not None and not slot.local and bool(gradient.any()):
+                raise ProtocolError(
+                    "no_sync: .grad already holds a synchronised gradient, which this rank's own cannot"
+                    " be added to; call optimizer.zero_grad() first"
+                )
+            slot.local = True
+            return
+        if slot.ready:
+            raise ProtocolError(
+                f"the gradient of {slot.entry.name!r} came twice in one backward, or an earlier backward"
+                " failed: use checkpoint(use_reentrant=False), or make a new GradientSync"
+            )
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        slot.seen = True
+        if gradient is not None and not slot.local:
+            # Summed already, or the loop's own: kept aside, so that only what is new is summed.
+            slot.base = gradient.clone()
+            slot.parameter.grad = None
+
+    def _after(self, bucket: Bucket, slot: Slot) -> None:
+        if self._paused:
+            return
+        bucket.put(slot)
+        if bucket.complete:
+            bucket.launch()
+        # What travels advances while backward computes the next gradients.
+        self._machine.segments.progress()
+
+    def _finish(self) -> None:
+        # End of backward: what no gradient came for on this rank may have come on others.
+        try:
+            self._refuse()
+            for bucket in self._buckets:
+                if not bucket.allreduce.running:
+                    bucket.launch()
+            for bucket in self._buckets:
+                bucket.land()
+        finally:
+            self._in_backward = False
+            for bucket in self._buckets:
+                bucket.forget()
+
+    def _refuse(self) -> None:
+        # A gradient is never silently local.
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ProtocolError(
+                    f"parameter {name!r} was unfrozen after its GradientSync was made; make a new one"
+                )
+        if any(slot.seen and not slot.ready for bucket in self._buckets for slot in bucket.slots):
+            raise ProtocolError(
+                "GradientSync: torch.autograd.grad would return local gradients; use backward()"
+            )
+
+
+def _equalise(machine: Machine, cover: Cover) -> None:
+    """Make plain parameters and buffers those of the first of their ranks; layers of this library did so."""
+    if cover.layer is not None or len(cover.ranks) < 2:
+        return
+    for entry in cover.entries:
+        broadcast_from_first(machine, cover.ranks, [entry.parameter.data], entry.name)
+    for path, part in cover.parts:
+        if not isinstance(part, DistributedLayer):
+            buffers = [buffer for buffer in part.buffers(recurse=False) if buffer.numel()]
+            broadcast_from_first(machine, cover.ranks, buffers, f"{path} (buffers)")

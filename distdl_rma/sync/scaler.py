@@ -1,0 +1,48 @@
+"""Loss scaling where ranks hold different parts of the weights."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
+from distdl_rma.segments.allreduce import Allreduce
+
+__all__ = ["DistributedGradScaler"]
+
+
+class DistributedGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
+
+    Copies of weights that a :class:`GradientSync` keeps equal have the same gradients on all ranks, and
+    torch's own scaler decides alike everywhere. Blocks of a weight on different ranks do not: one may
+    overflow where the others do not, and the ranks would go on with different scales. Here a step is
+    skipped on all ranks if any of them found what is not finite.
+
+    ``step`` and ``unscale_`` are collective over the machine and block.
+
+    Parameters
+    ----------
+    machine
+        The machine, or a partition of it.
+    arguments
+        As of ``torch.amp.GradScaler``, but the device, which is the CPU.
+    """
+
+    def __init__(self, machine: Machine | Partition, **arguments: Any) -> None:
+        super().__init__("cpu", **arguments)
+        home = Machine.of(machine)
+        self._found = Allreduce(home.segments, home.ranks, 1, np.float32, "max", "GradScaler")
+        weakref.finalize(self, self._found.close)
+
+    def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, torch.Tensor]:
+        # What torch itself overrides for parameters in shards.
+        found = super()._unscale_grads_(*arguments)
+        self._found.active[:] = max((float(flag) for flag in found.values()), default=0.0)
+        self._found.start()
+        anywhere = float(self._found.wait()[0])
+        return {torch.device("cpu"): torch.full((), anywhere)}
