@@ -16,7 +16,9 @@ __all__ = ["check", "problems"]
 Words = dict[str, Any]
 
 
-def check(machine: Machine, covers: Sequence[Cover], refusal: str, name: str) -> None:
+def check(
+    machine: Machine, covers: Sequence[Cover], options: Mapping[str, object], refusal: str, name: str
+) -> None:
     """Have all ranks compare what their modules say; collective over the machine, blocking.
 
     Parameters
@@ -25,6 +27,8 @@ def check(machine: Machine, covers: Sequence[Cover], refusal: str, name: str) ->
         The machine.
     covers
         What this rank's modules say.
+    options
+        What is to be the same on all ranks, by name.
     refusal
         What is wrong on this rank otherwise; empty if nothing is.
     name
@@ -35,15 +39,26 @@ def check(machine: Machine, covers: Sequence[Cover], refusal: str, name: str) ->
     ConfigurationError
         On all ranks with the same words, if something does not fit together.
     """
-    mine = {"refusal": refusal, "covers": [cover.words() for cover in covers]}
+    mine = {
+        "refusal": refusal,
+        "options": {key: repr(value) for key, value in options.items()},
+        "covers": [cover.words() for cover in covers],
+    }
     told = tell_all(machine.segments, json.dumps(mine, sort_keys=True).encode(), name)
-    said: dict[int, list[Words]] = {}
+    said: dict[int, Words] = {}
     for words, ranks in told.items():
-        theirs = json.loads(words)
-        if theirs["refusal"]:
-            raise ConfigurationError(f"GradientSync: on rank {ranks[0]}: {theirs['refusal']}")
-        said |= dict.fromkeys(ranks, theirs["covers"])
-    for problem in problems({rank: said[rank] for rank in machine.ranks}):
+        said |= dict.fromkeys(ranks, json.loads(words))
+    first = machine.ranks[0]
+    for rank in machine.ranks:
+        if said[rank]["refusal"]:
+            raise ConfigurationError(f"GradientSync: on rank {rank}: {said[rank]['refusal']}")
+        for key, value in said[first]["options"].items():
+            if said[rank]["options"][key] != value:
+                raise ConfigurationError(
+                    f"GradientSync: {key} is {value} on rank {first} but {said[rank]['options'][key]} on"
+                    f" rank {rank}"
+                )
+    for problem in problems({rank: said[rank]["covers"] for rank in machine.ranks}):
         raise ConfigurationError(f"GradientSync: {problem}")
 
 

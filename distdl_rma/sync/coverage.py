@@ -17,6 +17,7 @@ from distdl_rma.machine import Machine
 
 __all__ = ["Cover", "Entry", "by_module", "covers_of"]
 
+_WEIGHTS = ("get_ranks_synch_weights", "get_sizeof_gradients")
 _NORM = {"get_ranks_synch_norm", "get_sizeof_norm"}
 
 
@@ -97,9 +98,9 @@ class Cover:
     @property
     def stated_by_user(self) -> bool:
         """Whether the ranks are not those that this library would have chosen."""
-        return self.module is not None and (
-            self.layer is None or "get_ranks_synch_weights" in vars(self.module)
-        )
+        if self.layer is not None:
+            return "get_ranks_synch_weights" in vars(self.layer)
+        return hasattr(self.module, "get_ranks_synch_weights")
 
     def without(self, parameters: set[int]) -> Cover:
         """What is left without some parameters, given by ``id``."""
@@ -117,7 +118,7 @@ class Cover:
         """Ask the module; what is no list of ranks becomes a complaint."""
         try:
             said: Sequence[int] = self.everyone
-            if self.module is not None:
+            if hasattr(self.module, "get_ranks_synch_weights"):
                 said = self._callback("get_ranks_synch_weights")()
             self.ranks = tuple(as_int(rank) for rank in said)
         except Exception as error:  # noqa: BLE001 - the user's function; all ranks hear of it
@@ -189,7 +190,7 @@ def covers_of(module: nn.Module, name: str, machine: Machine, known: dict[int, s
     covers: list[Cover] = []
 
     def walk(part: nn.Module, path: str, above: Cover | None) -> None:
-        states = callable(getattr(part, "get_ranks_synch_weights", None))
+        states = any(hasattr(part, name) for name in _WEIGHTS)
         if states or above is None:
             called = part.name if isinstance(part, DistributedLayer) else path or type(part).__name__
             cover = Cover(part if states else None, called, machine.ranks)

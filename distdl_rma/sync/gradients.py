@@ -11,20 +11,16 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from distdl_rma.errors import ClosedError, ConfigurationError, ProtocolError
+from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.callbacks import Callbacks, answer
-from distdl_rma.layers.layer import DistributedLayer
-from distdl_rma.layers.replica import broadcast_from_first
+from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.sync.bucket import Bucket, Group, Kind, Slot, bucketed
-from distdl_rma.sync.checking import check
 from distdl_rma.sync.clipping import Norms
-from distdl_rma.sync.coverage import Cover, by_module, covers_of
+from distdl_rma.sync.roster import Roster
 
 __all__ = ["GradientSync"]
 
-_REDUCTIONS = ("sum", "mean")
 _BUCKET_NBYTES = 1 << 20
 
 
@@ -84,28 +80,19 @@ class GradientSync:
         replicas: int | None = None,
         bucket_nbytes: int = _BUCKET_NBYTES,
     ) -> None:
-        if reduction not in _REDUCTIONS:
-            raise ConfigurationError(f"reduction is one of {_REDUCTIONS}, got {reduction!r}")
-        if replicas is not None and (reduction == "sum" or replicas < 1):
-            raise ConfigurationError(f"replicas={replicas!r} divides a mean, and is at least 1")
         self._machine = Machine.of(machine)
-        self._reduction, self._replicas, self._bucket_nbytes = reduction, replicas, bucket_nbytes
+        self._bucket_nbytes = bucket_nbytes
         self._paused = self._closed = self._in_backward = False
-        self._covers: list[Cover] = []
+        self._roster = Roster(self._machine, reduction, replicas, {"bucket_nbytes": bucket_nbytes})
         self._buckets: list[Bucket] = []
         # Parameters that no other rank holds.
         self._alone: list[Slot] = []
-        self._frozen: dict[str, nn.Parameter] = {}
-        # Names of parameters, for messages and to tell which are the same on other ranks.
-        self._names: dict[int, str] = {}
-        self._registered = 0
         # Buckets are counted per kind: what is alike on their ranks.
         self._numbers: defaultdict[Kind, Iterator[int]] = defaultdict(count)
         self._norms = Norms(self._machine)
         # The gradients must leave the segment before it goes.
         self._machine.segments.before_close(self)
-        if model is not None:
-            self.register(model)
+        self.register(model)
 
     def register(
         self, module: nn.Module | None, *, name: str | None = None, **callbacks: Unpack[Callbacks]
@@ -134,29 +121,9 @@ class GradientSync:
         self._check_open()
         if self._in_backward or any(slot.pending for slot in self._slots):
             raise ProtocolError("GradientSync: register between steps, with no gradients from no_sync left")
-        self._registered += 1
-        prefix = name or ("" if self._registered == 1 else f"module {self._registered}")
-        before = dict(vars(module)) if module is not None else {}
-        new: list[Cover] = []
-        if module is not None:
-            answer(module, "register", callbacks)
-            new = covers_of(module, prefix, self._machine, self._names)
-        moved = {id(entry.parameter) for cover in new for entry in cover.entries}
-        kept = [cover.without(moved) for cover in self._covers]
-        try:
-            title = f"GradientSync (callbacks {self._registered})"
-            check(self._machine, [*kept, *new], self._refusal(new), title)
-        except ConfigurationError:
-            if module is not None:
-                for key in callbacks:
-                    module.__dict__.pop(key)
-                module.__dict__.update({key: before[key] for key in callbacks if key in before})
-            raise
-        self._covers = [cover for cover in kept if cover.entries] + new
+        moved, groups = self._roster.admit(module, name, callbacks)
         self._drop(moved)
-        for cover in new:
-            _equalise(self._machine, cover)
-        self._build(self._groups_of(new))
+        self._build(groups)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -269,33 +236,6 @@ class GradientSync:
         if self._closed:
             raise ClosedError("GradientSync: already closed")
 
-    def _refusal(self, new: Sequence[Cover]) -> str:
-        ours = {id(slot.entry.module) for slot in self._slots}
-        for cover in new:
-            layer = cover.layer
-            taken = layer is not None and layer.replica is not None and layer.replica.taken_over
-            if taken and id(layer) not in ours:
-                return f"{cover.name!r} already belongs to another GradientSync; close that"
-        return ""
-
-    def _groups_of(self, covers: Sequence[Cover]) -> list[Group]:
-        groups = []
-        for cover in covers:
-            for entries in by_module(cover):
-                kind = Kind(cover.ranks, entries[0].parameter.dtype, self._divisor(cover))
-                self._frozen.update((e.name, e.parameter) for e in entries if not e.parameter.requires_grad)
-                slots = [Slot(e, kind) for e in entries if e.parameter.requires_grad and e.nbytes]
-                if slots:
-                    groups.append(Group(kind, slots))
-        return groups
-
-    def _divisor(self, cover: Cover) -> int:
-        if self._reduction == "sum":
-            return 1
-        if self._replicas is not None:
-            return self._replicas
-        return max(1, len(cover.ranks)) if cover.stated_by_user else self._machine.size
-
     def _build(self, groups: Sequence[Group]) -> None:
         travelling = [group for group in groups if len(group.kind.ranks) > 1]
         for members in bucketed(travelling, self._bucket_nbytes):
@@ -321,7 +261,6 @@ class GradientSync:
         for slot in [s for s in self._alone if id(s.parameter) in parameters]:
             slot.release()
             self._alone.remove(slot)
-        self._frozen = {name: p for name, p in self._frozen.items() if id(p) not in parameters}
         self._build(rest)
 
     def _adopt(self, bucket: Bucket, slot: Slot) -> None:
@@ -335,12 +274,23 @@ class GradientSync:
     def _adopt_alone(self, slot: Slot) -> None:
         self._alone.append(slot)
         parameter: Any = slot.parameter
-        if slot.kind.divisor > 1:
-            slot.handles = [parameter.register_hook(lambda gradient: gradient / slot.kind.divisor)]
+        slot.handles = [parameter.register_hook(lambda gradient: self._alone_before(slot, gradient))]
         replica = slot.entry.replica
         if replica is not None and len(replica.holders) > 1:
             # Its user says that nobody else is to sum them.
             slot.take_over(lambda: None)
+
+    def _begin(self) -> None:
+        # The first gradient of a backward, whichever it is: other ranks may wait for this one's others.
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _alone_before(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        self._check_open()
+        if not self._paused:
+            self._begin()
+        return gradient / slot.kind.divisor if slot.kind.divisor > 1 else gradient
 
     def _before(self, bucket: Bucket, slot: Slot) -> None:
         # Runs with the gradient of this backward complete and not yet accumulated.
@@ -366,9 +316,7 @@ class GradientSync:
                 f"the gradient of {slot.entry.name!r} came twice in one backward, or an earlier backward"
                 " failed: use checkpoint(use_reentrant=False), or make a new GradientSync"
             )
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._begin()
         slot.seen = True
         if gradient is not None and not slot.local:
             # Summed already, or the loop's own: kept aside, so that only what is new is summed.
@@ -400,7 +348,7 @@ class GradientSync:
 
     def _refuse(self) -> None:
         # A gradient is never silently local.
-        for name, parameter in self._frozen.items():
+        for name, parameter in self._roster.frozen.items():
             if parameter.requires_grad:
                 raise ProtocolError(
                     f"parameter {name!r} was unfrozen after its GradientSync was made; make a new one"
@@ -409,15 +357,3 @@ class GradientSync:
             raise ProtocolError(
                 "GradientSync: torch.autograd.grad would return local gradients; use backward()"
             )
-
-
-def _equalise(machine: Machine, cover: Cover) -> None:
-    """Make plain parameters and buffers those of the first of their ranks; layers of this library did so."""
-    if cover.layer is not None or len(cover.ranks) < 2:
-        return
-    for entry in cover.entries:
-        broadcast_from_first(machine, cover.ranks, [entry.parameter.data], entry.name)
-    for path, part in cover.parts:
-        if not isinstance(part, DistributedLayer):
-            buffers = [buffer for buffer in part.buffers(recurse=False) if buffer.numel()]
-            broadcast_from_first(machine, cover.ranks, buffers, f"{path} (buffers)")

@@ -267,8 +267,21 @@ def test_one_model_has_one_sync(P_world, comm):
         GradientSync(model, P_world)
     sync.close()
     GradientSync(model, P_world).close()
-    with pytest.raises(ConfigurationError, match="reduction is one of"):
-        GradientSync(model, P_world, reduction="product")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "product"}, "reduction is one of"),
+        ({"replicas": 2}, "replicas=2 divides a mean"),
+        ({"reduction": "mean", "replicas": 0}, "and is at least 1"),
+        ({"bucket_nbytes": 7}, r"bucket_nbytes is \d+ on rank 0 but \d+ on rank \d"),
+    ],
+)
+def test_wrong_options_on_one_rank_are_refused_on_all(P_world, comm, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        GradientSync(nn.Linear(2, 2), P_world, **(options if comm.rank == 1 else {}))
 
 
 def test_gradients_outlive_the_machine(comm):

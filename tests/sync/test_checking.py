@@ -1,0 +1,86 @@
+"""Callbacks of several ranks compared, in one process."""
+
+import copy
+
+import pytest
+
+from distdl_rma.sync.checking import problems
+
+HEAD = {
+    "name": "head",
+    "ranks": None,
+    "holders": [],
+    "stated": True,
+    "nbytes": [48, 48],
+    "norm": {},
+    "complaint": "",
+    "parameters": {"head.weight": [[4, 3], "float32"]},
+}
+
+
+def said(*changes, cover=HEAD):
+    """What so many ranks say: the same, but for the given changes; None for a rank without the cover."""
+    words = {}
+    for rank, change in enumerate(changes):
+        theirs = copy.deepcopy(cover)
+        words[rank] = [] if change is None else [theirs | change]
+    return words
+
+
+def first(words):
+    return next(problems(words), None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ({}, {}, {}),
+        ({"ranks": [0, 1]}, {"ranks": [0, 1]}, None),
+        ({"ranks": [0, 2]}, {"ranks": [1]}, {"ranks": [0, 2]}),
+        ({"ranks": [2, 0]}, None, {"ranks": [2, 0]}),
+        ({"ranks": []}, None, None),
+    ],
+)
+def test_what_fits_together_is_no_problem(changes):
+    assert first(said(*changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (({"ranks": [0, 7]}, {}), r"'head': .* gave \[0, 7\] on rank 0; rank 7 is not in M = \(0, 1\)"),
+        (({"ranks": [1]}, {}), r"'head': .* gave \[1\] on rank 0; the rank itself is missing"),
+        (({"ranks": [0, 0]}, {}), r"gave \[0, 0\] on rank 0; a rank is listed more than once"),
+        (({"ranks": [0]}, {}), r"gave \[0, 1\] on rank 1 but \[0\] on rank 0"),
+        (({"ranks": [1, 0]}, {}), r"gave \[1, 0\] on rank 0 but \[0, 1\] on rank 1"),
+        (({}, None), r"'head' \(head.weight\): .* over ranks \[0, 1\], but rank 1 does not hold it"),
+        (({"ranks": []}, {"ranks": []}), r"no callback covers it, but ranks \[0, 1\] hold it"),
+        (({"nbytes": [40, 48]}, {}), r"gave 40 bytes on rank 0, its gradients are 48 bytes"),
+        (({}, {"complaint": "it raised"}), r"'head': on rank 1, it raised"),
+        (
+            ({}, {"parameters": {"head.weight": [[3, 4], "float32"]}}),
+            r"is \(4, 3\) float32 on rank 0 but \(3, 4\) float32 on rank 1",
+        ),
+        (({"ranks": [0, 1], "holders": [0]}, {}), r"copies of this rank's weights are on \[0\]"),
+        (({"ranks": [], "holders": None}, {}), r"weights are held by \[0, 1\] and would drift apart"),
+        (
+            ({"norm": {"get_ranks_synch_norm": [[0], [0, 1]]}}, {}),
+            r"get_ranks_synch_norm\(\) gave \[0\] on rank 0, the ranks that share .* are \[0, 1\]",
+        ),
+        (({"norm": {"get_sizeof_norm": [8, 32]}}, {}), r"get_sizeof_norm\(\) gave 8 on rank 0, it is 32"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_both_sides(changes, message):
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(first(said(*changes)))
+
+
+def test_a_norm_of_which_no_input_was_seen_has_no_size_to_compare():
+    assert first(said({"norm": {"get_sizeof_norm": [8, 0]}})) is None
+
+
+def test_thousand_ranks_are_compared_at_once():
+    words = said(*({"ranks": [rank - rank % 4 + i for i in range(4)]} for rank in range(1024)))
+    assert first(words) is None
+    words[1000][0]["ranks"] = [1000]
+    assert "on rank 1001 but [1000] on rank 1000" in " ".join(problems(words))
