@@ -1,0 +1,106 @@
+"""Norms of gradients that lie in parts on several ranks."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import ConfigurationError, GradientSync, ProtocolError, gather_state_dict
+from distdl_rma.layers import (
+    DistributedConv2d,
+    DistributedLinear,
+    DistributedLinearAllGatherZero,
+)
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+
+ORDERS = [2.0, 1.0, 3.5, math.inf]
+
+
+def both(P_world, comm):
+    """A network whose layers keep weights as copies, blocks, one set and shards, and torch's twin."""
+    n = comm.size
+    P_x = P_world.create_cartesian_topology_partition((1, n))
+    P_t = P_world.create_cartesian_topology_partition((1, 1, n, 1))
+    P_w = P_world.create_cartesian_topology_partition((n, 1))
+    torch.manual_seed(3)
+    ours = nn.ModuleList(
+        [
+            DistributedLinear(P_x, P_x, P_w, 5, 7, dtype=torch.float64),
+            DistributedLinearAllGatherZero(
+                P_world.create_cartesian_topology_partition((n, 1)), 7, 5, dtype=torch.float64
+            ),
+            nn.Linear(5, 5, dtype=torch.float64),
+            DistributedConv2d(P_t, 1, 2, 3, padding=1, dtype=torch.float64, weights="root"),
+            DistributedConv2d(P_t, 2, 1, 3, padding=1, dtype=torch.float64),
+        ]
+    )
+    torch.manual_seed(3)
+    twins = nn.ModuleList(
+        [
+            nn.Linear(5, 7, dtype=torch.float64),
+            nn.Linear(7, 5, dtype=torch.float64),
+            nn.Linear(5, 5, dtype=torch.float64),
+            nn.Conv2d(1, 2, 3, padding=1, dtype=torch.float64),
+            nn.Conv2d(2, 1, 3, padding=1, dtype=torch.float64),
+        ]
+    )
+    return ours, twins, (P_x, P_t)
+
+
+def backward(nets, places, x, image):
+    (ours, twins), (P_x, P_t) = nets, places
+    P_b = P_x.create_cartesian_topology_partition((P_x.size, 1))
+    ours[0](shard(P_x, x)).square().sum().backward()
+    ours[1](shard(P_b, torch.cat([x, x[:, :2]], 1))).square().sum().backward()
+    (ours[2](x).square().sum() / P_x.size).backward()
+    ours[4](ours[3](shard(P_t, image))).square().sum().backward()
+    twins[0](x).square().sum().backward()
+    twins[1](torch.cat([x, x[:, :2]], 1)).square().sum().backward()
+    twins[2](x).square().sum().backward()
+    twins[4](twins[3](image)).square().sum().backward()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_norm_counts_every_weight_once(P_world, comm, order):
+    ours, twins, places = both(P_world, comm)
+    sync = GradientSync(ours, P_world)
+    torch.manual_seed(1)
+    x, image = torch.randn(6, 5, dtype=torch.float64), torch.randn(1, 1, 9, 7, dtype=torch.float64)
+    backward((ours, twins), places, x, image)
+    expected = torch.nn.utils.clip_grad_norm_(twins.parameters(), 0.7, order)
+    norm = sync.clip_grad_norm_(0.7, order)
+    agree(norm, expected)
+    assert len(set(comm.allgather(norm.item()))) == 1
+    agree(sync.grad_norm(order), torch.nn.utils.get_total_norm([p.grad for p in twins.parameters()], order))
+    # The clipped gradients are those of the twin, wherever they are kept.
+    with torch.no_grad():
+        for p in (*ours.parameters(), *twins.parameters()):
+            p.sub_(p.grad) if p.grad is not None else None
+    state = gather_state_dict(ours)
+    for key, value in twins.state_dict().items():
+        agree(state[key], value, key)
+    sync.close()
+
+
+def test_no_gradients_and_strange_ones(P_world, comm):
+    plain = nn.Linear(2, 2)
+    sync = GradientSync(plain, P_world)
+    assert sync.grad_norm() == 0 == sync.clip_grad_norm_(1.0)
+    plain(torch.full((1, 2), math.nan if comm.rank == 0 else 1.0)).sum().backward()
+    for order in ORDERS:
+        assert torch.isnan(sync.grad_norm(order)), order
+        with pytest.raises(RuntimeError, match="is nan, not finite"):
+            sync.clip_grad_norm_(1.0, order, error_if_nonfinite=True)
+    with pytest.raises(ConfigurationError, match="norm_type must be positive, got 0"):
+        sync.grad_norm(0)
+    plain.zero_grad()
+    with sync.no_sync():
+        plain(torch.ones(1, 2)).sum().backward()
+    if comm.size > 1:
+        with pytest.raises(ProtocolError, match="not summed yet"):
+            sync.grad_norm()
+    plain.zero_grad()
+    sync.close()

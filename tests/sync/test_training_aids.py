@@ -1,0 +1,160 @@
+"""GradientSync beside what training loops use: scalers, several optimizers, foreach, unused parameters."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import DistributedGradScaler, GradientSync
+from distdl_rma.layers import (
+    DistributedConv2d,
+    DistributedInstanceNorm2d,
+    DistributedLinear,
+    DistributedMSELoss,
+)
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+
+DTYPE = torch.float64
+
+
+def nets(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    found = []
+    for conv, norm in (
+        (
+            lambda *a, **k: DistributedConv2d(P_x, *a, **k),
+            lambda *a, **k: DistributedInstanceNorm2d(P_x, *a, **k),
+        ),
+        (nn.Conv2d, nn.InstanceNorm2d),
+    ):
+        torch.manual_seed(7)
+        found.append(
+            nn.Sequential(
+                conv(2, 4, 3, padding=1, dtype=DTYPE),
+                norm(4, affine=True, dtype=DTYPE),
+                nn.ELU(),
+                conv(4, 2, 3, padding=1, dtype=DTYPE),
+            )
+        )
+    return P_x, *found
+
+
+def losses(P_x, ours, twin):
+    torch.manual_seed(2)
+    x, target = torch.randn(2, 2, 2, 9, 7, dtype=DTYPE)
+    yield lambda: DistributedMSELoss(P_x)(ours(shard(P_x, x)), shard(P_x, target))
+    yield lambda: nn.MSELoss()(twin(x), target)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "two"])
+def test_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm, kind, foreach):
+    P_x, ours, twin = nets(P_world, comm)
+    with GradientSync(ours, P_world):
+        for net, loss in zip((ours, twin), losses(P_x, ours, twin), strict=True):
+            if kind == "two":
+                optimizers = [
+                    torch.optim.SGD(net[0].parameters(), lr=0.1, foreach=foreach),
+                    torch.optim.AdamW([*net[1].parameters(), *net[3].parameters()], foreach=foreach),
+                ]
+            else:
+                optimizers = [getattr(torch.optim, kind)(net.parameters(), lr=0.01, foreach=foreach)]
+            for _ in range(4):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+    for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_torchs_scaler_works_on_copies(P_world, comm, overflow):
+    P_x, ours, twin = nets(P_world, comm)
+    with GradientSync(ours, P_world) as sync:
+        scales = []
+        for net, loss in zip((ours, twin), losses(P_x, ours, twin), strict=True):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(3):
+                optimizer.zero_grad()
+                # An overflow on one rank alone.
+                spoilt = overflow and step == 1 and (net is twin or comm.rank == comm.size - 1)
+                (scaler.scale(loss()) * (math.inf if spoilt else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                if not spoilt and not (overflow and step == 1):
+                    _ = (
+                        sync.clip_grad_norm_(0.5)
+                        if net is ours
+                        else nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                    )
+                scaler.step(optimizer)
+                scaler.update()
+            scales.append(scaler.get_scale())
+    assert scales[0] == scales[1] == (512.0 if overflow else 1024.0)
+    assert len(set(comm.allgather(scales[0]))) == 1
+    for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
+        agree(a, b)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_blocks_of_weights_need_the_scaler_of_all_ranks(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    P_w = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer = DistributedLinear(P_x, P_x, P_w, 4, 2 * comm.size, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = DistributedGradScaler(P_world, init_scale=64.0)
+    sync = GradientSync(layer, P_world)
+    for step in range(2):
+        optimizer.zero_grad()
+        y = layer(shard(P_x, torch.ones(1, 4)))
+        # Only the block of rank 0 overflows.
+        scaler.scale(y.sum() * (math.inf if step == 0 and comm.rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 0:
+            assert torch.equal(layer.weight, before), "skipped on all ranks"
+            assert scaler.get_scale() == 32.0
+    torch.testing.assert_close(layer.weight.detach(), before - 1.0)
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parameters_without_a_gradient_in_a_step_need_no_option(P_world, comm):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(3, 3, dtype=DTYPE) for name in ("always", "some", "never")})
+    optimizer = torch.optim.Adam(model.parameters())
+    never = model["never"].weight.detach().clone()
+    with GradientSync(model, P_world, bucket_nbytes=0):
+        for step in range(6):
+            optimizer.zero_grad()
+            y = model["always"](torch.ones(1, 3, dtype=DTYPE))
+            if (step + comm.rank) % 2:
+                y = model["some"](y)
+            y.sum().backward()
+            optimizer.step()
+            assert model["never"].weight.grad is None
+            weights = comm.allgather([p.detach().numpy().tobytes() for p in model.parameters()])
+            assert weights.count(weights[0]) == comm.size, "copies stay bitwise equal"
+    assert torch.equal(model["never"].weight, never)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_mean_reaches_weights_that_one_rank_keeps(P_world, comm):
+    # Every rank's loss counts the same, wherever a weight is kept.
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    gradients = {}
+    for weights in ("replicated", "root"):
+        torch.manual_seed(1)
+        layer = DistributedConv2d(P_x, 1, 2, 3, padding=1, dtype=DTYPE, weights=weights)
+        with GradientSync(layer, P_world, reduction="mean"):
+            for _ in range(2):  # adds up
+                layer(shard(P_x, torch.ones(1, 1, 8, 5, dtype=DTYPE))).sum().backward()
+        gradients[weights] = layer.weight.grad
+    if comm.rank == 0:
+        agree(gradients["root"], gradients["replicated"])
