@@ -44,7 +44,7 @@ def check(
         "options": {key: repr(value) for key, value in options.items()},
         "covers": [cover.words() for cover in covers],
     }
-    told = tell_all(machine.segments, json.dumps(mine, sort_keys=True).encode(), name)
+    told = tell_all(machine.segments, json.dumps(mine).encode(), name)
     said: dict[int, Words] = {}
     for words, ranks in told.items():
         said |= dict.fromkeys(ranks, json.loads(words))
