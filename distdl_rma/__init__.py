@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ShapeError,
         UnsupportedError,
     )
+    from distdl_rma.geometry.distribution import Distribution
     from distdl_rma.geometry.partition import Partition
     from distdl_rma.layers.tensors import zero_volume_tensor
     from distdl_rma.machine import Machine, MPIPartition
@@ -43,6 +44,7 @@ _HOMES = {
         "ShapeError",
         "UnsupportedError",
     ),
+    "geometry.distribution": ("Distribution",),
     "geometry.partition": ("Partition",),
     "layers.tensors": ("zero_volume_tensor",),
     "machine": ("Machine", "MPIPartition"),
@@ -56,6 +58,7 @@ __all__ = [
     "ConfigurationError",
     "DistdlError",
     "DistributedGradScaler",
+    "Distribution",
     "ExchangeTimeout",
     "GradientSync",
     "MPIPartition",

@@ -20,6 +20,7 @@ from distdl_rma.errors import (
     ExchangeTimeout,
     PartitionError,
 )
+from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
@@ -139,6 +140,10 @@ class Machine:
         """All ranks of M in order, on a grid of the given shape (one-dimensional if None); local."""
         extents = (self.size,) if shape is None else tuple(as_int(extent) for extent in shape)
         return Partition(self.ranks, extents, self.rank, self)
+
+    def distribute(self, distribution: Distribution) -> Partition:
+        """Grid of the shards of a distributed tensor; local. ``PartitionError`` if it does not fit M."""
+        return distribution.on(self.partition())
 
     def group(self, ranks: Iterable[int] | None = None, name: str = "group") -> Group:
         """Ordered ranks of the machine, this one included, with a barrier and collectives; local.

@@ -1,0 +1,229 @@
+"""How many instances each dimension of a tensor is distributed over, and where these sit in the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from operator import index as as_int
+from typing import Any, Protocol
+
+from distdl_rma.errors import PartitionError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+
+__all__ = ["INPUT", "NORM", "OUTPUT", "Distribution", "Ranked"]
+
+# Numbers of the inequalities: of an input, of an output, of a normalisation.
+INPUT, OUTPUT, NORM = ("3.1", "3.2", "3.3"), ("3.4", "3.5", "3.6"), ("4.1", "4.2", "4.3")
+_LEADING = 2
+_MOST_SPACE = 3
+_NOBODY = -1
+
+
+class Ranked(Protocol):
+    """An ordered list of ranks: a machine, or a partition."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank ids, in order."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Distribution:
+    """Over how many instances each dimension of a tensor is distributed, and with what strides in M.
+
+    ``Distribution(2, 1, 3, 1)`` cuts the batch in two and the height in three. A value that belongs to no
+    machine: whether it fits one is checked where it meets one.
+
+    The process at (n, c, p), where p counts the places in space row-major, is the one at
+    ``n * stride_n + c * stride_c + p`` in the list M. In the box that ``strides`` spans ``stride_c`` is P~
+    and ``stride_n`` is C~ x P~; where the box does not fit, the shards are packed instead, as the
+    inequalities permit, so that no two of them meet on one rank.
+
+    Parameters
+    ----------
+    n, c, spatial
+        Instances of batch, channel and one to three spatial dimensions; 1 is not distributed.
+    strides
+        Extents of the box of ranks that the instances lie in: (N~, C~, P~), or one number per dimension,
+        whose spatial ones multiply to P~. Tight if None.
+
+    Attributes
+    ----------
+    shape
+        The instances of all dimensions.
+    strides
+        (N~, C~, P~).
+
+    Raises
+    ------
+    PartitionError
+        If a count is not an integer of at least 1, or there are too few or too many of them.
+
+    Notes
+    -----
+    Interface document, chapters 1, 3 and 4; requirements A2 to A6.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, int, int]
+
+    def __init__(self, n: int, c: int, *spatial: int, strides: Sequence[int] | None = None) -> None:
+        shape = _counts("instances", (n, c, *spatial))
+        if not 1 <= len(spatial) <= _MOST_SPACE:
+            raise PartitionError(
+                f"Distribution: needs batch, channels and 1 to {_MOST_SPACE} spatial dimensions, got {shape}"
+            )
+        box = shape if strides is None else _counts("strides", strides)
+        if len(box) not in (_LEADING + 1, len(shape)):
+            raise PartitionError(
+                f"Distribution: strides are (N~, C~, P~), or {len(shape)} numbers for instances {shape}, got"
+                f" {box}"
+            )
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "strides", (*box[:_LEADING], prod(box[_LEADING:])))
+
+    def __repr__(self) -> str:
+        box = "" if self.strides == self._tight else f", strides={self.strides}"
+        return f"Distribution({', '.join(map(str, self.shape))}{box})"
+
+    @property
+    def dim(self) -> int:
+        """Number of dimensions of the tensor."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of shards."""
+        return prod(self.shape)
+
+    @property
+    def _tight(self) -> tuple[int, int, int]:
+        n, c, *space = self.shape
+        return n, c, prod(space)
+
+    @cached_property
+    def _steps(self) -> tuple[int, int]:
+        # How far apart in M two neighbours in batch are, and two in channels.
+        (n, c, places), (box_n, box_c, box_p) = self._tight, self.strides
+        if n > box_n:
+            return c * places, places
+        return box_c * box_p, box_p if c <= box_c else places
+
+    @cached_property
+    def _coords(self) -> dict[int, tuple[int, ...]]:
+        # What sits at which index of M, in row-major order of the shards.
+        return {self._index(coords): coords for coords in product(*map(range, self.shape))}
+
+    def _index(self, coords: Sequence[int]) -> int:
+        n, c, *space = coords
+        p = 0
+        for i, extent in zip(space, self.shape[_LEADING:], strict=True):
+            p = p * extent + i
+        return n * self._steps[0] + c * self._steps[1] + p
+
+    def check(self, size: int, equations: Sequence[str] = INPUT, who: str = "Distribution") -> None:
+        """Check the inequalities for a machine of ``size`` ranks; local, alike on all of them.
+
+        Parameters
+        ----------
+        size
+            Number of ranks, |M|.
+        equations
+            Numbers by which the interface document has them, from that of space to that of all dimensions.
+        who
+            What the distribution is of, for the message.
+
+        Raises
+        ------
+        PartitionError
+            If one does not hold; names the first one, with its numbers.
+        """
+        for count, equation in enumerate(equations, 1):
+            instances, box = self.shape[_LEADING + 1 - count :], self.strides[-count:]
+            if prod(instances) > prod(box):
+                raise PartitionError(f"{who}: ({equation}): {_product(instances)} > {_product(box)}")
+        if prod(self.strides) > size:
+            raise PartitionError(f"{who}: ({equations[-1]}): {_product(self.strides)} > |M| = {size}")
+
+    def _checked(self, machine: Ranked) -> tuple[int, ...]:
+        self.check(len(machine.ranks))
+        return machine.ranks
+
+    def rank_of(self, coords: Sequence[int], machine: Ranked) -> int:
+        """Rank id of the process at (n, c, *spatial).
+
+        Raises
+        ------
+        PartitionError
+            If there is no such place, or the distribution does not fit the machine.
+        """
+        place = tuple(as_int(i) for i in coords)
+        inside = len(place) == self.dim and all(0 <= i < n for i, n in zip(place, self.shape, strict=True))
+        if not inside:
+            raise PartitionError(f"{self}: there are no coordinates {place}")
+        return self._checked(machine)[self._index(place)]
+
+    def coords_of(self, rank: int, machine: Ranked) -> tuple[int, ...] | None:
+        """Coordinates (n, c, *spatial) of a rank id, None if it is idle.
+
+        Raises
+        ------
+        PartitionError
+            If the rank is not in the machine, or the distribution does not fit it.
+        """
+        ranks = self._checked(machine)
+        if rank not in ranks:
+            raise PartitionError(f"rank {rank} is not in M = {ranks}")
+        return self._coords.get(ranks.index(rank))
+
+    def active_ranks(self, machine: Ranked) -> tuple[int, ...]:
+        """Rank ids that hold a shard, in row-major order of the shards.
+
+        Raises
+        ------
+        PartitionError
+            If the distribution does not fit the machine.
+        """
+        ranks = self._checked(machine)
+        return tuple(ranks[index] for index in self._coords)
+
+    def shards(self, shape: Sequence[int], machine: Ranked) -> dict[int, Box]:
+        """Box of a global tensor that each rank of the machine holds, an empty one on idle ranks.
+
+        Raises
+        ------
+        PartitionError
+            If the tensor has another number of dimensions, or the distribution does not fit the machine.
+        """
+        blocks = Decomposition.balanced(Partition(self.active_ranks(machine), self.shape, _NOBODY), shape)
+        return {rank: blocks.box(rank) for rank in machine.ranks}
+
+    def on(self, partition: Partition) -> Partition:
+        """Grid of shards on some of the ranks of a partition of M; local.
+
+        Raises
+        ------
+        PartitionError
+            If the distribution does not fit.
+        """
+        return Partition(self.active_ranks(partition), self.shape, partition.me, partition.home)
+
+
+def _counts(what: str, numbers: Sequence[Any]) -> tuple[int, ...]:
+    try:
+        counts = tuple(as_int(number) for number in numbers)
+    except TypeError:
+        raise PartitionError(f"Distribution: {what} must be integers, got {numbers!r}") from None
+    if min(counts, default=1) < 1:
+        raise PartitionError(f"Distribution: {what} must be at least 1, got {counts}")
+    return counts
+
+
+def _product(factors: Sequence[int]) -> str:
+    text = " x ".join(map(str, factors))
+    return text if len(factors) == 1 else f"{text} = {prod(factors)}"
