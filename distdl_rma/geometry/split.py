@@ -9,7 +9,7 @@ from typing import Protocol
 
 from distdl_rma.errors import PartitionError
 
-__all__ = ["Balanced", "Copies", "Grouped", "Listed", "Split", "meeting"]
+__all__ = ["Balanced", "Copies", "Grouped", "Listed", "Section", "Split", "meeting"]
 
 
 class Split(Protocol):
@@ -158,6 +158,48 @@ class Grouped:
         start, stop = self.base.interval(part)
         low, high = self.ends(part)
         return (low, high) if start < stop else (low, low)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the parts of another split have of an interval of it, counted from where that begins.
+
+    Parameters
+    ----------
+    base
+        The other split.
+    offset
+        Where the interval begins.
+    extent
+        Its length, which is the extent of the dimension.
+    """
+
+    base: Split
+    offset: int
+    extent: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.extent < 0 or self.offset + self.extent > self.base.extent:
+            raise PartitionError(
+                f"[{self.offset}, {self.offset + self.extent}) is no interval of extent {self.base.extent}"
+            )
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return self.base.parts
+
+    def _inside(self, ends: tuple[int, int]) -> tuple[int, int]:
+        start, stop = (min(max(end - self.offset, 0), self.extent) for end in ends)
+        return start, stop
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part."""
+        return self._inside(self.base.ends(part))
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part, empty where it has nothing of the interval."""
+        return self._inside(self.base.interval(part))
 
 
 def meeting(split: Split, start: int, stop: int) -> range:

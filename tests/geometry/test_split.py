@@ -9,13 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl_rma.errors import PartitionError
-from distdl_rma.geometry.split import Balanced, Listed, meeting
+from distdl_rma.geometry.split import Balanced, Listed, Section, meeting
 from tests.geometry.counting import Counting
 
 some = settings(max_examples=60)
 lengths = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5]), min_size=1, max_size=8).map(tuple)
 balanced = st.builds(Balanced, st.integers(0, 20), st.integers(1, 9))
 any_split = st.one_of(balanced, lengths.map(Listed))
+
+
+@st.composite
+def sections(draw):
+    base = draw(any_split)
+    offset = draw(st.integers(0, base.extent))
+    return Section(base, offset, draw(st.integers(0, base.extent - offset)))
 
 
 def intervals(split):
@@ -73,6 +80,30 @@ def test_parts_follow_each_other_from_zero_to_the_extent(split):
 def test_ends_rise_with_the_part(split):
     ends = [split.ends(part) for part in range(split.parts)]
     assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(ends))
+
+
+@some
+@given(sections())
+def test_a_section_has_the_elements_of_its_base_in_an_interval(section):
+    for part in range(section.parts):
+        elements = set(range(*section.base.interval(part)))
+        inside = {at - section.offset for at in elements} & set(range(section.extent))
+        assert set(range(*section.interval(part))) == inside
+
+
+@some
+@given(sections(), st.integers(-3, 25), st.integers(-3, 25))
+def test_the_parts_of_a_section_are_found_and_rise(section, start, stop):
+    ends = [section.ends(part) for part in range(section.parts)]
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(ends))
+    found = meeting(section, start, stop)
+    for part, interval in enumerate(intervals(section)):
+        assert part in found or not share_an_element(interval, (start, stop))
+
+
+def test_a_section_beyond_its_base_is_refused():
+    with pytest.raises(PartitionError, match=r"\[3, 9\) is no interval of extent 8"):
+        Section(Balanced(8, 3), 3, 6)
 
 
 @some
