@@ -9,12 +9,14 @@ from distdl_rma.layers.adaptive import (
     DistributedAdaptiveMaxPool3d,
 )
 from distdl_rma.layers.classification import DistributedCrossEntropyLoss, DistributedNLLLoss
+from distdl_rma.layers.concat import DistributedConcat
 from distdl_rma.layers.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from distdl_rma.layers.embedding import (
     DistributedEmbedding,
 )
 from distdl_rma.layers.gather import AllGather, ReduceScatter
 from distdl_rma.layers.halo_exchange import HaloExchange
+from distdl_rma.layers.interface import Concat, Conv, InstanceNorm
 from distdl_rma.layers.layernorm import DistributedLayerNorm, DistributedRMSNorm
 from distdl_rma.layers.linear import (
     DistributedLinear,
@@ -84,6 +86,8 @@ __all__ = [
     "AllGather",
     "AllSumReduce",
     "Broadcast",
+    "Concat",
+    "Conv",
     "DistributedAdaptiveAvgPool1d",
     "DistributedAdaptiveAvgPool2d",
     "DistributedAdaptiveAvgPool3d",
@@ -101,6 +105,7 @@ __all__ = [
     "DistributedCircularPad1d",
     "DistributedCircularPad2d",
     "DistributedCircularPad3d",
+    "DistributedConcat",
     "DistributedConstantPad1d",
     "DistributedConstantPad2d",
     "DistributedConstantPad3d",
@@ -147,6 +152,7 @@ __all__ = [
     "DistributedZeroPad2d",
     "DistributedZeroPad3d",
     "HaloExchange",
+    "InstanceNorm",
     "Movement",
     "ReduceScatter",
     "Repartition",

@@ -51,15 +51,27 @@ class Facts:
     wants: tuple[int, ...] = ()
 
     @classmethod
-    def about(cls, x: torch.Tensor, weight: torch.Tensor | None = None, wants: tuple[int, ...] = ()) -> Facts:
-        """Facts about a local tensor, the weight that the layer will use, and numbers it was called with."""
+    def about(
+        cls,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        wants: tuple[int, ...] = (),
+        idle: bool = False,
+    ) -> Facts:
+        """Facts about a local tensor, the weight that the layer will use, and numbers it was called with.
+
+        Of an idle rank, which has no part of the input, all tensors without elements are the same.
+        """
         recording = torch.is_grad_enabled()
         needs = Needs(
             recording and x.requires_grad, recording and weight is not None and weight.requires_grad
         )
         # What is sparse or on another device cannot move: as little as a type that is not known.
         dtype = x.dtype if x.layout is torch.strided and x.device.type == "cpu" else None
-        return cls(tuple(x.shape), dtype, needs, None if weight is None else weight.dtype, wants)
+        shape = tuple(x.shape)
+        if idle and dtype in DTYPES and 0 in shape:
+            shape, dtype = (0,), _DTYPE_CODES[0]
+        return cls(shape, dtype, needs, None if weight is None else weight.dtype, wants)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -147,10 +159,14 @@ class Plans(Generic[P]):
         return self._last[1] if self._last else None
 
     def begin(
-        self, x: torch.Tensor, weight: torch.Tensor | None = None, wants: tuple[int, ...] = ()
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        wants: tuple[int, ...] = (),
+        idle: bool = False,
     ) -> P | None:
         """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
-        self._mine = mine = Facts.about(x, weight, wants)
+        self._mine = mine = Facts.about(x, weight, wants, idle)
         if self._round is not None:
             self._round.start(mine.encode())
         if self._last is None:
@@ -192,10 +208,14 @@ class Plans(Generic[P]):
         return plan, Needs(*(any(both) for both in zip(*(f.needs for f in facts.values()), strict=True)))
 
     def agree(
-        self, x: torch.Tensor, weight: torch.Tensor | None = None, wants: tuple[int, ...] = ()
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        wants: tuple[int, ...] = (),
+        idle: bool = False,
     ) -> tuple[P, Needs]:
         """Begin and settle at once, for layers that have nothing to compute in between."""
-        self.begin(x, weight, wants)
+        self.begin(x, weight, wants, idle)
         return self.settle()
 
 

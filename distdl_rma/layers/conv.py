@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -145,6 +146,18 @@ class DistributedConv(ComposedLayer):
             + ("" if self.P_W is None else f", P_W={self.P_W.shape}")
             + f", weights={self.weights!r}"
         )
+
+    @tells_peers
+    def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
+        """Plan for an input before it is there, as of :class:`ComposedLayer`."""
+        if not self._fused:
+            super().connect(shape, dtype)
+            return
+        x = self.expected(self.P_x, shape, dtype)
+        if self.placed is not None:
+            self.placed.connect()
+        if self.plans is not None:
+            self.plans.agree(x, self.weight)[0].connect()
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:

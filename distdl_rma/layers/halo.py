@@ -52,6 +52,10 @@ class HaloPlan:
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
         self.landings = [self.tile.landing(piece) for piece in self.halo.forward.receives]
 
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours; blocking."""
+        self.halo.connect()
+
     def void(self) -> None:
         """Give up a halo exchange that some ranks may have started."""
         self.halo.void()

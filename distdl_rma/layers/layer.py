@@ -14,6 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Needs, Plans, common_dtype
+from distdl_rma.layers.announced import Announced, look_alike
 from distdl_rma.layers.autograd import anchor, tells_peers
 from distdl_rma.layers.callbacks import Callbacks, answer
 from distdl_rma.layers.movement import Movement
@@ -65,13 +66,39 @@ class DistributedLayer(nn.Module):
         self.buffer_layouts: dict[str, Decomposition] = {}
         # Bytes of this rank's input and output; of the last call, or as announced before the first.
         self.shard_nbytes: tuple[int, int] | None = None
+        self.announced: Announced | None = None
         answer(self, kind, callbacks)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call ``forward``, and remember the sizes of the local shards."""
         y = super().__call__(*inputs, **named)
-        self.shard_nbytes = nbytes_of((*inputs, *named.values())[:1]), nbytes_of(y)
+        self.shard_nbytes = self.nbytes_in((*inputs, *named.values())), nbytes_of(y)
         return y
+
+    def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
+        """Bytes of the input among the arguments of a call."""
+        return nbytes_of(inputs[:1])
+
+    def announce(self, inputs: Sequence[Decomposition], output: Decomposition, dtype: torch.dtype) -> None:
+        """Say what the tensors will be, whose sizes are then known before the first call; local."""
+        self.announced = Announced(tuple(inputs), output, dtype)
+        self.shard_nbytes = self.announced.nbytes(self.machine.rank)
+
+    def expected(
+        self, P_x: Partition, shape: Sequence[int] | None, dtype: torch.dtype | None, at: int = 0
+    ) -> torch.Tensor:
+        """Tensor that looks like this rank's part of an input: as announced, unless it is said here."""
+        known = self.announced
+        if shape is None:
+            if known is None:
+                raise ProtocolError(
+                    f"{self.name!r}: the shape of its input is not known: connect(shape) with the global one,"
+                    " or build the layer from global parameters"
+                )
+            shape = known.inputs[at].shape
+        kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
+        kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
+        return look_alike(Decomposition.balanced(P_x, shape), kind)
 
     def place(
         self, values: Mapping[str, nn.Parameter | Initial | None], placements: Mapping[str, Placement]
@@ -163,6 +190,12 @@ class Flow:
     def void(self) -> None:
         """Nothing was started before all ranks agreed."""
 
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours; blocking."""
+        for movement in (self.gather, self.scatter):
+            if movement is not None:
+                movement.connect()
+
 
 class ComposedLayer(DistributedLayer):
     """A layer that fetches what its outputs read, computes, and hands the results to their owners.
@@ -215,6 +248,46 @@ class ComposedLayer(DistributedLayer):
         return self.compute(flow, x, **weights)
 
     @tells_peers
+    def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
+        """Plan for an input before it is there, and exchange addresses with the neighbours, once.
+
+        Otherwise the first forward and the first backward do it. Collective over the ranks of the layer,
+        blocking. Calls with other inputs remain possible.
+
+        Parameters
+        ----------
+        shape
+            Global shape of the input; may be left out of a layer that was built from global parameters.
+        dtype
+            Its type; that of the parameters if None.
+
+        Raises
+        ------
+        ProtocolError
+            If the shape is not known.
+        ShapeError, PartitionError
+            If it does not fit the layer.
+
+        Notes
+        -----
+        Interface document, section 3.2; requirement A8.
+        """
+        x = self.expected(self.P_x, shape, dtype)
+        if self.placed is not None:
+            self.placed.connect()
+        if self.machine.rank in self.members:
+            self._agree(x, list(self.parameters()), ())[0].connect()
+
+    def _agree(
+        self, x: torch.Tensor, weights: Collection[torch.Tensor], wants: tuple[int, ...]
+    ) -> tuple[Flow, Needs]:
+        if self._plans is None:
+            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.extra_repr())
+        # The others take part in a backward if any weight needs a gradient.
+        told = sorted(weights, key=lambda weight: not weight.requires_grad)
+        return self._plans.agree(x, next(iter(told), None), wants, not self.P_x.active)
+
+    @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
         return self.apply_to(input)
@@ -227,11 +300,7 @@ class ComposedLayer(DistributedLayer):
         if self._casts:
             (x, *cast) = autocast(x, *weights.values())  # type: ignore[assignment]
             weights = dict(zip(weights, cast, strict=True))  # type: ignore[arg-type]
-        if self._plans is None:
-            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.extra_repr())
-        # The others take part in a backward if any weight needs a gradient.
-        told = sorted(weights.values(), key=lambda weight: not weight.requires_grad)
-        flow, needs = self._plans.agree(x, next(iter(told), None), wants)
+        flow, needs = self._agree(x, weights.values(), wants)
         # Outside of P_x nothing goes in, but its backward may be waited for by others.
         y = x if self.P_x.active else x.flatten()[:0]
         if flow.gather is not None:

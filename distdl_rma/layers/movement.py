@@ -161,6 +161,11 @@ class Movement:
         y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Flight(self, x))  # type: ignore[no-untyped-call]
         return y
 
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours for both directions, if that is not done yet; blocking."""
+        self.forward.connect()
+        self.adjoint.connect()
+
     def void(self) -> None:
         """Give up a forward that some ranks may have started; on all ranks alike."""
         self.forward.void()

@@ -20,7 +20,7 @@ from distdl_rma.layers.layer import DistributedLayer, movement_of, source_of
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import idle
 from distdl_rma.layers.scaling import Job, normalise, widened
-from distdl_rma.layers.statistics import Statistics
+from distdl_rma.layers.statistics import Statistics, message_nbytes
 from distdl_rma.layers.tensors import sum_dtype
 from distdl_rma.layers.weights import Placement
 
@@ -85,6 +85,14 @@ class NormPlan:
 
     def void(self) -> None:
         """Nothing was started before all ranks agreed."""
+
+    def connect(self) -> None:
+        """Exchange addresses with all that this rank talks to; blocking."""
+        if self.statistics is not None:
+            self.statistics.connect()
+        for movement in (*self._fetch.values(), self._home):
+            if movement is not None:
+                movement.connect()
 
     def fetch(self, key: str, values: torch.Tensor) -> torch.Tensor:
         """Parameter, or buffer in float64, cut as the input is; blocking."""
@@ -197,8 +205,15 @@ class DistributedNorm(DistributedLayer):
         return list(ranks) if len(ranks) > 1 else []
 
     def get_sizeof_norm(self) -> int:
-        """Bytes of one message of statistics in the forward of the last input seen; 0 before."""
-        return 0 if self._last_statistics is None else self._last_statistics.nbytes
+        """Bytes of one message of statistics in the forward of the last input seen.
+
+        Before that of the announced one, of layers that were built from global parameters; otherwise 0.
+        """
+        if self._last_statistics is not None:
+            return self._last_statistics.nbytes
+        if self.announced is None or not self.P_x.active:
+            return 0
+        return message_nbytes(Cells(self.layout, self.P_x, self.announced.inputs[0], self.machine.rank))
 
     @property
     def _last_statistics(self) -> Statistics | None:
@@ -213,12 +228,41 @@ class DistributedNorm(DistributedLayer):
         )
 
     @tells_peers
+    def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
+        """Plan for an input before it is there, and exchange addresses with the neighbours, once.
+
+        Otherwise the first forward and the first backward do it. Collective over the ranks that take part
+        in a call, blocking. Calls with other inputs remain possible.
+
+        Parameters
+        ----------
+        shape
+            Global shape of the input; may be left out of a layer that was built from global parameters.
+        dtype
+            Its type; that of the parameters if None.
+
+        Raises
+        ------
+        ProtocolError
+            If the shape is not known.
+        ShapeError, PartitionError
+            If it does not fit the layer.
+
+        Notes
+        -----
+        Interface document, section 3.2; requirement A8.
+        """
+        x = self.expected(self.P_x, shape, dtype)
+        if self._plans is not None:
+            self._plans.agree(x, self._typed(), idle=not self.P_x.active)[0].connect()
+
+    @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise; ``input`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         weights = {} if self.placed is None else self.placed.use()
         if self._plans is None:
             return idle(input, weights.values())
-        plan, needs = self._plans.agree(input, self._typed())
+        plan, needs = self._plans.agree(input, self._typed(), idle=not self.P_x.active)
         self.check(plan.shape)
         with torch.autocast("cpu", enabled=False):
             if plan.statistics is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Unpack
 
 import numpy as np
@@ -60,6 +61,7 @@ class DistributedRunningNorm(DistributedNorm):
         self.running_mean: torch.Tensor | None
         self.running_var: torch.Tensor | None
         self.num_batches_tracked: torch.Tensor | None
+        self._sums: Allreduce | None = None
         if not track_running_stats:
             for key in (*_PAIR, "num_batches_tracked"):
                 self.register_buffer(key, None)
@@ -75,7 +77,6 @@ class DistributedRunningNorm(DistributedNorm):
         # Those that keep the same channels agree on the statistics of a batch.
         rank, P_x = self.machine.rank, self.P_x
         index = P_x.index_of(rank) if P_x.active else None
-        self._sums: Allreduce | None = None
         # One of those that share a cell speaks for it.
         self._speaks = index is not None and all(index[d] == 0 for d in self.layout.reduced)
         keepers = self.machine.ranks
@@ -100,6 +101,12 @@ class DistributedRunningNorm(DistributedNorm):
             f"{super().extra_repr()}, momentum={self.momentum},"
             f" track_running_stats={self.track_running_stats}"
         )
+
+    def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
+        """Plan for an input before it is there, as of :class:`DistributedNorm`."""
+        super().connect(shape, dtype)
+        if self._sums is not None:
+            self._sums.connect()
 
     def reset_running_stats(self) -> None:
         """Start the running statistics anew; local, to be called on all ranks."""

@@ -15,7 +15,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 from distdl_rma.segments.round import Round
 
-__all__ = ["Statistics", "inner"]
+__all__ = ["Statistics", "inner", "message_nbytes"]
 
 # Statistics travel in float64, whatever the dtype of the data.
 _DTYPE = np.float64
@@ -51,7 +51,7 @@ class Statistics:
         self._counts, self._shares = cells.counts, cells.counts / self.total
         self._mine = cells.ranks.index(machine.rank)
         size, number = prod(cells.shape), len(cells.ranks)
-        self.nbytes = _PAIR * size * np.dtype(_DTYPE).itemsize
+        self.nbytes = message_nbytes(cells)
         small = number <= _ROUND_RANKS and number * self.nbytes <= _ROUND_NBYTES
         segments = machine.segments
 
@@ -69,6 +69,12 @@ class Statistics:
             weakref.finalize(self, self._round.close)
         elif number > 1:
             self._forward = allreduce(size, "mean"), allreduce(size, "variance")
+
+    def connect(self) -> None:
+        """Exchange addresses with the ranks that share the cells; blocking."""
+        for shared in (self._round, *self._forward, self._backward):
+            if shared is not None:
+                shared.connect()
 
     def of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance of all elements of each cell, in float64; blocking.
@@ -116,6 +122,11 @@ class Statistics:
     def sum(self, pair: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum two values per cell over the ranks; the call of what is returned waits for them."""
         return _start(self._backward, pair) if self._backward is not None else lambda: pair
+
+
+def message_nbytes(cells: Cells) -> int:
+    """Bytes of one message with the statistics of some cells."""
+    return _PAIR * prod(cells.shape) * np.dtype(_DTYPE).itemsize
 
 
 def _start(sums: Allreduce, values: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -117,12 +117,22 @@ class Weights:
         }
         return used | {key: flight.movement.wait(flight) for key, flight in flights.items()}
 
-    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Flight:
-        movement = self._movements.get((key, parameter.dtype))
+    def connect(self) -> None:
+        """Exchange addresses for the values that travel, and for their gradients; blocking."""
+        for key, place in self.placements.items():
+            if place.use is not None:
+                self._movement(key, getattr(self._layer, key).dtype, place.use).connect()
+
+    def _movement(self, key: str, dtype: torch.dtype, use: Decomposition) -> Movement:
+        movement = self._movements.get((key, dtype))
         if movement is None:
             exchange = Exchange(self._machine.rank, one_copy(self.placements[key].store), use)
-            movement = Movement(self._machine, exchange, parameter.dtype, f"{self._name} ({key})")
-            self._movements[key, parameter.dtype] = movement
+            movement = Movement(self._machine, exchange, dtype, f"{self._name} ({key})")
+            self._movements[key, dtype] = movement
+        return movement
+
+    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Flight:
+        movement = self._movement(key, parameter.dtype, use)
         # One of the copies travels, the others stay.
         sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
         return movement.start(sent, parameter.requires_grad)

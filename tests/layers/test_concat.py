@@ -1,0 +1,281 @@
+"""Concatenation along channels of tensors with any distributions."""
+
+import random
+
+import pytest
+import torch
+
+from distdl_rma import (
+    Distribution,
+    Machine,
+    MismatchError,
+    PartitionError,
+    PeerFailedError,
+    ShapeError,
+    zero_volume_tensor,
+)
+from distdl_rma.geometry import Decomposition
+from distdl_rma.layers import DistributedConcat
+from distdl_rma.segments.buffer import SegmentBuffer
+from tests.layers.random_shards import cut, random_blocks, random_partition
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+
+
+def grid(P_world, shape, ranks=None):
+    chosen = range(P_world.size) if ranks is None else ranks
+    return P_world.create_partition_inclusive(chosen).create_cartesian_topology_partition(shape)
+
+
+def whole(shapes, dtype=torch.float64):
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def compare(layer, P_xs, P_y, xs, needs=None, blocks=None, target=None):
+    """Output and gradients of one call against ``torch.cat`` of the global tensors."""
+    needs = [True] * len(xs) if needs is None else needs
+    blocks = (
+        [Decomposition.balanced(P, x.shape) for P, x in zip(P_xs, xs, strict=True)]
+        if blocks is None
+        else blocks
+    )
+    wholes = [x.clone().requires_grad_() for x in xs]
+    expected = torch.cat(wholes, 1)
+    target = Decomposition.balanced(P_y, expected.shape) if target is None else target
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    locals_ = [
+        cut(b, x).requires_grad_(need and b.partition.active)
+        for b, x, need in zip(blocks, xs, needs, strict=True)
+    ]
+    y = layer(*locals_)
+    if P_y.active:
+        agree(y, cut(target, expected.detach()), "output")
+    else:
+        assert y.numel() == 0
+    if y.requires_grad:
+        y.backward(cut(target, gradient) if P_y.active else torch.zeros_like(y))
+    for local, b, x in zip(locals_, blocks, wholes, strict=True):
+        if local.requires_grad:
+            agree(local.grad, cut(b, x.grad), "input gradient")
+        else:
+            assert local.grad is None
+    return y
+
+
+def cases(P_world):
+    """Partitions of the inputs and of the output, and the shapes of the inputs."""
+    n = P_world.size
+    channels, batch, high, wide = (
+        grid(P_world, s) for s in [(1, n, 1, 1), (n, 1, 1, 1), (1, 1, n, 1), (1, 1, 1, n)]
+    )
+    back = grid(P_world, (1, 1, n, 1), reversed(range(n)))
+    first, last = grid(P_world, (1, 1, 1, 1), [0]), grid(P_world, (1, 1, 1, 1), [n - 1])
+    shapes = [(3, 2, 5, 7), (3, 5, 5, 7)]
+    yield [channels, channels], channels, shapes
+    yield [high, wide], wide, shapes
+    yield [high, wide, batch], channels, [*shapes, (3, 1, 5, 7)]
+    yield [high, back], high, shapes
+    yield [first, last], high, shapes
+    yield [high, channels], last, shapes
+    yield [batch], wide, shapes[:1]
+    yield [high, high], wide, [(3, 0, 5, 7), (3, 4, 5, 7)]
+    yield [high, high], high, [(2, 3, 1, 2), (2, 3, 1, 2)]
+
+
+def test_concat_of_any_distributions_is_that_of_the_global_tensors(P_world):
+    for P_xs, P_y, shapes in cases(P_world):
+        layer = DistributedConcat(P_xs, P_y)
+        for _ in range(3):
+            compare(layer, P_xs, P_y, whole(shapes))
+
+
+def test_random_shards_move_to_their_channels(P_world):
+    for seed in range(30):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        space, count = rng.randint(0, 3), rng.randint(1, 4)
+        rest = [rng.randint(0, 5), *(rng.randint(1, 5) for _ in range(space))]
+        shapes = [(rest[0], rng.randint(0, 5), *rest[1:]) for _ in range(count)]
+        P_xs = [random_partition(rng, P_world, space + 2) for _ in range(count)]
+        P_y = random_partition(rng, P_world, space + 2)
+        layer = DistributedConcat(P_xs, P_y)
+        blocks = [random_blocks(rng, P, shape) for P, shape in zip(P_xs, shapes, strict=True)]
+        needs = [rng.random() < 0.7 for _ in P_xs]
+        stays = all(P_y == P for P in P_xs) and P_y.shape[1] == 1
+        if stays:
+            blocks = [
+                b.with_splits({d: blocks[0].splits[d] for d in range(space + 2) if d != 1}) for b in blocks
+            ]
+        target = None
+        if stays:
+            joined = (rest[0], sum(s[1] for s in shapes), *rest[1:])
+            target = Decomposition.balanced(P_y, joined)
+            target = target.with_splits({d: blocks[0].splits[d] for d in range(space + 2) if d != 1})
+        for _ in range(2):
+            compare(layer, P_xs, P_y, whole(shapes), needs, blocks, target)
+
+
+def test_the_same_partition_without_a_channel_split_sends_nothing(comm):
+    with Machine(comm, segment_size="4MiB", timeout=15) as machine:
+        P_x = machine.partition((1, 1, comm.size, 1))
+        layer = DistributedConcat([P_x, P_x])
+        before = machine.segments.stats(), vars(machine.segments.counters).copy()
+        layer.connect([(2, 3, 5, 4), (2, 1, 5, 4)])
+        for lengths in ((2, 3), (1, 1)):
+            xs = whole([(lengths[0], 3, 5, 4), (lengths[0], 1, 5, 4)])
+            y = compare(layer, [P_x, P_x], P_x, xs)
+            assert y.data_ptr() != xs[0].data_ptr()
+        assert (machine.segments.stats(), vars(machine.segments.counters)) == before
+
+
+def test_batches_that_only_some_ranks_see_stay_where_they_are(P_world, comm):
+    P_x = grid(P_world, (comm.size, 1, 1))
+    layer, lengths = DistributedConcat([P_x, P_x]), [2, 0, 3, 1][: comm.size]
+    local = [torch.full((lengths[comm.rank], c, 4), float(c)) for c in (2, 3)]
+    assert torch.equal(layer(*local), torch.cat(local, 1))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_local_mismatch_reaches_the_peers(comm):
+    machine = Machine(comm, segment_size="4MiB", timeout=15)
+    P_x = machine.partition((1, 1, comm.size))
+    layer, group = DistributedConcat([P_x, P_x]), machine.group()
+    group.barrier()
+    if comm.rank == 1:
+        with pytest.raises(
+            ShapeError, match=r"rank 1: input 0 has shape \(2, 3, 4\) but input 1 \(2, 3, 5\)"
+        ):
+            layer(torch.ones(2, 3, 4), torch.ones(2, 3, 5))
+    else:
+        layer(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+        with pytest.raises(PeerFailedError, match="must agree in dimension 2"):
+            group.barrier()
+    machine.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_does_not_fit_is_refused_on_all_ranks_and_the_layer_goes_on(P_world, comm):
+    n = comm.size
+    P_a, P_b = grid(P_world, (1, 1, n)), grid(P_world, (1, n, 1))
+    layer = DistributedConcat([P_a, P_b], P_a, name="skip")
+    good = whole([(2, 3, 6), (2, 4, 6)])
+    wrong = {
+        r"'skip': input 0 has shape \(2, 3, 6\) but input 1 \(2, 4, 7\)": whole([(2, 3, 6), (2, 4, 7)]),
+        r"input 0 has shape \(2, 3, 6\) but input 1 \(1, 4, 6\)": whole([(2, 3, 6), (1, 4, 6)]),
+        "input 0 is torch.float64 but input 1 is torch.float32": [good[0], good[1].float()],
+    }
+    for message, xs in wrong.items():
+        with pytest.raises(ShapeError, match=message):
+            layer(shard(P_a, xs[0]), shard(P_b, xs[1]))
+        compare(layer, [P_a, P_b], P_a, good)
+    with pytest.raises(ShapeError, match="takes 2 inputs, got 1"):
+        layer(shard(P_a, good[0]))
+    compare(layer, [P_a, P_b], P_a, good)
+
+
+def test_partitions_that_do_not_fit_are_refused(P_world, comm):
+    P_x = grid(P_world, (1, 1, comm.size))
+    with pytest.raises(PartitionError, match="one input at least"):
+        DistributedConcat([])
+    with pytest.raises(PartitionError, match=r"P_xs\[1\] has 4 dimensions"):
+        DistributedConcat([P_x, grid(P_world, (1, 1, 1, comm.size))], P_x)
+    with pytest.raises(PartitionError, match=r"P_xs\[0\] has 1 dimensions"):
+        DistributedConcat([P_world])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_data_on_a_rank_outside_is_refused_everywhere(P_world, comm):
+    P_x, P_y = grid(P_world, (1, 1, 1), [0]), grid(P_world, (1, 1, comm.size))
+    layer = DistributedConcat([P_x, P_x], P_y)
+    with pytest.raises(ShapeError, match="rank 1 is not in P_x but passes a tensor of shape"):
+        layer(*(torch.zeros(2, 2, 2) if comm.rank < 2 else zero_volume_tensor() for _ in range(2)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_whose_input_needs_no_gradient_takes_part_in_the_backward_of_the_others(P_world, comm):
+    n = comm.size
+    P_a, P_b = grid(P_world, (1, 1, n)), grid(P_world, (1, n, 1))
+    layer = DistributedConcat([P_a, P_b], P_b)
+    xs = whole([(2, 3, 6), (2, 4, 6)])
+    for needing in range(n):
+        local = [shard(P_a, xs[0]).requires_grad_(comm.rank == needing), shard(P_b, xs[1])]
+        y = layer(*local)
+        gradient = torch.randn(2, 7, 6, dtype=torch.float64)
+        y.backward(shard(P_b, gradient))
+        if comm.rank == needing:
+            agree(local[0].grad, shard(P_a, gradient[:, :3]))
+        assert local[1].grad is None
+    with torch.no_grad():
+        assert not layer(*local).requires_grad
+    assert not layer(local[0].detach(), local[1]).requires_grad
+
+
+@pytest.mark.mpi(min_size=3)
+def test_idle_ranks_give_and_get_tensors_without_elements(P_world):
+    P_x, P_y = grid(P_world, (1, 1, 1), [0]), grid(P_world, (1, 2, 1), [1, 0])
+    layer = DistributedConcat([P_x, P_x], P_y)
+    xs = whole([(2, 3, 6), (2, 4, 6)])
+    for empty in (zero_volume_tensor(), zero_volume_tensor(2), zero_volume_tensor(2, torch.float64)):
+        local = [shard(P_x, x) if P_x.active else empty for x in xs]
+        y = layer(*local)
+        if P_y.active:
+            agree(y, shard(P_y, torch.cat(xs, 1)))
+        else:
+            assert y.shape == (empty.shape if empty.dim() == 2 else (0,))
+    assert len(layer._assemblies) <= 1
+
+
+def test_every_dtype_moves(P_world, comm):
+    P_x, P_y = grid(P_world, (1, 1, comm.size)), grid(P_world, (1, comm.size, 1))
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16):
+        layer = DistributedConcat([P_x, P_x], P_y)
+        xs = [(torch.arange(2 * c * 5) % 3).reshape(2, c, 5).to(dtype) for c in (3, 2)]
+        y = layer(*(shard(P_x, x) for x in xs))
+        assert torch.equal(y, shard(P_y, torch.cat(xs, 1))) and y.dtype == dtype
+
+
+def test_the_sizes_are_those_of_all_inputs_and_there_is_nothing_to_synchronise(P_world, comm):
+    P_x, P_y = grid(P_world, (1, 1, comm.size)), grid(P_world, (1, 1, 1), [comm.size - 1])
+    layer = DistributedConcat([P_x, P_x], P_y)
+    layer(*(shard(P_x, x) for x in whole([(2, 3, 8), (2, 1, 8)])))
+    length = len(range(comm.rank, 8, comm.size))
+    assert layer.get_sizeof_input_tensor() == 2 * (3 + 1) * length * 8
+    assert layer.get_sizeof_output_tensor() == (2 * 4 * 8 * 8 if P_y.active else 0)
+    assert layer.get_ranks_synch_weights() == layer.get_ranks_synch_norm() == []
+    assert layer.get_sizeof_gradients() == layer.get_sizeof_norm() == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_connected_layers_shake_no_hands_in_the_first_call(P_world, comm, monkeypatch):
+    P_x, P_y = grid(P_world, (1, 1, comm.size)), grid(P_world, (1, comm.size, 1))
+    layer = DistributedConcat([P_x, P_y], P_y)
+    with pytest.raises(ShapeError, match="takes 2 inputs, got 1"):
+        layer.connect([(2, 3, 6)])
+    layer.connect([(2, 3, 6), (2, 4, 6)], torch.float64)
+
+    def exchange(*_arguments):
+        raise AssertionError("a handshake")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SegmentBuffer, "exchange", exchange)
+        compare(layer, [P_x, P_y], P_y, whole([(2, 3, 6), (2, 4, 6)]))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_layers_that_were_built_differently_do_not_meet(comm):
+    machine = Machine(comm, segment_size="4MiB", timeout=15)
+    P_a, P_b = machine.partition((1, 1, comm.size)), machine.partition((1, comm.size, 1))
+    layer = DistributedConcat([P_a, P_b], P_a if comm.rank else P_b, name="skip")
+    with pytest.raises(MismatchError, match="skip"):
+        layer(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
+    machine.close()
+
+
+def test_concat_on_a_permuted_machine(comm):
+    ranks = tuple(reversed(range(comm.size)))
+    with Machine(comm, ranks=ranks, segment_size="4MiB", timeout=15) as machine:
+        P_x = machine.distribute(Distribution(1, 1, comm.size))
+        P_y = machine.distribute(Distribution(1, comm.size, 1))
+        compare(DistributedConcat([P_x, P_y]), [P_x, P_y], P_x, whole([(2, 3, 6), (2, 5, 6)]))
