@@ -92,6 +92,8 @@ def Conv(  # noqa: N802
     """
     who = name or "Conv"
     batch, channels, filters, *space = _extents(who, "(N, C, F, H, W)", extents, 3)
+    if min(channels, filters) < 1:
+        raise ShapeError(f"{who}: needs channels, got {channels} in and {filters} out")
     output = input if output is None else output
     P_x = _place(f"{who}: input", machine, input, INPUT, len(space))
     P_y = _place(f"{who}: output", machine, output, OUTPUT, len(space))
@@ -105,7 +107,10 @@ def Conv(  # noqa: N802
     layer = _CONVS[len(space) - 1](
         P_x, channels, filters, kernel_size, P_y=P_y, weights=weights, name=name, **arguments, **callbacks
     )
-    outputs = layer.local.stencil.outputs(tuple(space))
+    try:
+        outputs = layer.local.stencil.outputs(tuple(space))
+    except ShapeError as error:
+        raise ShapeError(f"{who}: {error}") from None
     layer.announce(
         (Decomposition.balanced(P_x, (batch, channels, *space)),),
         Decomposition.balanced(P_y, (batch, filters, *outputs)),

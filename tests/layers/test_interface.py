@@ -1,0 +1,256 @@
+"""Layers from global parameters, on any machine and with any distributions."""
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import (
+    Distribution,
+    Machine,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+    zero_volume_tensor,
+)
+from distdl_rma.layers import (
+    Concat,
+    Conv,
+    DistributedConcat,
+    DistributedConv1d,
+    DistributedConv2d,
+    DistributedConv3d,
+    DistributedInstanceNorm1d,
+    DistributedInstanceNorm2d,
+    DistributedInstanceNorm3d,
+    InstanceNorm,
+)
+from distdl_rma.segments.buffer import SegmentBuffer
+from tests.fuzz.interface import check, compare
+from tests.layers.sequential import CONV, NORM, shard
+
+pytestmark = pytest.mark.mpi
+CHUNK = 10
+
+
+@pytest.fixture
+def permuted(comm):
+    """A machine whose list of ranks is not 0, 1, 2, ..."""
+    ranks = [*range(1, comm.size), 0]
+    with Machine(comm, ranks=ranks, segment_size="16MiB", timeout=15) as machine:
+        yield machine
+
+
+@pytest.mark.parametrize("chunk", range(6))
+def test_random_layers_from_global_parameters_equal_the_sequential_ones(P_world, comm, chunk):
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        check(P_world, comm, seed)
+
+
+def pairs(n):
+    """Pairs of distributions of images over n ranks."""
+    yield Distribution(1, 1, n, 1), Distribution(1, 1, 1, n)
+    yield Distribution(1, 1, 1, n), Distribution(n, 1, 1, 1)
+    yield Distribution(1, n, 1, 1), Distribution(1, 1, n, 1)
+    yield Distribution(n, 1, 1, 1), Distribution(1, n, 1, 1)
+    yield Distribution(1, n, 1, 1), None
+    yield Distribution(1, 1, n, 1), None
+    yield Distribution(1, 1, 1, 1), Distribution(1, 1, n, 1)
+    # Holes: every second rank, if there are as many, and the last one.
+    half = (n + 1) // 2
+    yield Distribution(half, 1, 1, 1, strides=(half, 1, max(1, n // half))), Distribution(1, 1, n, 1)
+    yield Distribution(1, 1, 1, 1, strides=(1, 1, n)), None
+
+
+def test_input_and_output_are_distributed_independently(permuted, comm):
+    for inputs, output in pairs(comm.size):
+        torch.manual_seed(3)
+        layer = Conv(permuted, (4, 4, 6, 9, 7), inputs, output, kernel_size=3, padding=1, dtype=torch.float64)
+        torch.manual_seed(3)
+        module = nn.Conv2d(4, 6, 3, padding=1, dtype=torch.float64)
+        layer.weight.data.copy_(module.weight)
+        layer.bias.data.copy_(module.bias)
+        P_x, P_y = permuted.distribute(inputs), permuted.distribute(output or inputs)
+        for batch in (4, 1):
+            compare(layer, module, [P_x], P_y, [(batch, 4, 9, 7)], f"{inputs} to {output}")
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_the_number_of_extents_says_which_layer_it_is(permuted, comm, dims):
+    space, cut = (6, 5, 4)[:dims], Distribution(1, 1, comm.size, *(1,) * (dims - 1))
+    conv = Conv(permuted, (2, 3, 4, *space), cut, kernel_size=3, dtype=torch.float64)
+    norm = InstanceNorm(permuted, (2, 3, *space), cut, dtype=torch.float64)
+    concat = Concat(permuted, (2, (3, 1), *space), [cut, cut], dtype=torch.float64)
+    assert type(conv) is (DistributedConv1d, DistributedConv2d, DistributedConv3d)[dims - 1]
+    norms = (DistributedInstanceNorm1d, DistributedInstanceNorm2d, DistributedInstanceNorm3d)
+    assert type(norm) is norms[dims - 1]
+    assert type(concat) is DistributedConcat
+    module = CONV[dims](3, 4, 3, dtype=torch.float64)
+    conv.weight.data.copy_(module.weight)
+    conv.bias.data.copy_(module.bias)
+    P = permuted.distribute(cut)
+    compare(conv, module, [P], P, [(2, 3, *space)], "conv")
+    compare(norm, NORM[dims](3, dtype=torch.float64), [P], P, [(2, 3, *space)], "norm")
+
+
+def test_sizes_are_known_before_the_first_call(permuted, comm):
+    inputs, output = Distribution(1, 1, comm.size), Distribution(1, 1, 1)
+    layer = Conv(permuted, (2, 3, 4, 9), inputs, output, kernel_size=3, dtype=torch.float64)
+    shards = inputs.shards((2, 3, 9), permuted)
+    assert layer.get_sizeof_input_tensor() == 8 * shards[comm.rank].volume
+    first = comm.rank == permuted.ranks[0]
+    assert layer.get_sizeof_output_tensor() == (8 * 2 * 4 * 7 if first else 0)
+    norm = InstanceNorm(permuted, (2, 3, 9), inputs)
+    assert norm.get_sizeof_tensor() == 4 * shards[comm.rank].volume
+    assert norm.get_sizeof_norm() == 2 * 8 * (2 * 3)
+    norm(shard(permuted.distribute(inputs), torch.randn(1, 3, 9)))
+    assert norm.get_sizeof_norm() == 2 * 8 * 3
+    idle = InstanceNorm(permuted, (2, 3, 9), Distribution(1, 1, 1))
+    assert (idle.get_sizeof_norm() > 0) == (idle.get_sizeof_tensor() > 0) == first
+    concat = Concat(permuted, (2, (3, 1), 9), [inputs, output], dtype=torch.float64)
+    mine = 8 * shards[comm.rank].volume + (8 * 2 * 9 if first else 0)
+    assert concat.get_sizeof_input_tensor() == mine
+    assert concat.get_sizeof_output_tensor() == 8 * inputs.shards((2, 4, 9), permuted)[comm.rank].volume
+
+
+def test_an_inequality_that_does_not_hold_is_quoted_before_anything_is_sent(permuted, comm):
+    n, puts = comm.size, permuted.segments.counters.puts
+    good, split = Distribution(1, 1, n, 1), Distribution(1, 1, n + 1, 1)
+    tall = Distribution(1, 1, n + 1, 1, strides=(1, 1, n))
+    deep = Distribution(1, n + 1, 1, 1, strides=(1, n, 1))
+    many = Distribution(n + 1, 1, 1, 1, strides=(n, 1, 1))
+    image = (2, 3, 4, 8, 8)
+    refusals = [
+        (
+            lambda: Conv(permuted, image, tall, kernel_size=1),
+            rf"Conv: input: \(3.1\): {n + 1} x 1 = {n + 1} > {n}",
+        ),
+        (lambda: Conv(permuted, image, deep, kernel_size=1), r"input: \(3.2\): "),
+        (lambda: Conv(permuted, image, many, kernel_size=1), r"input: \(3.3\): "),
+        (
+            lambda: Conv(permuted, image, split, kernel_size=1),
+            rf"\(3.3\): 1 x 1 x {n + 1} = {n + 1} > \|M\| = {n}",
+        ),
+        (lambda: Conv(permuted, image, good, tall, kernel_size=1), r"Conv: output: \(3.4\): "),
+        (lambda: Conv(permuted, image, good, deep, kernel_size=1), r"output: \(3.5\): "),
+        (lambda: Conv(permuted, image, good, many, kernel_size=1, name="c1"), r"c1: output: \(3.6\): "),
+        (lambda: InstanceNorm(permuted, (2, 3, 8, 8), tall), r"InstanceNorm: \(4.1\): "),
+        (lambda: InstanceNorm(permuted, (2, 3, 8, 8), deep), r"\(4.2\): "),
+        (lambda: InstanceNorm(permuted, (2, 3, 8, 8), many), r"\(4.3\): "),
+        (lambda: Concat(permuted, (2, (3, 1), 8, 8), [good, deep]), r"Concat: input 1: \(3.2\): "),
+        (lambda: Concat(permuted, (2, (3, 1), 8, 8), [good, good], split), r"Concat: output: \(3.6\): "),
+    ]
+    for make, message in refusals:
+        with pytest.raises(PartitionError, match=message):
+            make()
+    assert permuted.segments.counters.puts == puts
+
+
+def test_arguments_that_do_not_fit_are_refused(permuted):
+    one, line = Distribution(1, 1, 1, 1), Distribution(1, 1, 1)
+    refusals = [
+        (lambda: Conv(permuted, (2, 3, 4), one, kernel_size=1), ShapeError, r"\(N, C, F, H, W\)"),
+        (lambda: Conv(permuted, (2, 3, 4, 5, 5, 5, 5), one, kernel_size=1), ShapeError, "1 to 3 spatial"),
+        (lambda: Conv(permuted, (2, 3, 4, 5, -1), one, kernel_size=1), ShapeError, "none below 0"),
+        (lambda: Conv(permuted, (2, 3, 4, 5, 5.5), one, kernel_size=1), ShapeError, "are integers"),
+        (lambda: Conv(permuted, (2, 3, 4, 5, 5), line, kernel_size=1), PartitionError, "has 3 dimensions"),
+        (
+            lambda: Conv(permuted, (2, 3, 4, 5, 5), (1, 1, 1, 1), kernel_size=1),
+            PartitionError,
+            "needs a Dist",
+        ),
+        (lambda: Conv(permuted, (2, 0, 4, 5, 5), one, kernel_size=1), ShapeError, "needs channels"),
+        (lambda: Conv(permuted, (2, 3, 4, 5, 5), one, kernel_size=7), ShapeError, "Conv: .* too small"),
+        (
+            lambda: Conv(permuted, (2, 3, 4, 5, 5), one, kernel_size=1, weights="root"),
+            UnsupportedError,
+            "weights='root'",
+        ),
+        (lambda: InstanceNorm(permuted, (2, 3), one), ShapeError, r"\(N, C, H, W\)"),
+        (lambda: Concat(permuted, (2, 3, 5, 5), [one]), ShapeError, r"\(C1, C2, ...\)"),
+        (lambda: Concat(permuted, (2, (3, 1), 5, 5), [one]), ShapeError, "1 distributions"),
+    ]
+    for make, kind, message in refusals:
+        with pytest.raises(kind, match=message):
+            make()
+
+
+def test_a_partition_of_the_ranks_stands_for_the_machine(P_world, comm):
+    last = P_world.create_partition_inclusive([comm.size - 1])
+    layer = InstanceNorm(last, (2, 3, 8), Distribution(1, 1, 1))
+    assert layer.P_x.ranks == last.ranks
+
+
+def builders(machine, n):
+    """Layers that talk, and the global shapes of their inputs."""
+    high, wide, image = Distribution(1, 1, n, 1), Distribution(1, 1, 1, n), (4, 3, 8, 6)
+    options = {"kernel_size": 3, "padding": 1, "dtype": torch.float64}
+    yield Conv(machine, (4, 3, 2, 8, 6), high, **options), [image]
+    yield Conv(machine, (4, 3, 2, 8, 6), high, wide, **options), [image]
+    yield Conv(machine, (4, 3, 2, 8, 6), Distribution(1, 1, 1, 1), wide, **options), [image]
+    yield Conv(machine, (4, 3, 2, 8, 6), high, **options, padding_mode="circular"), [image]
+    yield InstanceNorm(machine, image, high, affine=True, dtype=torch.float64), [image]
+    few = Distribution(1, 1, max(1, n - 1), 1)
+    yield InstanceNorm(machine, image, few, track_running_stats=True, dtype=torch.float64), [image]
+    yield Concat(machine, (4, (3, 3), 8, 6), [high, wide], dtype=torch.float64), [image, image]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_connected_layers_shake_no_hands_in_the_first_forward(permuted, comm, monkeypatch):
+    def exchange(*_arguments):
+        raise AssertionError("a handshake")
+
+    for empty in (zero_volume_tensor(), zero_volume_tensor(4)):
+        for layer, shapes in builders(permuted, comm.size):
+            layer.connect()
+            P_xs = getattr(layer, "P_xs", None) or [layer.P_x]
+            xs = [
+                shard(P, torch.randn(shape, dtype=torch.float64)) if P.active else empty
+                for P, shape in zip(P_xs, shapes, strict=True)
+            ]
+            with monkeypatch.context() as patched:
+                patched.setattr(SegmentBuffer, "exchange", exchange)
+                layer(*xs)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_forward_shakes_hands_otherwise(permuted, comm, monkeypatch):
+    calls, exchange = [], SegmentBuffer.exchange
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return exchange(*arguments)
+
+    P_x = permuted.distribute(Distribution(1, 1, comm.size, 1))
+    layer = DistributedConv2d(P_x, 3, 2, 3, padding=1)
+    monkeypatch.setattr(SegmentBuffer, "exchange", counted)
+    x = shard(P_x, torch.randn(4, 3, 8, 6))
+    layer(x)
+    assert calls
+    calls.clear()
+    layer(x)
+    assert not calls
+    layer.connect((4, 3, 8, 6))
+
+
+def test_connect_needs_a_shape(permuted, comm):
+    P_x = permuted.distribute(Distribution(1, 1, comm.size, 1))
+    for layer in (DistributedConv2d(P_x, 3, 2, 3), DistributedInstanceNorm2d(P_x, 3)):
+        with pytest.raises(ProtocolError, match=r"connect\(shape\)"):
+            layer.connect()
+        with pytest.raises(ShapeError, match=r"channels|extents"):
+            layer.connect((4, 5, 8, 6))
+        layer.connect((4, 3, 8, 6))
+        layer(shard(P_x, torch.randn(4, 3, 8, 6)))
+    with pytest.raises(ProtocolError, match=r"connect\(shape\)"):
+        DistributedConcat([P_x, P_x]).connect()
+
+
+def test_callbacks_are_taken_from_users(permuted):
+    one = Distribution(1, 1, 1)
+    conv = Conv(permuted, (2, 3, 4, 9), one, kernel_size=3, get_sizeof_gradients=lambda: 7)
+    norm = InstanceNorm(permuted, (2, 3, 9), one, get_ranks_synch_norm=list)
+    concat = Concat(permuted, (2, (3, 1), 9), [one, one], get_sizeof_input_tensor=lambda: 9)
+    assert conv.get_sizeof_gradients() == 7
+    assert norm.get_ranks_synch_norm() == []
+    assert concat.get_sizeof_input_tensor() == 9
