@@ -215,6 +215,7 @@ class ComposedLayer(DistributedLayer):
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
+    _wants: tuple[int, ...] = ()  # the numbers of a call with nothing but an input
 
     def __init__(
         self,
@@ -251,7 +252,8 @@ class ComposedLayer(DistributedLayer):
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
         """Plan for an input before it is there, and exchange addresses with the neighbours, once.
 
-        Otherwise the first forward and the first backward do it. Collective over the ranks of the layer,
+        Otherwise the first forward and the first backward do it, as they do in any case for the sum of
+        gradients, and for what a layer moves while it computes. Collective over the ranks of the layer,
         blocking. Calls with other inputs remain possible.
 
         Parameters
@@ -276,7 +278,7 @@ class ComposedLayer(DistributedLayer):
         if self.placed is not None:
             self.placed.connect()
         if self.machine.rank in self.members:
-            self._agree(x, list(self.parameters()), ())[0].connect()
+            self._agree(x, list(self.parameters()), self._wants)[0].connect()
 
     def _agree(
         self, x: torch.Tensor, weights: Collection[torch.Tensor], wants: tuple[int, ...]

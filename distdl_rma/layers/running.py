@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.cells import Layout
 from distdl_rma.layers.normalisation import DistributedNorm, Moments, NormPlan
@@ -102,6 +103,7 @@ class DistributedRunningNorm(DistributedNorm):
             f" track_running_stats={self.track_running_stats}"
         )
 
+    @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
         """Plan for an input before it is there, as of :class:`DistributedNorm`."""
         super().connect(shape, dtype)

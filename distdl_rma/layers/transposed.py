@@ -85,6 +85,7 @@ class DistributedConvTranspose(ComposedLayer):
 
     _dims = 0
     _casts = True
+    _wants = (False,)
     weight: nn.Parameter
     bias: nn.Parameter | None
 

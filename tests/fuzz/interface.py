@@ -118,6 +118,9 @@ def check(P_world, comm, seed):
     if rng.random() < 0.5:
         # A smaller last batch.
         compare(layer, module, P_xs, P_y, [(1, *shape[1:]) for shape in shapes], f"{what}, again")
+        if rng.random() < 0.5:
+            layer.connect()
+            compare(layer, module, P_xs, P_y, shapes, f"{what}, connected again")
 
 
 def compare(layer, module, P_xs, P_y, shapes, what):

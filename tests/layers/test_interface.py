@@ -8,7 +8,6 @@ from distdl_rma import (
     Distribution,
     Machine,
     PartitionError,
-    ProtocolError,
     ShapeError,
     UnsupportedError,
     zero_volume_tensor,
@@ -211,39 +210,6 @@ def test_connected_layers_shake_no_hands_in_the_first_forward(permuted, comm, mo
             with monkeypatch.context() as patched:
                 patched.setattr(SegmentBuffer, "exchange", exchange)
                 layer(*xs)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_first_forward_shakes_hands_otherwise(permuted, comm, monkeypatch):
-    calls, exchange = [], SegmentBuffer.exchange
-
-    def counted(*arguments):
-        calls.append(arguments)
-        return exchange(*arguments)
-
-    P_x = permuted.distribute(Distribution(1, 1, comm.size, 1))
-    layer = DistributedConv2d(P_x, 3, 2, 3, padding=1)
-    monkeypatch.setattr(SegmentBuffer, "exchange", counted)
-    x = shard(P_x, torch.randn(4, 3, 8, 6))
-    layer(x)
-    assert calls
-    calls.clear()
-    layer(x)
-    assert not calls
-    layer.connect((4, 3, 8, 6))
-
-
-def test_connect_needs_a_shape(permuted, comm):
-    P_x = permuted.distribute(Distribution(1, 1, comm.size, 1))
-    for layer in (DistributedConv2d(P_x, 3, 2, 3), DistributedInstanceNorm2d(P_x, 3)):
-        with pytest.raises(ProtocolError, match=r"connect\(shape\)"):
-            layer.connect()
-        with pytest.raises(ShapeError, match=r"channels|extents"):
-            layer.connect((4, 5, 8, 6))
-        layer.connect((4, 3, 8, 6))
-        layer(shard(P_x, torch.randn(4, 3, 8, 6)))
-    with pytest.raises(ProtocolError, match=r"connect\(shape\)"):
-        DistributedConcat([P_x, P_x]).connect()
 
 
 def test_callbacks_are_taken_from_users(permuted):
