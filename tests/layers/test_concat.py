@@ -279,3 +279,14 @@ def test_concat_on_a_permuted_machine(comm):
         P_x = machine.distribute(Distribution(1, 1, comm.size))
         P_y = machine.distribute(Distribution(1, comm.size, 1))
         compare(DistributedConcat([P_x, P_y]), [P_x, P_y], P_x, whole([(2, 3, 6), (2, 5, 6)]))
+
+
+def test_concat_by_either_transport(machine):
+    n = machine.size
+    P_a, P_b = machine.partition((1, 1, n)), machine.partition((1, n, 1))
+    for early in (False, True):
+        layer = DistributedConcat([P_a, P_b], P_b)
+        if early:
+            layer.connect([(2, 3, 6), (2, 4, 6)], torch.float64)
+        for batch in (2, 1, 2):
+            compare(layer, [P_a, P_b], P_b, whole([(batch, 3, 6), (batch, 4, 6)]))

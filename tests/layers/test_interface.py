@@ -26,7 +26,7 @@ from distdl_rma.layers import (
 )
 from distdl_rma.segments.buffer import SegmentBuffer
 from tests.fuzz.interface import check, compare
-from tests.layers.sequential import CONV, NORM, shard
+from tests.layers.sequential import CONV, NORM, agree, shard
 
 pytestmark = pytest.mark.mpi
 CHUNK = 10
@@ -220,3 +220,41 @@ def test_callbacks_are_taken_from_users(permuted):
     assert conv.get_sizeof_gradients() == 7
     assert norm.get_ranks_synch_norm() == []
     assert concat.get_sizeof_input_tensor() == 9
+
+
+def test_a_net_with_a_skip_connection_over_other_ranks_equals_the_sequential_one(permuted, comm):
+    n, image = comm.size, (2, 3, 8, 8)
+    wide, few = Distribution(1, 1, 1, n), Distribution(1, max(1, n - 1), 1, 1)
+    high, batch = Distribution(1, 1, n, 1), Distribution(1, 1, 1, 1)
+    options = {"kernel_size": 3, "padding": 1, "dtype": torch.float64}
+    channels = [(3, 4), (4, 5), (9, 2)]
+    places = [(high, None), (wide, few), (wide, batch)]
+    torch.manual_seed(7)
+    modules = [nn.Conv2d(c, f, **options) for c, f in channels]
+    norms = [nn.InstanceNorm2d(5, affine=True, dtype=torch.float64)]
+    layers = [
+        Conv(permuted, (2, c, f, 8, 8), bar, hat, **options)
+        for (c, f), (bar, hat) in zip(channels, places, strict=True)
+    ]
+    norm = InstanceNorm(permuted, (2, 5, 8, 8), few, affine=True, dtype=torch.float64)
+    move = Concat(permuted, (2, (4,), 8, 8), [high], wide, dtype=torch.float64)
+    concat = Concat(permuted, (2, (4, 5), 8, 8), [wide, few], dtype=torch.float64)
+    for layer, module in zip(layers, modules, strict=True):
+        layer.load_state_dict(module.state_dict())
+    P_x, P_y = permuted.distribute(high), permuted.distribute(batch)
+    for _ in range(3):
+        x = torch.randn(image, dtype=torch.float64)
+        a = modules[0](x).relu()
+        expected = modules[2](torch.cat([a, norms[0](modules[1](a)).relu()], 1))
+        skip = move(torch.nn.functional.relu(layers[0](shard(P_x, x)), inplace=True))
+        y = layers[2](concat(skip, norm(layers[1](skip)).relu()))
+        if P_y.active:
+            agree(y, expected.detach(), "output")
+        gradient = torch.randn_like(expected)
+        expected.backward(gradient)
+        y.backward(gradient if P_y.active else torch.zeros_like(y))
+        for layer, module in zip([*layers, norm], [*modules, *norms], strict=True):
+            for key, parameter in module.named_parameters():
+                mine, store = getattr(layer, key).grad, layer.placed.placements[key].store
+                if store.partition.active:
+                    agree(mine, parameter.grad[store.slices()], key)
