@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import index as as_int
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import DEFAULT_TIMEOUT, chosen_timeout
+from distdl_rma.trace import Recording, Tracer
 
 __all__ = ["MPIPartition", "Machine"]
 
@@ -158,6 +160,35 @@ class Machine:
         """Name for the next layer, the same on all ranks that build the same layers in order."""
         self._layers += 1
         return f"{kind}#{self._layers}"
+
+    @property
+    def trace(self) -> Tracer:
+        """What layers and collectives tell what they do, for ``record``."""
+        return self.segments.trace
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Context in which what this rank does, and what travels meanwhile, is recorded.
+
+        Collective to enter: the ranks meet, so that second 0 is about the same on all of them. Local to
+        leave; the recording is then complete, and can be sent to other ranks by mpi4py.
+
+        Raises
+        ------
+        ProtocolError
+            If the machine is being recorded already.
+
+        Notes
+        -----
+        ``docs/overlap.md`` has how to look at recordings.
+        """
+        everyone = self.group(name="recording")
+        everyone.barrier()
+        try:
+            yield self.trace.begin(self.rank)
+        finally:
+            self.trace.end()
+            everyone.close()
 
     def describe(self) -> dict[str, object]:
         """What this machine is, and how its ranks reach each other; local.

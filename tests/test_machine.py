@@ -1,5 +1,7 @@
 """The machine: its ranks, options, and end."""
 
+import time
+
 import pytest
 
 from distdl_rma import (
@@ -8,6 +10,7 @@ from distdl_rma import (
     Machine,
     MPIPartition,
     PartitionError,
+    ProtocolError,
     SegmentError,
 )
 
@@ -99,3 +102,32 @@ def test_machines_close_in_any_order(comm, transport):
     first, second = (Machine(comm, segment_size="1MiB", transport=transport) for _ in range(2))
     first.close()
     second.close()
+
+
+def test_record_keeps_what_happens_in_it_and_ends_with_it(machine):
+    sums = machine.group().allreduce(4, name="sums")
+    with machine.record() as recording:
+        assert recording.rank == machine.rank
+        with pytest.raises(ProtocolError, match="a recording of this machine is under way"):
+            machine.trace.begin(machine.rank)
+        sums.active[:] = 1
+        sums.start()
+        sums.wait()
+    kinds = [event.kind for event in recording.events if event.name == "sums"]
+    assert sorted(kinds) == ["allreduce", "start", "wait"]
+    sums.active[:] = 1
+    sums.start()
+    sums.wait()
+    assert len([event for event in recording.events if event.name == "sums"]) == 3
+    sums.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_second_0_of_a_recording_is_when_all_ranks_have_come(machine, comm):
+    if machine.rank == comm.size - 1:
+        time.sleep(0.05)
+    came = time.perf_counter()
+    with machine.record() as recording:
+        pass
+    # The ranks of a node have one clock.
+    assert recording.zero >= max(comm.allgather(came))

@@ -105,6 +105,8 @@ class Channel:
         self._buffer: SegmentBuffer = manager.get_segment_buffer(end, len(receives) + len(sends), name)
         self._connected = not receives and not sends
         self._operation = manager.operation(name)
+        # Of a recording: epochs under way, and what to call when everything of one has arrived.
+        self._flights: dict[int, Callable[[], bool]] = {}
         self._started = 0
         self._finished = 0
         self._closed = False
@@ -184,6 +186,8 @@ class Channel:
             self.connect()
         epoch = self._started + 1
         self._manager.begin(self._operation, epoch)
+        if self._manager.trace.recording is not None and self._receives:
+            self._record(epoch)
         source = iter(parts)
         for lane in self._sends:
             # The slot is free again when the reader has acknowledged the epoch before the last.
@@ -228,6 +232,8 @@ class Channel:
                     lambda lane=lane: self._about(lane, epoch, "send"),  # type: ignore[misc]
                     timeout,
                 )
+                if epoch in self._flights:
+                    self._flights[epoch]()
                 yield from zip(lane.pieces[begin : end + 1], views[begin : end + 1], strict=True)
                 begin = end + 1
             self._acknowledge(lane, epoch)
@@ -236,6 +242,7 @@ class Channel:
                 # Nothing would send this rank's notification on if it now left for something else.
                 lane.remote.flush(timeout)
         self._finished = epoch
+        self._flights.pop(epoch, None)
 
     def missing(self, epoch: int) -> Waiting:
         """Which peer an epoch still waits for; for messages."""
@@ -260,6 +267,7 @@ class Channel:
                     # Acknowledged without being read: the put must be over before its memory is used again.
                     lane.remote.flush()
         self._started = self._finished = epoch
+        self._flights.pop(epoch, None)
 
     def move(self, x: Array) -> Array:
         """Carry out the whole movement, ``y[box] += x[box]``; blocking. Returns an array of its own."""
@@ -323,6 +331,14 @@ class Channel:
         # A message to another node travels as a whole.
         if lane.remote is not None and not lane.staged:
             lane.remote.raise_flag(lane.remote.note[1], lane.risen(epoch, step))
+
+    def _record(self, epoch: int) -> None:
+        # Every wait and the progress engine look whether it is there; ``receive`` at the latest.
+        def over() -> bool:
+            return self._closed or self._finished >= epoch or self.ready(epoch)
+
+        self._flights[epoch] = self._manager.trace.watched("exchange", self.name, over)
+        self._manager.defer(self._flights[epoch])
 
     def _acknowledge(self, lane: _Lane, epoch: int) -> None:
         if lane.remote is not None:

@@ -179,11 +179,12 @@ class Collective:
             self._check()
         if self._running:
             advance = self._advance
-            for _ in self._looks:
-                if advance():
-                    break
-            else:
-                self._manager.patience.until(advance, self._algorithm.waiting, timeout)
+            with self._manager.trace.span("wait", self.name):
+                for _ in self._looks:
+                    if advance():
+                        break
+                else:
+                    self._manager.patience.until(advance, self._algorithm.waiting, timeout)
             self._end()
         elif not self._unfetched:
             raise ProtocolError(f"{self.name!r}: wait without a start")
@@ -232,10 +233,13 @@ class Collective:
                     self._assembly.close()
 
     def _begin(self) -> None:
-        algorithm = self._algorithm
+        algorithm, trace = self._algorithm, self._manager.trace
+        if trace.recording is not None:
+            self._advance = trace.watched(type(self).__name__.lower(), self.name, algorithm.advance)
         try:
             self._steps, self._running, self._unfetched = self._steps + 1, True, False
-            algorithm.begin(self._steps)
+            with trace.span("start", self.name):
+                algorithm.begin(self._steps)
             if algorithm.needs_progress:
                 # Every wait advances it: ranks may wait for their steps in different orders.
                 self._manager.defer(self._advance)
@@ -250,6 +254,7 @@ class Collective:
         self._running, self._valid = False, True
         if algorithm.needs_progress:
             self._manager.withdraw(self._advance)
+        self._advance = algorithm.advance
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:

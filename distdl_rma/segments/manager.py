@@ -23,6 +23,7 @@ from distdl_rma.segments.queue import Queue
 from distdl_rma.segments.segment import Segment
 from distdl_rma.segments.status import HEADER_BYTES, operation_name
 from distdl_rma.segments.supervision import Supervision, cause_of
+from distdl_rma.trace import Tracer
 
 __all__ = ["SegmentManager", "SegmentStats"]
 
@@ -103,6 +104,7 @@ class SegmentManager:
         self.heap = Heap(self.segment.nbytes)
         self.heap.allocate(HEADER_BYTES, "header")
         self.counters = Counters()
+        self.trace = Tracer()
         # The number in a notification; ranks begin far from each other, so that no two give the same.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
         self._work: list[Callable[[], bool]] = []
