@@ -143,7 +143,7 @@ class Plans(Generic[P]):
         arguments: str = "",
     ) -> None:
         self._ranks, self._name, self._build = tuple(ranks), name, build
-        self._rank = machine.rank
+        self._rank, self._trace = machine.rank, machine.trace
         self._round: Round | None = None
         if len(self._ranks) > 1:
             title = f"{name} (shapes, {fingerprint(arguments):014x})"
@@ -186,7 +186,8 @@ class Plans(Generic[P]):
         if self._round is None:
             facts = {self._rank: Facts.decode(mine.encode().tolist())}
         else:
-            rows = self._round.wait().tolist()
+            with self._trace.span("agree", self._name):
+                rows = self._round.wait().tolist()
             facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
         key = tuple(fact.key for fact in facts.values())
         last = self._last[1] if self._last else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -114,6 +116,7 @@ class Layer(Protocol):
     """What the schedule needs of a layer."""
 
     machine: Machine
+    name: str
     local: LocalConvolution
     replica: Replica
     plans: Plans[HaloPlan]
@@ -135,14 +138,19 @@ class SplitConvolution(torch.autograd.Function):
     ) -> torch.Tensor:
         """Start the halo, convolve local data, wait, convolve remote strips, fuse."""
         plans, local = layer.plans, layer.local
-        started = None if guess is None else (guess.start(x), _core(layer, guess.tile, x, weight, bias))
+        phase = layer.machine.trace.phases(layer.name)
+        started = None if guess is None else _begin(layer, guess, phase, x, weight, bias)
         plan, needs = plans.settle()
         if started is None or plan is not guess:
-            started = plan.start(x), _core(layer, plan.tile, x, weight, bias)
+            started = _begin(layer, plan, phase, x, weight, bias)
         epoch, y = started
-        strips = plan.strips(x, epoch)
+        with phase("wait"):
+            strips = plan.strips(x, epoch)
         for patch, block in zip(plan.tile.strips, strips, strict=True):
-            y[patch.place(plan.tile.outputs)] += local.convolve(patch, block, patch.region, weight, None)
+            with phase("remote"):
+                part = local.convolve(patch, block, patch.region, weight, None)
+            with phase("fuse"):
+                y[patch.place(plan.tile.outputs)] += part
         if not any(ctx.needs_input_grad[:3]) and not needs.any:
             ctx.mark_non_differentiable(y)
         ctx.layer, ctx.plan, ctx.needs_halo = layer, plan, needs.input
@@ -154,39 +162,55 @@ class SplitConvolution(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Start the strips' gradients on their way, local gradients, wait, fuse."""
-        layer, plan, tile = ctx.layer, ctx.plan, ctx.plan.tile
+        layer: Layer = ctx.layer
+        plan, tile = ctx.plan, ctx.plan.tile
         x, weight, *strips = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        rim = [
-            layer.local.convolve_adjoint(
-                patch,
-                gradient[patch.place(tile.outputs)],
-                block,
-                patch.region,
-                weight,
-                (ctx.needs_halo, needs_weight),
-            )
-            for patch, block in zip(tile.strips, strips, strict=True)
-        ]
-        epoch = plan.start_adjoint([block for block, _ in rim], x) if ctx.needs_halo else 0
+        phase = layer.machine.trace.phases(layer.name, backward=True)
+
+        def adjoint(
+            patch: Patch, block: torch.Tensor, data: Box, needs: tuple[bool, bool]
+        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            part = gradient[patch.place(tile.outputs)]
+            return layer.local.convolve_adjoint(patch, part, block, data, weight, needs)
+
+        with phase("remote"):
+            rim = [
+                adjoint(patch, block, patch.region, (ctx.needs_halo, needs_weight))
+                for patch, block in zip(tile.strips, strips, strict=True)
+            ]
+        epoch = 0
+        if ctx.needs_halo:
+            with phase("start"):
+                epoch = plan.start_adjoint([block for block, _ in rim], x)
         d_x = d_weight = d_bias = None
-        if tile.core is not None:
-            d_x, d_weight = layer.local.convolve_adjoint(
-                tile.core,
-                gradient[tile.core.place(tile.outputs)],
-                x,
-                tile.own,
-                weight,
-                (needs_x, needs_weight),
-            )
+        with phase("local"):
+            if tile.core is not None:
+                d_x, d_weight = adjoint(tile.core, x, tile.own, (needs_x, needs_weight))
+            if ctx.has_bias and ctx.needs_input_grad[2]:
+                d_bias = layer.replica.fill("bias", gradient.sum((0, *range(2, gradient.dim()))))
         if needs_weight:
-            d_weight = _fuse(layer, weight, tile, d_weight, [taps for _, taps in rim])
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            d_bias = layer.replica.fill("bias", gradient.sum((0, *range(2, gradient.dim()))))
+            with phase("fuse"):
+                d_weight = _fuse(layer, weight, tile, d_weight, [taps for _, taps in rim])
         if ctx.needs_halo:
             d_x = torch.zeros_like(x) if d_x is None else d_x
             plan.add_adjoint(d_x, epoch)
         return d_x if needs_x else None, d_weight, d_bias, None, None, None
+
+
+def _begin(
+    layer: Layer,
+    plan: HaloPlan,
+    phase: Callable[[str], AbstractContextManager[object]],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[int, torch.Tensor]:
+    # Epoch of the halo that is on its way, and what local data gives meanwhile.
+    with phase("start"):
+        epoch = plan.start(x)
+    with phase("local"):
+        return epoch, _core(layer, plan.tile, x, weight, bias)
 
 
 def _core(

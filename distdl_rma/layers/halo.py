@@ -90,6 +90,7 @@ class HaloPlan:
 
     def add_adjoint(self, gradient: torch.Tensor, epoch: int) -> None:
         """Add what the readers of this rank's data send back; blocking."""
-        channel = self.halo.adjoint
-        for piece, words in channel.receive(epoch):
-            gradient[piece.box.slices(channel.exchange.need)] += as_tensor(words, gradient.dtype)
+        channel, trace, name = self.halo.adjoint, self.halo.machine.trace, self.halo.name
+        for piece, words in trace.awaited(channel.receive(epoch), name, backward=True):
+            with trace.span("fuse", name, backward=True):
+                gradient[piece.box.slices(channel.exchange.need)] += as_tensor(words, gradient.dtype)

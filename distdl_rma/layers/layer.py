@@ -308,7 +308,9 @@ class ComposedLayer(DistributedLayer):
         if flow.gather is not None:
             y = flow.gather(y, needs.input)
         if self._works:
-            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+            casts = torch.is_autocast_enabled("cpu")
+            plain = torch.autocast("cpu", enabled=False) if casts else nullcontext()
+            with self.machine.trace.span("local", self.name), plain:
                 y = self.carry_out(flow, needs, y, **weights)
         else:
             y = idle(y, weights.values())

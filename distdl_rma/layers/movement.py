@@ -57,9 +57,10 @@ _Place = tuple[slice, ...]
 class Direction:
     """A channel and where in the tensors its pieces lie, worked out once."""
 
-    def __init__(self, channel: Channel, dtype: torch.dtype) -> None:
+    def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
         exchange = channel.exchange
-        self.channel, self.dtype = channel, dtype
+        self.channel, self.dtype, self.backward = channel, dtype, backward
+        self._trace = machine.trace
         self._own, self._need = exchange.own, exchange.need
         # Short types are summed in a longer one, with one rounding at the end.
         self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
@@ -79,10 +80,15 @@ class Direction:
         """Start on a local shard; return it as it moves, and the epoch."""
         # What has no elements may come in any shape and type.
         x = torch.empty(self._own.shape, dtype=self.dtype) if self._own.empty else x.detach().to(self.dtype)
-        return x, self.channel.start(self.channel.cut(as_words(x)))
+        with self._trace.span("start", self.channel.name, self.backward):
+            return x, self.channel.start(self.channel.cut(as_words(x)))
 
     def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
         """Receive an epoch into a new tensor, blocking. Elements that several ranks own are summed."""
+        with self._trace.span("wait", self.channel.name, self.backward):
+            return self._arrive(x, epoch)
+
+    def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
         y = result(self._need.shape, self._wide)
         parts = chain(islice(theirs := self._received(epoch), self._before), self._local(x), theirs)
         fresh = True
@@ -132,7 +138,8 @@ class Movement:
         self.machine, self.name, self.dtype = machine, name, dtype
         self.forward = Channel(machine.segments, exchange, kind, name)
         self.adjoint = Channel(machine.segments, exchange.T, kind, f"{name} (adjoint)")
-        self.forwards, self.backwards = Direction(self.forward, dtype), Direction(self.adjoint, dtype)
+        self.forwards = Direction(machine, self.forward, dtype, backward=False)
+        self.backwards = Direction(machine, self.adjoint, dtype, backward=True)
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
         self._finalizer = weakref.finalize(self, _close_both, self.forward, self.adjoint)
 

@@ -78,40 +78,45 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.job, ctx.machine = job, job.machine
-        wide = widened(x)
-        y = torch.empty_like(wide)
-        for band in job.statistics.cells.bands:
-            _Part(job, band, wide, weight).scale(bias, band.of(y))
-        return y.to(x.dtype)
+        with job.machine.trace.span("scale", job.statistics.name):
+            wide = widened(x)
+            y = torch.empty_like(wide)
+            for band in job.statistics.cells.bands:
+                _Part(job, band, wide, weight).scale(bias, band.of(y))
+            return y.to(x.dtype)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         job, statistics = ctx.job, ctx.job.statistics
+        phase = job.machine.trace.phases(statistics.name, backward=True)
         wide, d_y = widened(x), widened(gradient)
         with torch.autocast("cpu", enabled=False):
-            parts = [_Backward(job, band, wide, weight, d_y) for band in statistics.cells.bands]
-            pair = torch.zeros(2, *statistics.cells.shape, dtype=torch.float64)
-            if job.depends:
-                for part in parts:
-                    part.write_sums(pair)
+            with phase("local"):
+                parts = [_Backward(job, band, wide, weight, d_y) for band in statistics.cells.bands]
+                pair = torch.zeros(2, *statistics.cells.shape, dtype=torch.float64)
+                if job.depends:
+                    for part in parts:
+                        part.write_sums(pair)
             arrive = statistics.sum(pair) if job.depends else None
-            d_weight, d_bias = (
-                job.place(name, _joined([part.of_parameter(name) for part in parts], weight))
-                if needed
-                else None
-                for name, needed in zip(("weight", "bias"), ctx.needs_input_grad[1:3], strict=True)
-            )
-            d_x = torch.empty_like(wide) if ctx.needs_input_grad[0] else None
-            if d_x is not None:
-                for part in parts:
-                    part.scale_gradient(part.band.of(d_x))
+            with phase("scale"):
+                d_weight, d_bias = (
+                    job.place(name, _joined([part.of_parameter(name) for part in parts], weight))
+                    if needed
+                    else None
+                    for name, needed in zip(("weight", "bias"), ctx.needs_input_grad[1:3], strict=True)
+                )
+                d_x = torch.empty_like(wide) if ctx.needs_input_grad[0] else None
+                if d_x is not None:
+                    for part in parts:
+                        part.scale_gradient(part.band.of(d_x))
             if arrive is not None:
                 means = arrive() / statistics.total
                 if d_x is not None:
-                    for part in parts:
-                        part.add_means(part.band.of(d_x), means)
+                    with phase("fuse"):
+                        for part in parts:
+                            part.add_means(part.band.of(d_x), means)
         return None if d_x is None else d_x.to(x.dtype), d_weight, d_bias, None, None
 
 

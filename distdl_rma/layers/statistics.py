@@ -47,6 +47,7 @@ class Statistics:
 
     def __init__(self, machine: Machine, layout: Layout, cells: Cells, centred: bool, name: str) -> None:
         self.cells, self.layout, self.centred = cells, layout.viewed, centred
+        self.name, self._trace = name, machine.trace
         self.total = cells.total.clamp(min=1)
         self._counts, self._shares = cells.counts, cells.counts / self.total
         self._mine = cells.ranks.index(machine.rank)
@@ -84,7 +85,9 @@ class Statistics:
         x
             Local tensor, of a type to compute in.
         """
-        mean, squares = self._merge(self._local(x))
+        with self._trace.span("local", self.name):
+            pair = self._local(x)
+        mean, squares = self._merge(pair)
         return mean, squares / self.total
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,8 +110,7 @@ class Statistics:
     def _merge(self, pair: torch.Tensor) -> torch.Tensor:
         # From the mean of each rank, and the squares about it, to those of all ranks together.
         if self._round is not None:
-            self._round.start(as_array(pair.reshape(-1)))
-            rows = as_tensor(self._round.wait()).view(len(self.cells.ranks), *pair.shape)
+            rows = as_tensor(self._exchanged(self._round, pair)).view(len(self.cells.ranks), *pair.shape)
             means, squares = rows[:, 0], rows[:, 1]
             mean = means[0] + (self._shares * (means - means[0])).sum(0)
             return torch.stack((mean, (squares + self._counts * (means - mean).square()).sum(0)))
@@ -118,6 +120,19 @@ class Statistics:
             about = pair[1] + self._counts[self._mine] * (pair[0] - mean).square()
             return torch.stack((mean, _start(second, about)()))
         return pair
+
+    def _exchanged(
+        self, everyone: Round, pair: torch.Tensor
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        # The norm allreduce of the forward, in one round: each rank reduces what it gets.
+        title = f"{self.name} (norm)"
+        arrive = self._trace.depart("allreduce", title)
+        with self._trace.span("start", title):
+            everyone.start(as_array(pair.reshape(-1)))
+        with self._trace.span("wait", title):
+            rows = everyone.wait()
+        arrive()
+        return rows
 
     def sum(self, pair: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum two values per cell over the ranks; the call of what is returned waits for them."""
