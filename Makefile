@@ -77,7 +77,7 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
 
 clean:  ## remove caches and results; the environment in .venv stays
-	rm -rf build dist demo-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf build dist demo-output overlap-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # constraints.txt pins torch too: without it, pip may take a build of torch with gigabytes of GPU libraries.

@@ -1,0 +1,69 @@
+"""The example that records a training step, run as a user runs it, and the picture that it draws."""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import skimage.io
+
+from tests.run_mpi import default_mpiexec, environment
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "overlap.py"
+PICTURE = ROOT / "examples" / "overlap_picture.py"
+MPIEXEC = shlex.split(default_mpiexec())
+LIMIT = 50
+
+
+def run(*command):
+    return subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=LIMIT,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def record(ranks, folder):
+    if shutil.which(MPIEXEC[0]) is None:
+        pytest.skip("no mpiexec, neither beside this Python nor on the path")
+    python = [sys.executable, "-m", "mpi4py", EXAMPLE]
+    return run(*MPIEXEC, "-n", ranks, *python, "--steps", 2, "--output", folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_example_writes_picture_and_trace_of_all_ranks(ranks, tmp_path):
+    folder = tmp_path / "not" / "there yet"
+    done = record(ranks, folder)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert done.stdout.splitlines() == [
+        f"picture: {folder / 'overlap.png'}",
+        f"trace for ui.perfetto.dev: {folder / 'overlap.json'}",
+    ]
+    height, width = skimage.io.imread(folder / "overlap.png").shape[:2]
+    assert width > 1000 and height > 100 * ranks
+    rows = json.loads((folder / "overlap.json").read_text())["traceEvents"]
+    assert {row["pid"] for row in rows} == set(range(ranks))
+    for rank in range(ranks):
+        kinds = {row["cat"] for row in rows if row["pid"] == rank and row["ph"] != "M"}
+        assert {"start", "local", "wait", "fuse", "scale"} <= kinds
+        assert ranks == 1 or {"remote", "agree", "exchange", "allreduce"} <= kinds
+
+
+def test_traces_are_drawn_one_below_the_other(tmp_path):
+    for name, end in (("on", 5.0), ("off", 9.0)):
+        row = {"pid": 0, "name": "local conv", "cat": "local", "tid": 1, "ts": 1.0}
+        rows = [row | {"ph": "X", "dur": end, "args": {"backward": False}}]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": rows}))
+    picture = tmp_path / "both.png"
+    done = run(sys.executable, PICTURE, tmp_path / "on.json", tmp_path / "off.json", "--output", picture)
+    assert done.returncode == 0, done.stderr
+    assert skimage.io.imread(picture).size
