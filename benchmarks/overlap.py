@@ -2,6 +2,8 @@
 
 Each rank puts 32 MiB to the other while both convolve for longer than the transfer takes. What counts is the
 time that the exchange adds to the compute, as a share of the time of the exchange alone: 0 is all hidden.
+Then training steps of a split network, with overlap and without; their traces are written too, which
+``examples/overlap_picture.py`` draws.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from benchmarks import step
 from distdl_rma import Machine
 
 COMM = MPI.COMM_WORLD
@@ -100,13 +103,16 @@ def timed(call: Callable[[], object]) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = {}
+    rows: dict[str, object] = {}
     for progress in ("thread", "none"):
         sample = measure(progress)
         rows[progress] = {**sample._asdict(), "exposed": round(sample.exposed, 3)}
+    steps = step.measure()
+    rows["step"] = steps.as_dict()
     if COMM.rank == 0:
         text = json.dumps(rows, indent=2) + "\n"
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        steps.write_traces(RESULTS.parent)
         RESULTS.write_text(text)
         sys.stdout.write(text)
 

@@ -1,0 +1,161 @@
+"""A training step over two hosts: with overlap, without, and with nobody who moves data meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from distdl_rma import GradientSync, Machine
+from distdl_rma.geometry import Decomposition
+from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
+from distdl_rma.segments.channel import Channel
+from distdl_rma.segments.collective import Collective
+from distdl_rma.trace import chrome_trace
+
+COMM = MPI.COMM_WORLD
+# Many weights and few pixels: the gradients of a layer travel for about as long as its backward computes.
+LAYERS, CHANNELS, BATCH, SIDE = 6, 128, 1, 32
+SHAPE = (BATCH, CHANNELS, SIDE, SIDE)
+ROUNDS, REPETITIONS, WARM_UPS = 3, 11, 3
+TARGET = 0.8
+
+Step = Callable[[], object]
+Switch = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def waiting_at_once() -> Iterator[None]:
+    """Have everything be there before its start returns, by the same waits that come later otherwise.
+
+    Nothing else changes: the same bytes travel by the same way, with the progress engine still running.
+    """
+    start_channel, start_collective = Channel.start, Collective.start
+
+    def channel_start(channel: Channel, parts: Any) -> int:
+        epoch = start_channel(channel, parts)
+        channel._manager.patience.until(lambda: channel.ready(epoch), lambda: channel.missing(epoch))
+        return epoch
+
+    def collective_start(collective: Collective) -> None:
+        start_collective(collective)
+        collective._manager.patience.until(collective._advance, collective._algorithm.waiting)
+
+    with patch.object(Channel, "start", channel_start), patch.object(Collective, "start", collective_start):
+        yield
+
+
+# Name of a variant: the progress engine, and how steps are run. Those of one engine are interleaved.
+VARIANTS: dict[str, tuple[str, Switch]] = {
+    "overlap": ("thread", nullcontext),
+    "waiting at once": ("thread", waiting_at_once),
+    "no progress": ("none", nullcontext),
+}
+
+
+def network(conv: Callable[..., nn.Module]) -> nn.Sequential:
+    """Convolutions with nothing but a ReLU between them."""
+    torch.manual_seed(1)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [conv(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+def training(model: nn.Module, criterion: nn.Module, x: torch.Tensor) -> Step:
+    """One step of a training: forward, backward, update."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(model(x), x).backward()
+        optimizer.step()
+
+    return step
+
+
+@dataclass
+class Measured:
+    """Seconds per step on the slowest rank, by variant, and a trace of one step each."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    traces: dict[str, str] = field(default_factory=dict)
+
+    def median(self, variant: str) -> float:
+        return statistics.median(self.seconds[variant])
+
+    def ratio(self, variant: str) -> float:
+        """Time with overlap over that of another variant."""
+        return self.median("overlap") / self.median(variant)
+
+    def as_dict(self) -> dict[str, object]:
+        """For the JSON of the results."""
+        low_high = {name: statistics.quantiles(values, n=4)[::2] for name, values in self.seconds.items()}
+        return {
+            "seconds": {name: self.median(name) for name in self.seconds},
+            "quartiles": low_high,
+            "ratios": {name: round(self.ratio(name), 3) for name in self.seconds if name != "overlap"},
+            "target": TARGET,
+            "network": f"{LAYERS} convolutions, {CHANNELS} channels, {BATCH} x {SIDE} x {SIDE}",
+        }
+
+    def write_traces(self, folder: Path) -> None:
+        """Write the traces of this rank's gathering, one file per variant."""
+        for name, trace in self.traces.items():
+            (folder / f"step, {name}.json").write_text(trace)
+
+
+def measure() -> Measured:
+    """Time all variants, in rounds; collective."""
+    measured = Measured()
+    for _ in range(ROUNDS):
+        local = torch.randn(BATCH, CHANNELS, SIDE // COMM.size, SIDE)
+        plain = training(network(nn.Conv2d), nn.MSELoss(), local)
+        time_in_turn(measured, {"compute alone": (plain, nullcontext)})
+        for progress in ("thread", "none"):
+            with Machine(COMM, progress=progress, segment_size="128MiB") as machine:
+                measure_on(machine, progress, measured)
+            # What the graph of the last step held of the machine goes before the next is made.
+            gc.collect()
+    return measured
+
+
+def measure_on(machine: Machine, progress: str, measured: Measured) -> None:
+    """Time and record the variants of one engine; collective."""
+    P_x = machine.partition((1, 1, machine.size, 1))
+    model = network(partial(DistributedConv2d, P_x))
+    sync = GradientSync(model, machine)
+    x = torch.randn(SHAPE)[Decomposition.balanced(P_x, SHAPE).slices()]
+    step = training(model, DistributedMSELoss(P_x, name="loss"), x)
+    variants = {name: (step, switch) for name, (engine, switch) in VARIANTS.items() if engine == progress}
+    time_in_turn(measured, variants)
+    for name, (_, switch) in variants.items():
+        with switch(), machine.record() as recording:
+            step()
+        if recordings := COMM.gather(recording):
+            measured.traces[name] = chrome_trace(recordings)
+    sync.close()
+
+
+def time_in_turn(measured: Measured, variants: dict[str, tuple[Step, Switch]]) -> None:
+    """Time steps of some variants by turns, after a warm-up; collective."""
+    for repetition in range(WARM_UPS + REPETITIONS):
+        for name, (step, switch) in variants.items():
+            with switch():
+                COMM.Barrier()
+                begin = time.perf_counter()
+                step()
+                slowest: float = COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX)
+            if repetition >= WARM_UPS:
+                measured.seconds.setdefault(name, []).append(slowest)
