@@ -26,9 +26,9 @@ from distdl_rma.trace import chrome_trace
 
 COMM = MPI.COMM_WORLD
 # Many weights and few pixels: the gradients of a layer travel for about as long as its backward computes.
-LAYERS, CHANNELS, BATCH, SIDE = 6, 128, 1, 32
+LAYERS, CHANNELS, BATCH, SIDE = 6, 128, 1, 48
 SHAPE = (BATCH, CHANNELS, SIDE, SIDE)
-ROUNDS, REPETITIONS, WARM_UPS = 3, 11, 3
+ROUNDS, REPETITIONS, WARM_UPS = 3, 11, 2
 TARGET = 0.8
 
 Step = Callable[[], object]

@@ -23,7 +23,7 @@ from distdl_rma.trace import chrome_trace
 from overlap_picture import draw
 
 COMM = MPI.COMM_WORLD
-LAYERS, CHANNELS, SIDE = 4, 32, 128
+LAYERS, CHANNELS, SIDE = 4, 32, 192
 PICTURE, TRACE = "overlap.png", "overlap.json"
 
 
