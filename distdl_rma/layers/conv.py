@@ -9,17 +9,19 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.layers.agreement import Facts, Plans, common_dtype
+from distdl_rma.layers.agreement import Facts, Needs, Plans, common_dtype
 from distdl_rma.layers.arguments import Partitions, check_input, stencil_of, torch_layer
 from distdl_rma.layers.autograd import anchor, tells_peers
 from distdl_rma.layers.callbacks import callbacks_among
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
+from distdl_rma.layers.parts import Parts
 from distdl_rma.layers.reading import Reading
 from distdl_rma.layers.replica import idle
 from distdl_rma.layers.tensors import autocast
@@ -200,21 +202,49 @@ class DistributedConv(ComposedLayer):
         if not self._in_place:
             target = Decomposition.balanced(self.P_y, (source.shape[0], self.out_channels, *extents))
             scatter = movement_of(self, partial, target, dtype, "output")
-        return Flow(reading.movement, scatter, reading=reading, shape=partial.box(self.machine.rank).shape)
+        known: dict[str, Any] = {"reading": reading, "shape": partial.box(self.machine.rank).shape}
+        parts = self._parts(reading, source, partial)
+        if parts is None:
+            return Flow(reading.movement, scatter, **known)
+        return Flow(None, scatter, reading.movement, parts=parts, **known)
+
+    def _parts(self, reading: Reading, source: Decomposition, partial: Decomposition) -> Parts | None:
+        # What can be computed before the rest arrives; where that is nothing, or all, there is one part.
+        made_up = self.padding_mode != "zeros" and padded(self.local.stencil)
+        if reading.movement is None or self.groups > 1 or made_up:
+            return None
+        rank = self.machine.rank
+        reads = reading.movement.forward.exchange.need
+        parts = Parts(
+            self.local.stencil, source.box(rank), reads, Box.of_shape(source.shape), partial.box(rank)
+        )
+        return parts if parts.both else None
+
+    def carry_out(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Convolve what this rank has while it collects what others have, then that, and fuse."""
+        if flow.collect is None:
+            return super().carry_out(flow, needs, x, **weights)
+        parts: Parts = flow.facts["parts"]
+        weight, bias = self._block(**weights)
+        first = self.work.blocks().box(self.machine.rank).bounds[1][0]
+        phase = self.machine.trace.phases(self.name)
+        flight = flow.collect.start(x, needs.input)
+        with phase("local"):
+            found = parts.of_own(self.local, x, weight, first)
+        collected = flow.collect.wait(flight)
+        with phase("remote"):
+            found += parts.of_others(self.local, collected, weight, first)
+        with phase("fuse"):
+            y = parts.fuse(found)
+            return y if bias is None else y + bias.view(-1, *(1,) * self._dims)
 
     def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Convolve what was read with this rank's block of the weight."""
-        weight, bias = weights["weight"], weights.get("bias")
-        blocks, shape = self.work.blocks(), flow.facts["shape"]
-        (o0, o1), (c0, c1) = blocks.box(self.machine.rank).bounds[:2]
-        used, used_bias = weight, bias
-        if self.P_W is None:
-            used, used_bias = weight[blocks.slices()], None if bias is None else bias[o0:o1]
-        elif blocks.partition.index_of(self.machine.rank)[IN]:
-            used_bias = None
-        if 0 in shape or c0 == c1:
-            nothing = weight.new_zeros(shape)
-            return idle(nothing, (x, weight, bias))
+        used, used_bias = self._block(**weights)
+        (o0, o1), (c0, c1) = self.work.blocks().box(self.machine.rank).bounds[:2]
+        if 0 in flow.facts["shape"] or c0 == c1:
+            nothing = used.new_zeros(flow.facts["shape"])
+            return idle(nothing, (x, *weights.values()))
         x = flow.facts["reading"].complete(x)
         out, width = self.out_channels // self.groups, self.work.weight[1]
         if self.groups > 1 and c1 - c0 < width:
@@ -231,6 +261,16 @@ class DistributedConv(ComposedLayer):
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _block(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # What this rank computes with, of the parameters as they are kept.
+        blocks = self.work.blocks()
+        if self.P_W is None:
+            (o0, o1), *_ = blocks.box(self.machine.rank).bounds
+            return weight[blocks.slices()], None if bias is None else bias[o0:o1]
+        return weight, None if blocks.partition.index_of(self.machine.rank)[IN] else bias
 
 
 def padded(stencil: Stencil) -> bool:

@@ -179,12 +179,16 @@ class Flow:
     ----------
     gather, scatter
         Movements before and after the local computation; None where there is nothing to move on any rank.
+    collect
+        In the place of ``gather``, where the computation goes on while it travels: ``carry_out`` does it.
     facts
         Whatever the local computation wants to know about this plan.
     """
 
-    def __init__(self, gather: Movement | None, scatter: Movement | None, **facts: Any) -> None:
-        self.gather, self.scatter = gather, scatter
+    def __init__(
+        self, gather: Movement | None, scatter: Movement | None, collect: Movement | None = None, **facts: Any
+    ) -> None:
+        self.gather, self.scatter, self.collect = gather, scatter, collect
         self.facts = facts
 
     def void(self) -> None:
@@ -192,7 +196,7 @@ class Flow:
 
     def connect(self) -> None:
         """Exchange addresses with the neighbours; blocking."""
-        for movement in (self.gather, self.scatter):
+        for movement in (self.gather, self.collect, self.scatter):
             if movement is not None:
                 movement.connect()
 
@@ -246,7 +250,8 @@ class ComposedLayer(DistributedLayer):
 
     def carry_out(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
-        return self.compute(flow, x, **weights)
+        with self.machine.trace.span("local", self.name):
+            return self.compute(flow, x, **weights)
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
@@ -310,7 +315,7 @@ class ComposedLayer(DistributedLayer):
         if self._works:
             casts = torch.is_autocast_enabled("cpu")
             plain = torch.autocast("cpu", enabled=False) if casts else nullcontext()
-            with self.machine.trace.span("local", self.name), plain:
+            with plain:
                 y = self.carry_out(flow, needs, y, **weights)
         else:
             y = idle(y, weights.values())

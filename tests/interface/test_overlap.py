@@ -88,6 +88,27 @@ def test_a18_backward_starts_then_computes_local_data_and_fuses(machine, P_x, x)
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("channels", [False, True])
+def test_a18_forward_computes_local_data_first_where_the_distribution_changes_too(machine, channels):
+    # Rows come in, columns or filters go out: most of what is read is remote, but not all.
+    P_x = machine.partition((1, 1, machine.size, 1))
+    P_y = machine.partition((1, machine.size, 1, 1) if channels else (1, 1, 1, machine.size))
+    layer = DistributedConv2d(P_x, 1, machine.size, 3, padding=1, P_y=P_y, name="conv")
+    x = torch.randn(1, 1, 4, 8).requires_grad_()
+    layer(x).sum().backward()
+    with machine.record() as recording:
+        y = layer(x)
+    (local,), (remote,), (fuse,) = (of(recording, "conv", kind) for kind in ("local", "remote", "fuse"))
+    (start,), wait = (of(recording, "conv (halo)", kind) for kind in ("start", "wait"))
+    assert one_after_the_other([start], [local], wait, [remote], [fuse])
+    with machine.record() as recording:
+        y.sum().backward()
+    # The error signal for the others leaves before that of this rank is waited for.
+    start, wait = (of(recording, "conv (halo) (adjoint)", kind, backward=True) for kind in ("start", "wait"))
+    assert one_after_the_other(start, wait)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a18_halo_is_in_flight_from_its_start_to_its_arrival(machine, P_x, x):
     layer = conv(P_x, name="conv")
     layer(x.requires_grad_()).sum().backward()
