@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distdl_rma.errors import DistdlError, ProtocolError, ShapeError
@@ -78,7 +79,7 @@ class Facts:
         """What a plan depends on."""
         return self.shape, self.dtype, self.weights, self.wants
 
-    def encode(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def encode(self) -> npt.NDArray[np.int64]:
         """Vector of numbers that travels; what cannot be told becomes a tensor of no type."""
         words = np.zeros(_WORDS, np.int64)
         if max(len(self.shape), len(self.wants)) > _MAX_DIMS or self.dtype not in DTYPES:
@@ -143,7 +144,7 @@ class Plans(Generic[P]):
         arguments: str = "",
     ) -> None:
         self._ranks, self._name, self._build = tuple(ranks), name, build
-        self._rank, self._trace = machine.rank, machine.trace
+        self._trace = machine.trace
         self._round: Round | None = None
         if len(self._ranks) > 1:
             title = f"{name} (shapes, {fingerprint(arguments):014x})"
@@ -152,6 +153,9 @@ class Plans(Generic[P]):
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None
         self._mine: Facts | None = None
+        # What was said last, and what came of it: most calls repeat it.
+        self._said: tuple[Facts, npt.NDArray[np.int64]] | None = None
+        self._settled: tuple[bytes, tuple[P, Needs]] | None = None
 
     @property
     def last(self) -> P | None:
@@ -167,8 +171,10 @@ class Plans(Generic[P]):
     ) -> P | None:
         """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
         self._mine = mine = Facts.about(x, weight, wants, idle)
+        if self._said is None or self._said[0] != mine:
+            self._said = mine, mine.encode()
         if self._round is not None:
-            self._round.start(mine.encode())
+            self._round.start(self._said[1])
         if self._last is None:
             return None
         before, plan = self._last
@@ -180,15 +186,21 @@ class Plans(Generic[P]):
         Blocking until every rank has begun. If it is not the plan that ``begin`` returned, nothing was
         moved: start again on this one. Facts that do not fit together raise the same error on every rank.
         """
-        mine = self._mine
-        if mine is None:
+        mine, said = self._mine, self._said
+        if mine is None or said is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
         if self._round is None:
-            facts = {self._rank: Facts.decode(mine.encode().tolist())}
+            rows = said[1][None]
         else:
             with self._trace.span("agree", self._name):
-                rows = self._round.wait().tolist()
-            facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
+                rows = self._round.wait()
+        words = rows.tobytes()
+        if self._settled is None or self._settled[0] != words:
+            self._settled = words, self._conclude(mine, rows.tolist())
+        return self._settled[1]
+
+    def _conclude(self, mine: Facts, rows: list[list[int]]) -> tuple[P, Needs]:
+        facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
         key = tuple(fact.key for fact in facts.values())
         last = self._last[1] if self._last else None
         plan = self._cache.get(key)
