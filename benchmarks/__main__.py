@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import collectives, conv, layers, planning, rma
+from benchmarks import collectives, conv, layers, planning, rma, training
 from benchmarks.measure import COMM, Row
 from distdl_rma import Machine
 
@@ -22,6 +22,7 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "collectives": collectives.rows,
     "conv": conv.rows,
     "layers": layers.rows,
+    "training": training.rows,
     "planning": planning.rows,
 }
 # Not among those that run if none is named: for more ranks than cores.
