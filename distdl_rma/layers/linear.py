@@ -18,6 +18,7 @@ from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.initial import linear_values
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
+from distdl_rma.layers.product import linear
 from distdl_rma.layers.weights import Placement
 
 __all__ = ["DistributedLinear", "DistributedLinearAllGather", "DistributedLinearReduceScatter", "workers"]
@@ -157,8 +158,13 @@ class DistributedLinear(ComposedLayer):
 
     def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
+        x, weight = self.block_of(flow, x), weights["weight"]
         bias = weights["bias"] if self.adds_bias else None
-        return F.linear(self.block_of(flow, x), weights["weight"], bias)
+        # Gradients of copies that were moved or cast here are on their way to the parameter, not its own.
+        own = weight is self.weight and (bias is None or bias is self.bias)
+        if own and self.replica is not None and self.replica.sinks:
+            return linear(x, weight, bias, self.replica.sink)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def block_of(flow: Flow, x: torch.Tensor) -> torch.Tensor:

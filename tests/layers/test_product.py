@@ -1,0 +1,137 @@
+"""Products whose gradients are written where they are wanted."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import GradientSync, Machine
+from distdl_rma.layers import DistributedLinear, DistributedLinearAllGather, DistributedLinearReduceScatter
+from distdl_rma.layers.product import linear
+
+SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
+
+
+def operands(shape, outputs=3, dtype=torch.float64):
+    torch.manual_seed(1)
+    x, weight, bias = torch.randn(shape), torch.randn(outputs, shape[-1]), torch.randn(outputs)
+    return [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (4, 0)])
+def test_gradients_equal_torchs_and_are_written_to_the_places(shape, dtype):
+    x, weight, bias = operands(shape, dtype=dtype)
+    places = {"weight": torch.full_like(weight, 7.0), "bias": torch.full_like(bias, 7.0)}
+    y = linear(x, weight, bias, dict(places).pop)
+    expected = F.linear(x, weight, bias)
+    gradient = torch.randn_like(y)
+    mine = torch.autograd.grad(y, (x, weight, bias), gradient)
+    theirs = torch.autograd.grad(expected, (x, weight, bias), gradient)
+    for actual, wanted in zip((y, *mine), (expected, *theirs), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    assert [g.data_ptr() for g in mine[1:]] == [place.data_ptr() for place in places.values()]
+
+
+def test_what_is_frozen_is_not_asked_for():
+    for frozen in range(3):
+        inputs = operands((4, 5))
+        inputs[frozen].requires_grad_(False)
+        asked = []
+        linear(*inputs, asked.append).sum().backward()
+        assert asked == [key for at, key in ((1, "weight"), (2, "bias")) if at != frozen]
+    asked.clear()
+    x, weight, _ = operands((4, 5))
+    linear(x, weight, None, asked.append).sum().backward()
+    assert asked == ["weight"]
+    assert weight.grad is not None
+
+
+def test_second_derivatives_are_torchs_and_write_to_no_place():
+    inputs = operands((4, 5))
+    assert torch.autograd.gradgradcheck(lambda *t: linear(*t, lambda _: pytest.fail("asked")), inputs)
+
+
+def segment_of(machine):
+    memory = machine.segments.segment.memory
+    return range(memory.ctypes.data, memory.ctypes.data + memory.nbytes)
+
+
+def watch(replica):
+    """Places that a layer is offered from now on, by name."""
+    taken = {key: [] for key in replica.sinks}
+    for key, offer in list(replica.sinks.items()):
+        replica.sinks[key] = lambda offer=offer, key=key: taken[key].append(offer()) or taken[key][-1]
+    return taken
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", [DistributedLinearAllGather, DistributedLinearReduceScatter])
+def test_gradients_of_copies_are_computed_in_the_segment(P_world, comm, kind):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer, twin = kind(P, 6, 4), nn.Linear(6, 4)
+    twin.load_state_dict(layer.state_dict())
+    sync = GradientSync(layer, P_world)
+    taken, segment = watch(layer.replica), segment_of(Machine.of(P_world))
+    for _ in range(3):
+        x = torch.randn(2 * comm.size, 6)
+        layer.zero_grad()
+        twin.zero_grad()
+        layer(x[2 * comm.rank :][:2]).square().sum().backward()
+        twin(x).square().sum().backward()
+        for key, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.grad, getattr(twin, key).grad)
+            place = taken[key][-1].data_ptr()
+            assert place == parameter.grad.data_ptr() and place in segment
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_that_is_used_twice_is_offered_one_place(P_world, comm):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer = DistributedLinearAllGather(P, 4, 4, dtype=torch.float64)
+    twin = nn.Linear(4, 4, dtype=torch.float64)
+    twin.load_state_dict(layer.state_dict())
+    sync = GradientSync(layer, P_world)
+    taken = watch(layer.replica)
+    x = torch.randn(comm.size, 4, dtype=torch.float64)
+    for module, data in ((layer, x[comm.rank :][:1]), (twin, x)):
+        module(module(data)).square().sum().backward()
+    for key, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, getattr(twin, key).grad)
+        assert [place is None for place in taken[key]] == [False, True]
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["travelling", "autocast", "alone"])
+def test_nothing_is_offered_but_for_the_parameter_itself(P_world, comm, way):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    options = {"weights": "root"} if way == "travelling" else {}
+    blocks = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
+    layer = DistributedLinear(P, P, blocks, 6, 4, **options)
+    sync = None if way == "alone" else GradientSync(layer, P_world)
+    taken = watch(layer.replica)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
+        y = layer(torch.randn(2, 6))
+    y.float().square().sum().backward()
+    assert not any(taken.values())
+    if sync is not None:
+        sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_accumulation_adds_to_what_is_there(P_world, comm):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer = DistributedLinearAllGather(P, 4, 3, dtype=torch.float64)
+    sync, once = GradientSync(layer, P_world), copy.deepcopy(list(layer.parameters()))
+    x = torch.randn(2, 4, dtype=torch.float64)
+    for repetition in range(1, 4):
+        layer(x).square().sum().backward()
+        for parameter, first in zip(layer.parameters(), once, strict=True):
+            if repetition == 1:
+                first.grad = parameter.grad.clone()
+            torch.testing.assert_close(parameter.grad, repetition * first.grad)
+    sync.close()
