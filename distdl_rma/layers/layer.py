@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -19,7 +18,7 @@ from distdl_rma.layers.autograd import anchor, tells_peers
 from distdl_rma.layers.callbacks import Callbacks, answer
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica, idle
-from distdl_rma.layers.tensors import autocast
+from distdl_rma.layers.tensors import autocast, plainly
 from distdl_rma.layers.weights import Initial, Placement, Weights
 from distdl_rma.machine import Machine
 
@@ -313,9 +312,7 @@ class ComposedLayer(DistributedLayer):
         if flow.gather is not None:
             y = flow.gather(y, needs.input)
         if self._works:
-            casts = torch.is_autocast_enabled("cpu")
-            plain = torch.autocast("cpu", enabled=False) if casts else nullcontext()
-            with plain:
+            with plainly():
                 y = self.carry_out(flow, needs, y, **weights)
         else:
             y = idle(y, weights.values())

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["IDLE_NBYTES", "SMALLEST_NBYTES", "Pool", "result"]
+__all__ = ["IDLE_NBYTES", "SMALLEST_NBYTES", "Pool", "result", "result_like"]
 
 # Smaller results come from torch, whose allocator has touched such memory before.
 SMALLEST_NBYTES = 1 << 18
@@ -75,3 +75,8 @@ _results = Pool()
 def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a result that leaves the library, not initialised."""
     return _results.empty(shape, dtype)
+
+
+def result_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a result of the shape, type and strides of a tensor, not initialised."""
+    return result(x.shape, x.dtype) if x.is_contiguous() else torch.empty_like(x)

@@ -20,18 +20,19 @@ from distdl_rma.layers.layer import DistributedLayer, movement_of, source_of
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import idle
 from distdl_rma.layers.scaling import Job, normalise, widened
-from distdl_rma.layers.statistics import Statistics, message_nbytes
-from distdl_rma.layers.tensors import sum_dtype
+from distdl_rma.layers.statistics import Shifted, Statistics, message_nbytes
+from distdl_rma.layers.tensors import plainly, sum_dtype
 from distdl_rma.layers.weights import Placement
 
 __all__ = ["DistributedNorm", "Moments", "NormPlan", "check_extents"]
 
 
 class Moments(NamedTuple):
-    """Mean and variance to normalise by, and whether they are those of the input."""
+    """Mean and variance to normalise by, and what the input became if they are its own."""
 
     mean: torch.Tensor
     variance: torch.Tensor
+    shifted: Shifted | None = None
     of_input: bool = True
 
 
@@ -264,7 +265,7 @@ class DistributedNorm(DistributedLayer):
             return idle(input, weights.values())
         plan, needs = self._plans.agree(input, self._typed(), idle=not self.P_x.active)
         self.check(plan.shape)
-        with torch.autocast("cpu", enabled=False):
+        with plainly():
             if plan.statistics is None:
                 self.stand_by(plan)
                 return idle(input, weights.values())
@@ -275,7 +276,9 @@ class DistributedNorm(DistributedLayer):
             # The memory that a GradientSync offers is for gradients of what this rank keeps.
             place = _as_it_is if plan.moves or self.replica is None else self.replica.fill
             job = Job(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
-            return normalise(input, used.get("weight"), used.get("bias"), anchor(depends), job)
+            return normalise(
+                input, used.get("weight"), used.get("bias"), anchor(depends), job, moments.shifted
+            )
 
     def _typed(self) -> torch.Tensor | None:
         # A tensor of the type of the parameters.

@@ -139,12 +139,12 @@ class DistributedRunningNorm(DistributedNorm):
                 plan.fetch(key, getattr(self, key).to(torch.float64)).view(self._column(x)) for key in _PAIR
             )
             return Moments(mean, variance, of_input=False)
-        mean, variance = statistics.of(widened(x.detach()))
+        mean, variance, shifted = statistics.of(widened(x.detach()))
         if self.tracks:
             total = statistics.total
             unbiased = variance * (total / (total - 1).clamp(min=1))
             self._track(plan, [self._per_channel(values, plan.shape) for values in (mean, unbiased)])
-        return Moments(mean, variance)
+        return Moments(mean, variance, shifted)
 
     def stand_by(self, plan: NormPlan) -> None:
         """Learn the statistics of a batch of which this rank has no part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ __all__ = [
     "as_words",
     "autocast",
     "numpy_dtype",
+    "plainly",
     "reduction_dtype",
     "sum_dtype",
     "zero_volume_tensor",
@@ -126,6 +128,11 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     dtype = torch.get_autocast_dtype("cpu")
     castable = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(t.to(dtype) if t is not None and t.dtype in castable else t for t in tensors)
+
+
+def plainly() -> AbstractContextManager[object]:
+    """Context without torch's autocast; free where that is off, as entering one without is not."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def zero_volume_tensor(
