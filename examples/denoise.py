@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from denoise_terminal import (
     show_figures,
     shown,
     together,
+    wait_asleep,
 )
 from distdl_rma import GradientSync, Machine, MPIPartition, Partition
 from distdl_rma.geometry.box import Box
@@ -223,13 +223,6 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Largest absolute difference, relative to the largest absolute value of the whole tensor."""
     worst = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     return inf if isnan(worst) else worst
-
-
-def wait_asleep() -> None:
-    """A barrier that leaves the cores to the rank that is still busy; MPI's own would keep them all busy."""
-    everyone = COMM.Ibarrier()
-    while not everyone.Test():
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------------------ the program

@@ -122,6 +122,13 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
+def wait_asleep() -> None:
+    """A barrier that leaves the cores to the rank that is still busy; MPI's own would keep them all busy."""
+    everyone = COMM.Ibarrier()
+    while not everyone.Test():
+        time.sleep(0.01)
+
+
 # --------------------------------------------------------------------------------------- progress and figures
 
 
