@@ -144,8 +144,9 @@ def agree(ours: State, twin: State | None, team: MPI.Intracomm) -> bool:
         "output": difference(ours.output, twin.output) if twin else 0.0,
     }
     worst = {name: max(team.allgather(value)) for name, value in differences.items()}
-    show_proof(worst, PROOF_LIMIT, len(steps), min(step.seconds for step in steps))
-    return max(worst.values()) <= PROOF_LIMIT
+    holds: bool = max(worst.values()) <= PROOF_LIMIT
+    show_proof(worst, PROOF_LIMIT, holds, steps)
+    return holds
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -170,11 +171,13 @@ def main() -> int:
         return 2
     first = chosen.ranks[0]
     CONSOLE.quiet = COMM.rank != first
-    # The ranks of the machine in its order; those outside of it only wait for the end.
-    member = COMM.rank in chosen.ranks
-    place = chosen.ranks.index(COMM.rank) if member else 0
-    team = COMM.Split(0 if member else MPI.UNDEFINED, place)
-    holds = proved(chosen, team) if member else wait_asleep()
+    holds = False
+    if COMM.rank in chosen.ranks:
+        # Only they make it, in the order of the machine.
+        team = COMM.Create_group(COMM.group.Incl(chosen.ranks))
+        holds = proved(chosen, team)
+    else:
+        wait_asleep()
     return 0 if COMM.bcast(holds, first) else 1
 
 
