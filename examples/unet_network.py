@@ -80,11 +80,11 @@ class Layers(Protocol):
     def norm(self, level: Level, channels: int) -> nn.Module:
         """Instance norm."""
 
-    def upsample(self, source: Level, target: Level) -> nn.Module:
-        """Interpolation to a finer level, distributed as before."""
+    def upsample(self, source: Level, target: Level, channels: int, output: Distribution) -> nn.Module:
+        """Interpolation to a finer level, with any distribution for the output."""
 
-    def concat(self, coarse: Level, fine: Level, channels: tuple[int, int]) -> nn.Module:
-        """What was upsampled from the coarse level, and a tensor of the fine one, where the latter is."""
+    def concat(self, level: Level, channels: Sequence[int], inputs: Sequence[Distribution]) -> nn.Module:
+        """Concatenation of tensors of one resolution, to where those of the level are."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class Distributed:
             self.machine, (self.batch, channels, *level.size), level.distribution, affine=True
         )
 
-    def upsample(self, source: Level, target: Level) -> nn.Module:
-        P_x = self.machine.distribute(source.distribution)
-        return DistributedUpsample(P_x, target.size, mode="bilinear")
+    def upsample(self, source: Level, target: Level, channels: int, output: Distribution) -> nn.Module:
+        P_x, P_y = (self.machine.distribute(each) for each in (source.distribution, output))
+        return DistributedUpsample(P_x, target.size, mode="bilinear", P_y=P_y)
 
-    def concat(self, coarse: Level, fine: Level, channels: tuple[int, int]) -> nn.Module:
-        inputs = coarse.distribution, fine.distribution
-        return Concat(self.machine, (self.batch, channels, *fine.size), inputs, fine.distribution)
+    def concat(self, level: Level, channels: Sequence[int], inputs: Sequence[Distribution]) -> nn.Module:
+        extents = (self.batch, channels, *level.size)
+        return Concat(self.machine, extents, inputs, level.distribution)
 
 
 class Sequential:
@@ -130,10 +130,10 @@ class Sequential:
     def norm(self, level: Level, channels: int) -> nn.Module:
         return nn.InstanceNorm2d(channels, affine=True)
 
-    def upsample(self, source: Level, target: Level) -> nn.Module:
+    def upsample(self, source: Level, target: Level, channels: int, output: Distribution) -> nn.Module:
         return nn.Upsample(target.size, mode="bilinear")
 
-    def concat(self, coarse: Level, fine: Level, channels: tuple[int, int]) -> nn.Module:
+    def concat(self, level: Level, channels: Sequence[int], inputs: Sequence[Distribution]) -> nn.Module:
         return WholeConcat()
 
 
@@ -183,14 +183,18 @@ class UNet(nn.Module):
             block(layers, coarse, coarse, 4 * width, 4 * width),
             block(layers, coarse, coarse, 4 * width, 4 * width),
         )
-        self.grow_half = layers.upsample(coarse, middle)
-        self.bridge_half = layers.concat(coarse, middle, (4 * width, 2 * width))
+        # The bridge brings together what is distributed differently.
+        self.grow_half = layers.upsample(coarse, middle, 4 * width, coarse.distribution)
+        self.bridge_half = layers.concat(
+            middle, (4 * width, 2 * width), (coarse.distribution, middle.distribution)
+        )
         self.up_half = nn.Sequential(
             block(layers, middle, middle, 6 * width, 2 * width),
             block(layers, middle, middle, 2 * width, 2 * width),
         )
-        self.grow_full = layers.upsample(middle, fine)
-        self.bridge_full = layers.concat(middle, fine, (2 * width, width))
+        # Here it is the interpolation: its input is a quarter of its output, and so there is less to move.
+        self.grow_full = layers.upsample(middle, fine, 2 * width, fine.distribution)
+        self.bridge_full = layers.concat(fine, (2 * width, width), (fine.distribution, fine.distribution))
         self.up_full = nn.Sequential(
             layers.conv(fine, fine, 3 * width, width, bias=True),
             nn.ELU(inplace=True),
