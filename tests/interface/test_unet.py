@@ -1,5 +1,7 @@
 """The U-Net of the interface document trains as on one machine, however its levels are distributed."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -46,7 +48,7 @@ def network(layers, places):
     return UNet(layers, places, WIDTH).double()
 
 
-def train(model, loss, batches):
+def train(model, loss, batches, clip):
     """Losses of some steps of plain training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     losses = []
@@ -54,6 +56,7 @@ def train(model, loss, batches):
         optimizer.zero_grad()
         value = loss(model(x), target)
         value.backward()
+        clip()
         optimizer.step()
         losses.append(value.item())
     return losses
@@ -65,21 +68,22 @@ def agree(actual, expected, tolerance, what):
     )
 
 
-def check(comm, ranks, distributions, size=SIZE, ways=(Distributed, Sequential)):
+def check(comm, ranks, distributions, size=SIZE, ways=(Distributed, Sequential), max_norm=1e9):
     """Train on a machine of some ranks in some order, and alone; the rest of the ranks does nothing."""
     distributed, sequential = ways
     if comm.rank not in ranks:
         return
     batches, places = tensors(size), levels(size, distributions)
     theirs = network(sequential(), places)
-    expected = train(theirs, nn.MSELoss(), batches)
+    clip = partial(nn.utils.clip_grad_norm_, [*theirs.parameters()], max_norm)
+    expected = train(theirs, nn.MSELoss(), batches, clip)
     assert len(set(expected)) == STEPS
     with Machine(comm, ranks, segment_size="64MiB", timeout=15) as machine:
         ours = network(distributed(machine, BATCH), places)
-        GradientSync(ours, machine)
+        sync = GradientSync(ours, machine)
         P_x = machine.distribute(places[0].distribution)
         own = [[shard(P_x, tensor) for tensor in batch] for batch in batches]
-        losses = train(ours, DistributedMSELoss(P_x), own)
+        losses = train(ours, DistributedMSELoss(P_x), own, partial(sync.clip_grad_norm_, max_norm))
         if P_x.active:
             agree(torch.tensor(losses).double(), torch.tensor(expected).double(), 1e-12, "losses")
         state = gather_state_dict(ours)
@@ -133,6 +137,11 @@ def test_holes_at_every_level(comm):
 def test_channels_are_split_at_every_level(comm):
     channels = Distribution(1, comm.size, 1, 1)
     check(comm, range(comm.size), (channels, channels, channels))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_clipped_gradients(comm, name):
+    check(comm, range(comm.size), layouts(comm.size)[name], max_norm=0.05)
 
 
 def test_fewer_ranks_with_every_level(comm):
