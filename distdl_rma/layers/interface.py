@@ -136,8 +136,9 @@ def InstanceNorm(  # noqa: N802
 ) -> DistributedInstanceNorm:
     """Instance normalisation from global parameters; a ``DistributedInstanceNorm1d``, ``2d`` or ``3d``.
 
-    Local input and output: the balanced shard of the global tensor, without elements on idle ranks. The
-    global shape is announced, not prescribed. Collective over the machine.
+    Local input and output: the balanced shard of the global tensor, without elements on idle ranks.
+    Weights are on all ranks of the machine. The global shape is announced, not prescribed. Collective over
+    the machine.
 
     Parameters
     ----------
@@ -178,6 +179,7 @@ def InstanceNorm(  # noqa: N802
         device,
         dtype,
         bias=bias,
+        weights="replicated",
         name=name,
         **callbacks,
     )

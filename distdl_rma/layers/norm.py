@@ -150,6 +150,8 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         Partition of input and output, as many dimensions as the tensor: with or without a batch.
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
         As in torch.
+    weights
+        Where P_x cuts channels: ``"cut"`` with them, or ``"replicated"``, whole on all ranks of the machine.
     name
         For messages.
 
@@ -158,7 +160,8 @@ class DistributedInstanceNorm(DistributedRunningNorm):
     PartitionError
         If P_x does not fit the dimensions.
     ShapeError
-        In a call, on all its ranks, if the input does not fit, or has only one spatial element.
+        If ``weights`` is unknown; in a call, on all its ranks, if the input does not fit, or has only one
+        spatial element.
 
     Notes
     -----
@@ -179,6 +182,7 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
+        weights: str = "cut",
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
@@ -198,6 +202,7 @@ class DistributedInstanceNorm(DistributedRunningNorm):
             dtype,
             bias,
             name,
+            weights=weights,
             **callbacks,
         )
 

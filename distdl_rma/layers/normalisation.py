@@ -26,6 +26,8 @@ from distdl_rma.layers.weights import Placement
 
 __all__ = ["DistributedNorm", "Moments", "NormPlan", "check_extents"]
 
+_PATTERNS = ("cut", "replicated")
+
 
 class Moments(NamedTuple):
     """Mean and variance to normalise by, and what the input became if they are its own."""
@@ -68,13 +70,16 @@ class NormPlan:
         cells = Cells(layout, P_x, source, rank)
         self.statistics = Statistics(layer.machine, layout, cells, layer.centred, layer.name)
         splits = tuple(source.splits[d] for d in layout.weighted)
+        mine = source.box(rank).bounds
+        # This rank's part of parameters that are whole; None where they are cut as the input is.
+        self.part = tuple(slice(*mine[d]) for d in layout.weighted) if layer.whole else None
         self.moves = bool(layer.cuts) and splits != layer.store.splits
         if not self.moves:
             return
         line = P_x.slab({d: i for d, i in enumerate(P_x.index_of(rank)) if d not in layer.cuts})
         kept = Decomposition(line, layer.store.splits, layer.store.axes)
         used = Decomposition(line, splits, layer.store.axes)
-        for key, parameter in layer.named_parameters(recurse=False):
+        for key, parameter in layer.named_parameters(recurse=False) if not layer.whole else ():
             self._fetch[key] = movement_of(layer, kept, used, parameter.dtype, key)
         for key in layer.buffer_layouts:
             self._fetch[key] = movement_of(layer, kept, used, torch.float64, key)
@@ -100,6 +105,10 @@ class NormPlan:
         movement = self._fetch.get(key)
         return values if movement is None else movement(values, values.requires_grad)
 
+    def used(self, key: str, values: torch.Tensor) -> torch.Tensor:
+        """Parameter, cut as the input is; blocking where it travels."""
+        return self.fetch(key, values) if self.part is None else values[self.part]
+
     def bring_home(self, values: torch.Tensor) -> torch.Tensor:
         """Values per channel from where the input is cut to where the buffers are; blocking."""
         return values if self._home is None else self._home(values)
@@ -116,8 +125,8 @@ class DistributedNorm(DistributedLayer):
     Forward: local statistics, one message to the ranks that share them, scale. Backward: one message with
     two sums. Statistics travel and are merged in float64.
 
-    Where P_x cuts dimensions of the parameters, these are cut too; otherwise every rank of the machine
-    keeps copies of all of them.
+    Where P_x cuts dimensions of the parameters, these are cut too, unless they are to be replicated;
+    otherwise every rank of the machine keeps copies of all of them.
 
     Parameters
     ----------
@@ -135,6 +144,8 @@ class DistributedNorm(DistributedLayer):
         Of the parameters.
     name
         For messages.
+    weights
+        ``"cut"`` or ``"replicated"``: what is done with parameters where P_x cuts their dimensions.
     """
 
     centred = True
@@ -150,8 +161,12 @@ class DistributedNorm(DistributedLayer):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         name: str | None,
+        *,
+        weights: str = "cut",
         **callbacks: Unpack[Callbacks],
     ) -> None:
+        if weights not in _PATTERNS:
+            raise ShapeError(f"{type(self).__name__}: weights is one of {_PATTERNS}, got {weights!r}")
         super().__init__(P_x, name=name, **callbacks)
         self.P_x, self.layout, self.eps = P_x, layout, eps
         # Grid dimensions that cut the parameters.
@@ -167,7 +182,10 @@ class DistributedNorm(DistributedLayer):
             values["bias"] = nn.Parameter(torch.zeros(*extents, device=device, dtype=dtype))
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
-        self.place(values, {key: Placement(self.store) for key, value in values.items() if value is not None})
+        # Whether parameters are whole where the input is cut.
+        self.whole = bool(self.cuts) and weights == "replicated"
+        kept = everywhere if self.whole else Placement(self.store)
+        self.place(values, {key: kept for key, value in values.items() if value is not None})
         ranks = self.agreeing()
         self._plans = (
             Plans(self.machine, ranks, self.name, self._plan, repr(self))
@@ -269,12 +287,13 @@ class DistributedNorm(DistributedLayer):
             if plan.statistics is None:
                 self.stand_by(plan)
                 return idle(input, weights.values())
-            used = {key: plan.fetch(key, values) for key, values in weights.items()}
+            used = {key: plan.used(key, values) for key, values in weights.items()}
             moments = self.moments(plan, plan.statistics, input)
             depends = moments.of_input and needs.input
             eps = torch.finfo(sum_dtype(input.dtype)).eps if self.eps is None else self.eps
             # The memory that a GradientSync offers is for gradients of what this rank keeps.
-            place = _as_it_is if plan.moves or self.replica is None else self.replica.fill
+            elsewhere = plan.moves or plan.part is not None
+            place = _as_it_is if elsewhere or self.replica is None else self.replica.fill
             job = Job(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
             return normalise(
                 input, used.get("weight"), used.get("bias"), anchor(depends), job, moments.shifted

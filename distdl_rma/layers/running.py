@@ -35,7 +35,7 @@ class DistributedRunningNorm(DistributedNorm):
 
     Parameters
     ----------
-    P_x, layout, eps, affine, bias, device, dtype, name
+    P_x, layout, eps, affine, bias, device, dtype, name, weights
         As in the base.
     num_features, momentum, track_running_stats
         As in torch.
@@ -54,11 +54,16 @@ class DistributedRunningNorm(DistributedNorm):
         dtype: torch.dtype | None,
         bias: bool,
         name: str | None,
+        *,
+        weights: str = "cut",
         **callbacks: Unpack[Callbacks],
     ) -> None:
         self.num_features, self.momentum = num_features, momentum
         self.affine, self.track_running_stats = affine, track_running_stats
-        super().__init__(P_x, layout, (num_features,), eps, affine, bias, device, dtype, name, **callbacks)
+        extents = (num_features,)
+        super().__init__(
+            P_x, layout, extents, eps, affine, bias, device, dtype, name, weights=weights, **callbacks
+        )
         self.running_mean: torch.Tensor | None
         self.running_var: torch.Tensor | None
         self.num_batches_tracked: torch.Tensor | None

@@ -6,6 +6,7 @@ from torch import nn
 
 from distdl_rma import (
     Distribution,
+    GradientSync,
     Machine,
     PartitionError,
     ShapeError,
@@ -258,3 +259,36 @@ def test_a_net_with_a_skip_connection_over_other_ranks_equals_the_sequential_one
                 mine, store = getattr(layer, key).grad, layer.placed.placements[key].store
                 if store.partition.active:
                     agree(mine, parameter.grad[store.slices()], key)
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_weights_of_a_norm_are_whole_on_all_ranks_wherever_its_channels_are(comm, synchronised):
+    order = [*range(1, comm.size), 0]
+    with Machine(comm, ranks=order, segment_size="8MiB") as machine:
+        # Channels in as many parts as there is room for, with idle ranks behind them.
+        parts = max(1, comm.size - 1)
+        cut = Distribution(1, parts, 1, 1)
+        norm = InstanceNorm(machine, (2, 5, 6, 7), cut, affine=True, dtype=torch.float64)
+        twin = nn.InstanceNorm2d(5, affine=True, dtype=torch.float64)
+        assert norm.weight.shape == norm.bias.shape == (5,)
+        assert norm.get_ranks_synch_weights() == (order if comm.size > 1 else [])
+        assert norm.get_sizeof_gradients() == 2 * 5 * 8
+        sync = GradientSync(norm, machine) if synchronised else None
+        P_x = machine.distribute(cut)
+        for _ in range(2):
+            x = torch.randn(2, 5, 6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            wanted = x.flip(0)
+            for net, given, target, active in (
+                (norm, shard(P_x, x), shard(P_x, wanted), P_x.active),
+                (twin, x, wanted, True),
+            ):
+                net.zero_grad()
+                y = net(given)
+                ((y - target).square().sum() if active else y.sum()).backward()
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter -= 0.01 * parameter.grad
+        agree(norm.weight, twin.weight)
+        agree(norm.bias, twin.bias)
+        if sync is not None:
+            sync.close()
