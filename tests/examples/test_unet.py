@@ -19,12 +19,11 @@ SMALL = ("--size", "33x49", "--steps", 4)
     ("ranks", "arguments"),
     [
         (1, []),
-        (2, ["--layout", "rows"]),
         (3, ["--layout", "samples"]),
         (4, ["--layout", "channels", "--ranks", "2,0,3,1"]),
         (4, ["--layout", "columns", "--ranks", "3,1,2"]),
     ],
-    ids=["1", "2 rows", "3 samples", "4 channels, permuted", "3 of 4 columns"],
+    ids=["1", "3 samples", "4 channels, permuted", "3 of 4 columns"],
 )
 def test_ranks_together_agree_with_one_alone(ranks, arguments, tmp_path):
     folder = tmp_path / "not" / "there yet"
