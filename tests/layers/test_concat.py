@@ -142,7 +142,9 @@ def test_a_local_mismatch_reaches_the_peers(comm):
     machine = Machine(comm, segment_size="4MiB", timeout=15)
     P_x = machine.partition((1, 1, comm.size))
     layer, group = DistributedConcat([P_x, P_x]), machine.group()
+    # Connects the barrier that they will wait in; nobody fails before all have left it.
     group.barrier()
+    comm.Barrier()
     if comm.rank == 1:
         with pytest.raises(
             ShapeError, match=r"rank 1: input 0 has shape \(2, 3, 4\) but input 1 \(2, 3, 5\)"
