@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from mpi4py import MPI
@@ -18,6 +19,10 @@ _CROWDED_SECONDS = 1e-3
 _QUIET_SECONDS = 5e-3
 _QUIET_AFTER_SECONDS = 2.0
 _JOIN_SECONDS = 2.0
+# A pause is at least so many turns long: what the thread takes of a core, the rank may be computing on.
+_PAUSE_TURNS = 8
+# Longer turns are those in which another thread had the core.
+_LONGEST_PAUSE_SECONDS = 1e-3
 
 
 class ProgressEngine:
@@ -55,15 +60,18 @@ class ProgressEngine:
             self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
-        seen, quiet = 0, 0.0
-        while not self._stop.wait(_QUIET_SECONDS if quiet > _QUIET_AFTER_SECONDS else self._pause):
+        seen, quiet, pause = 0, 0.0, self._pause
+        while not self._stop.wait(_QUIET_SECONDS if quiet > _QUIET_AFTER_SECONDS else pause):
+            begin = time.thread_time()
             try:
                 active = self._turn()
             except BaseException as error:  # noqa: BLE001
                 # Whatever it is belongs to the rank's own thread, which finds it in its next call.
                 self.error = error
                 return
-            quiet = quiet + self._pause if active == seen else 0.0
+            turn = time.thread_time() - begin
+            pause = max(self._pause, min(_PAUSE_TURNS * turn, _LONGEST_PAUSE_SECONDS))
+            quiet = quiet + pause if active == seen else 0.0
             seen = active
 
 
