@@ -118,7 +118,8 @@ class Replica:
         ranks = self.summing()
         total = self._sums.get((ranks, count, dtype))
         if total is None:
-            name = f"{self.name} (gradients)"
+            over = "" if ranks == self.holders else f" over ranks {list(ranks)}"
+            name = f"{self.name} (gradients{over})"
             total = Allreduce(self.machine.segments, ranks, count, reduction_dtype(dtype), name=name)
             weakref.finalize(self, total.close)
             self._sums[ranks, count, dtype] = total

@@ -50,34 +50,39 @@ class Slot:
         # The view of the segment that was handed out last.
         self.lent: torch.Tensor | None = None
         self.handles: list[Any] = []
+        entry.take()
 
     @property
     def pending(self) -> bool:
         """Whether .grad holds what is yet to be summed."""
         return self.local and self.parameter.grad is not None
 
+    @property
+    def unsummed(self) -> bool:
+        """Whether that is more than zeros."""
+        return self.pending and bool(self.parameter.grad.any())  # type: ignore[union-attr]
+
     def counted_by(self, rank: int) -> bool:
         """Whether a rank is the one that counts this gradient for all that hold it."""
         return not self.kind.ranks or self.kind.ranks[0] == rank
 
     def take_over(self, sink: Sink) -> None:
-        """Have the layer leave the summing to others, and write its gradient where they say."""
-        replica = self.entry.replica
-        if replica is not None:
+        """Have the layers leave the summing to others, and write the gradient where they say."""
+        for replica, key in self.entry.replicas:
             replica.taken_over = True
-            replica.adopted[self.entry.key] = self.parameter
-            replica.sinks[self.entry.key] = sink
+            replica.adopted[key] = self.parameter
+            replica.sinks[key] = sink
 
     def release(self) -> None:
         """Leave the parameter alone from now on; its gradient gets memory of its own."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        replica = self.entry.replica
-        if replica is not None:
-            replica.sinks.pop(self.entry.key, None)
-            replica.adopted.pop(self.entry.key, None)
+        for replica, key in self.entry.replicas:
+            replica.sinks.pop(key, None)
+            replica.adopted.pop(key, None)
             replica.taken_over = bool(replica.adopted)
+        self.entry.leave()
         self.reclaim()
 
     def reclaim(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from distdl_rma.errors import ConfigurationError
@@ -71,19 +72,25 @@ def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
         Per rank of the machine the words of its covers.
     """
     everyone = tuple(said)
-    # Who says what of each parameter; ranks that say the same share the objects.
+    # Who says what of each parameter, and which parameters a rank sums over which ranks, in its order.
     claims: dict[str, dict[tuple[int, ...], list[int]]] = {}
     covers: dict[tuple[str, int], Words] = {}
+    orders: dict[tuple[int, ...], dict[int, list[str]]] = {}
     for rank, theirs in said.items():
         for cover in theirs:
             ranks = everyone if cover["ranks"] is None else tuple(cover["ranks"])
             for problem in (*_of_ranks(rank, cover, ranks, everyone), *_of_sizes(rank, cover)):
                 yield f"{cover['name']!r}: {problem}"
             for parameter in cover["parameters"]:
+                if (parameter, rank) in covers:
+                    yield f"two modules on rank {rank} have a parameter {parameter!r}: give them other names"
                 claims.setdefault(parameter, {}).setdefault(ranks, []).append(rank)
+                orders.setdefault(ranks, {}).setdefault(rank, []).append(parameter)
                 covers[parameter, rank] = cover
     for parameter, lists in claims.items():
         yield from _together(parameter, lists, covers)
+    for ranks, names in orders.items():
+        yield from _in_order(ranks, names)
 
 
 def _of_ranks(rank: int, cover: Words, ranks: tuple[int, ...], everyone: tuple[int, ...]) -> Iterator[str]:
@@ -110,12 +117,10 @@ def _of_sizes(rank: int, cover: Words) -> Iterator[str]:
     nbytes, held = cover["nbytes"]
     if nbytes != held:
         yield f"get_sizeof_gradients() gave {nbytes} bytes on rank {rank}, its gradients are {held} bytes"
-    for name, (theirs, ours) in cover["norm"].items():
-        listed = isinstance(ours, list)
-        same = sorted(theirs) == sorted(ours) if listed else theirs == ours
-        # Sizes of statistics are known with the first input.
-        if not same and ours != 0:
-            what = "the ranks that share its statistics are" if listed else "it is"
+    for name, (theirs, ours) in cover["answers"].items():
+        both = isinstance(theirs, list) and isinstance(ours, list)
+        if sorted(theirs) != sorted(ours) if both else theirs != ours:
+            what = "the ranks that share its statistics are" if isinstance(ours, list) else "it is"
             yield f"{name}() gave {theirs} on rank {rank}, {what} {ours}"
 
 
@@ -130,7 +135,6 @@ def _together(
     for ranks, sayers in lists.items():
         first = covers[parameter, sayers[0]]
         name = f"{first['name']!r} ({parameter})"
-        shape = first["parameters"][parameter]
         # Without a list each layer of this library has been asked about its copies already.
         if not ranks and len(who_says) > 1 and not _of_library(first):
             yield (
@@ -148,14 +152,30 @@ def _together(
                     f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {sayers[0]} but"
                     f" {list(who_says[rank])} on rank {rank}"
                 )
-            elif covers[parameter, rank]["parameters"][parameter] != shape:
-                other = covers[parameter, rank]["parameters"][parameter]
-                yield f"{name}: is {_text(shape)} on rank {sayers[0]} but {_text(other)} on rank {rank}"
+            else:
+                here, there = _text(first, parameter), _text(covers[parameter, rank], parameter)
+                if here != there:
+                    yield f"{name}: is {here} on rank {sayers[0]} but {there} on rank {rank}"
+
+
+def _in_order(ranks: tuple[int, ...], names: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    # Gradients that travel together lie one behind the other, in the order of the modules.
+    sayers = [rank for rank in ranks if rank in names]
+    for first, rank in pairwise(sayers):
+        for mine, theirs in zip(names[first], names[rank], strict=False):
+            if mine != theirs:
+                yield (
+                    f"{mine!r} on rank {first} comes where {theirs!r} does on rank {rank}: build and register"
+                    " modules in the same order"
+                )
+                break
 
 
 def _of_library(cover: Words) -> bool:
     return bool(cover["holders"] is None or cover["holders"])
 
 
-def _text(shape: Sequence[Any]) -> str:
-    return f"{tuple(shape[0])} {shape[1]}"
+def _text(cover: Words, parameter: str) -> str:
+    shape, dtype, learns = cover["parameters"][parameter]
+    words = f"{tuple(shape)} {dtype}{', frozen' if learns is False else ''}"
+    return words if cover["new"] else f"{words}, registered earlier"

@@ -26,7 +26,7 @@ class Norms:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._totals: dict[str, Allreduce] = {}
+        self._totals: dict[float, Allreduce] = {}
 
     def of(self, gradients: Sequence[torch.Tensor | None], norm_type: float) -> torch.Tensor:
         """Norm of the given tensors of all ranks together; collective over the machine, blocking.
@@ -44,9 +44,9 @@ class Norms:
         if order == math.inf:
             # A maximum might lose what is no number.
             largest = max((norm for norm in norms if not math.isnan(norm)), default=0.0)
-            largest, strange = self._total("max", largest, float(any(map(math.isnan, norms))))
+            largest, strange = self._total("max", order, largest, float(any(map(math.isnan, norms))))
             return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
-        powers, _ = self._total("sum", sum(norm**order for norm in norms), 0.0)
+        powers, _ = self._total("sum", order, sum(norm**order for norm in norms), 0.0)
         return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
 
     @staticmethod
@@ -63,12 +63,14 @@ class Norms:
             total.close()
         self._totals.clear()
 
-    def _total(self, op: str, *values: float) -> tuple[float, ...]:
-        total = self._totals.get(op)
+    def _total(self, op: str, order: float, *values: float) -> tuple[float, ...]:
+        total = self._totals.get(order)
         if total is None:
-            name = f"norm of gradients ({op})"
-            total = Allreduce(self._machine.segments, self._machine.ranks, len(values), np.float64, op, name)
-            self._totals[op] = total
+            # By its name the ranks find out if they ask for different orders.
+            name = f"norm of order {order:g} of the gradients"
+            segments, ranks = self._machine.segments, self._machine.ranks
+            total = Allreduce(segments, ranks, len(values), np.float64, op, name)
+            self._totals[order] = total
         total.active[:] = values
         total.start()
         return tuple(total.wait().tolist())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, Unpack
+from weakref import ref
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.sync.bucket import Bucket, Group, Kind, Slot, bucketed
 from distdl_rma.sync.clipping import Norms
-from distdl_rma.sync.roster import Roster
+from distdl_rma.sync.roster import Options, Roster
 
 __all__ = ["GradientSync"]
 
@@ -46,7 +48,7 @@ class GradientSync:
     model
         The model, alike on all ranks that hold its parts; None if everything is to be registered.
     machine
-        The machine, or a partition of it such as ``P_world``.
+        The machine, or a partition of its ranks such as ``P_world``; all ranks of the machine take part.
     reduction
         ``"sum"``, or ``"mean"`` to divide: by the number of ranks of the machine, or of the list that a
         callback of the user gives.
@@ -83,13 +85,15 @@ class GradientSync:
         self._machine = Machine.of(machine)
         self._bucket_nbytes = bucket_nbytes
         self._paused = self._closed = self._in_backward = False
-        self._roster = Roster(self._machine, reduction, replicas, {"bucket_nbytes": bucket_nbytes})
+        self._roster = Roster(self._machine, Options(reduction, replicas, bucket_nbytes))
         self._buckets: list[Bucket] = []
         # Parameters that no other rank holds.
         self._alone: list[Slot] = []
         # Buckets are counted per kind: what is alike on their ranks.
         self._numbers: defaultdict[Kind, Iterator[int]] = defaultdict(count)
         self._norms = Norms(self._machine)
+        # What the running backward will end with; dead if it failed.
+        self._ending: Callable[[], object] = lambda: None
         # The gradients must leave the segment before it goes.
         self._machine.segments.before_close(self)
         self.register(model)
@@ -114,14 +118,13 @@ class GradientSync:
         Raises
         ------
         ConfigurationError
-            As at construction; nothing has changed then.
-        ProtocolError
-            In a backward, or while gradients of ``no_sync`` wait to be summed.
+            As at construction, or if gradients of ``no_sync`` wait to be summed on some rank; nothing has
+            changed then.
         """
         self._check_open()
-        if self._in_backward or any(slot.pending for slot in self._slots):
-            raise ProtocolError("GradientSync: register between steps, with no gradients from no_sync left")
-        moved, groups = self._roster.admit(module, name, callbacks)
+        busy = self._in_backward or any(slot.unsummed for slot in self._slots)
+        refusal = "register between steps, with no gradients from no_sync left" if busy else ""
+        moved, groups = self._roster.admit(module, name, callbacks, refusal)
         self._drop(moved)
         self._build(groups)
 
@@ -148,7 +151,7 @@ class GradientSync:
             Any positive order, ``inf`` included.
         """
         self._check_open()
-        if any(slot.pending for slot in self._slots):
+        if any(slot.unsummed for slot in self._slots):
             raise ProtocolError("GradientSync: gradients from no_sync are not summed yet")
         rank = self._machine.rank
         mine = [s for s in self._slots if s.parameter.grad is not None and s.counted_by(rank)]
@@ -202,7 +205,7 @@ class GradientSync:
         """
         if self._closed:
             return
-        if any(slot.pending for slot in self._slots):
+        if any(slot.unsummed for slot in self._slots):
             raise ProtocolError("GradientSync: closed with gradients from no_sync that are not summed yet")
         self.release()
 
@@ -264,6 +267,7 @@ class GradientSync:
         self._build(rest)
 
     def _adopt(self, bucket: Bucket, slot: Slot) -> None:
+        slot.entry.take()
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
         slot.handles = [
             parameter.register_hook(lambda gradient: self._before(bucket, slot)),
@@ -273,18 +277,27 @@ class GradientSync:
 
     def _adopt_alone(self, slot: Slot) -> None:
         self._alone.append(slot)
+        slot.entry.take()
         parameter: Any = slot.parameter
         slot.handles = [parameter.register_hook(lambda gradient: self._alone_before(slot, gradient))]
-        replica = slot.entry.replica
-        if replica is not None and len(replica.holders) > 1:
+        if any(len(replica.holders) > 1 for replica, _ in slot.entry.replicas):
             # Its user says that nobody else is to sum them.
             slot.take_over(lambda: None)
 
     def _begin(self) -> None:
         # The first gradient of a backward, whichever it is: other ranks may wait for this one's others.
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._in_backward:
+            if self._ending() is None:
+                raise ProtocolError(
+                    "GradientSync: an earlier backward failed, and ranks may have begun to sum its gradients;"
+                    " close this one and make a new one, on all ranks"
+                )
+            return
+        self._in_backward = True
+        ending = partial(self._finish)
+        # torch drops it without a call if this backward fails.
+        self._ending = ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _alone_before(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         self._check_open()
@@ -311,12 +324,12 @@ class GradientSync:
                 )
             slot.local = True
             return
+        self._begin()
         if slot.ready:
             raise ProtocolError(
-                f"the gradient of {slot.entry.name!r} came twice in one backward, or an earlier backward"
-                " failed: use checkpoint(use_reentrant=False), or make a new GradientSync"
+                f"the gradient of {slot.entry.name!r} came twice in one backward:"
+                " use checkpoint(use_reentrant=False)"
             )
-        self._begin()
         slot.seen = True
         if gradient is not None and not slot.local:
             # Summed already, or the loop's own: kept aside, so that only what is new is summed.
@@ -348,11 +361,9 @@ class GradientSync:
 
     def _refuse(self) -> None:
         # A gradient is never silently local.
-        for name, parameter in self._roster.frozen.items():
-            if parameter.requires_grad:
-                raise ProtocolError(
-                    f"parameter {name!r} was unfrozen after its GradientSync was made; make a new one"
-                )
+        changed = self._roster.changed()
+        if changed:
+            raise ProtocolError(f"{changed} after its GradientSync was made; make a new one")
         if any(slot.seen and not slot.ready for bucket in self._buckets for slot in bucket.slots):
             raise ProtocolError(
                 "GradientSync: torch.autograd.grad would return local gradients; use backward()"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.layers.callbacks import answer
@@ -14,11 +16,44 @@ from distdl_rma.layers.replica import broadcast_from_first
 from distdl_rma.machine import Machine
 from distdl_rma.sync.bucket import Group, Kind, Slot
 from distdl_rma.sync.checking import check
-from distdl_rma.sync.coverage import Cover, by_module, covers_of
+from distdl_rma.sync.coverage import Cover, Entry, by_module, covers_of
 
-__all__ = ["Roster"]
+__all__ = ["Options", "Roster"]
 
 _REDUCTIONS = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a ``GradientSync``, alike on all ranks."""
+
+    reduction: str
+    replicas: int | None
+    bucket_nbytes: int
+
+    @property
+    def refusal(self) -> str:
+        """What is wrong with them; empty if nothing is."""
+        replicas, nbytes = self.replicas, self.bucket_nbytes
+        if self.reduction not in _REDUCTIONS:
+            return f"reduction is one of {_REDUCTIONS}, got {self.reduction!r}"
+        if replicas is not None and (self.reduction == "sum" or not _at_least(1, replicas)):
+            return f"replicas={replicas!r} divides a mean, and is at least 1"
+        if not _at_least(0, nbytes):
+            return f"bucket_nbytes is a number of bytes, at least 0, got {nbytes!r}"
+        return ""
+
+    def divisor(self, cover: Cover, size: int) -> int:
+        """What the sums of a cover's gradients are divided by, on a machine of some size."""
+        if self.reduction == "sum":
+            return 1
+        if self.replicas is not None:
+            return self.replicas
+        return max(1, len(cover.ranks)) if cover.stated_by_user else size
+
+
+def _at_least(least: int, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class Roster:
@@ -28,32 +63,31 @@ class Roster:
     ----------
     machine
         The machine.
-    reduction, replicas
-        As of ``GradientSync``.
     options
-        What else has to be alike on all ranks.
-
-    Attributes
-    ----------
-    frozen
-        Parameters that needed no gradient when they were admitted, by name.
+        As of ``GradientSync``.
     """
 
-    def __init__(
-        self, machine: Machine, reduction: str, replicas: int | None, options: Mapping[str, object]
-    ) -> None:
-        self._machine, self._reduction, self._replicas = machine, reduction, replicas
-        self._options = {"reduction": reduction, "replicas": replicas, **options}
+    def __init__(self, machine: Machine, options: Options) -> None:
+        self._machine, self._options = machine, options
         self._covers: list[Cover] = []
         # For messages, and to tell which are the same on other ranks; by ``id``.
         self._names: dict[int, str] = {}
         self._admitted = 0
-        self.frozen: dict[str, nn.Parameter] = {}
+        self._entries: dict[int, Entry] = {}
+        # All modules with their paths, by ``id``.
+        self._parts: dict[int, tuple[str, nn.Module]] = {}
 
     def admit(
-        self, module: nn.Module | None, name: str | None, callbacks: Mapping[str, Any]
+        self, module: Any, name: str | None, callbacks: Mapping[str, Any], refusal: str
     ) -> tuple[set[int], list[Group]]:
         """Admit a module with its callbacks, or those given; collective over the machine, blocking.
+
+        Parameters
+        ----------
+        module, name, callbacks
+            As of ``GradientSync.register``.
+        refusal
+            Why this rank cannot admit anything now; empty if it can.
 
         Returns
         -------
@@ -69,71 +103,110 @@ class Roster:
         """
         self._admitted += 1
         prefix = name or ("" if self._admitted == 1 else f"module {self._admitted}")
-        before = dict(vars(module)) if module is not None else {}
-        new: list[Cover] = []
-        refusal = self._refused_options()
+        names, new, before = dict(self._names), list[Cover](), dict[str, Any]()
+        if module is not None and not isinstance(module, nn.Module):
+            refusal, module = refusal or f"a torch.nn.Module is needed, got {module!r}", None
         if module is not None:
+            before = {key: vars(module)[key] for key in callbacks if key in vars(module)}
             try:
                 answer(module, f"register({prefix or type(module).__name__})", callbacks)
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
-            new = covers_of(module, prefix, self._machine, self._names)
+            refusal = refusal or unfit(module, self._machine)
+            new = [] if refusal else covers_of(module, prefix, self._machine, names)
         moved = {id(entry.parameter) for cover in new for entry in cover.entries}
         kept = [cover.without(moved) for cover in self._covers]
+        kept = [cover for cover in kept if cover.says_anything and id(cover.module) not in _modules(new)]
         try:
             title = f"GradientSync (callbacks {self._admitted})"
-            check(self._machine, [*kept, *new], self._options, refusal or self._taken(new), title)
+            refusal = self._options.refusal or refusal or self._taken(new)
+            check(self._machine, [*kept, *new], asdict(self._options), refusal, title)
         except ConfigurationError:
-            for key in callbacks if module is not None else ():
-                vars(module).pop(key, None)
-                vars(module).update({key: before[key]} if key in before else {})
+            if module is not None:
+                for key in callbacks:
+                    vars(module).pop(key, None)
+                vars(module).update(before)
             raise
-        self._covers = [cover for cover in kept if cover.entries] + new
+        elsewhere = {id(e.parameter): cover.ranks for cover in self._covers for e in cover.entries}
         for cover in new:
-            self._equalise(cover)
-        frozen = {entry.name: entry.parameter for cover in self._covers for entry in cover.entries}
-        self.frozen = {key: parameter for key, parameter in frozen.items() if not parameter.requires_grad}
+            self._equalise(cover, elsewhere)
+        self._covers, self._names = kept + new, names
+        self._entries = {id(e.parameter): e for cover in self._covers for e in cover.entries}
+        for path, part in () if module is None else module.named_modules(prefix=prefix):
+            self._parts[id(part)] = path, part
         return moved, [group for cover in new for group in self._groups_of(cover)]
 
-    def _refused_options(self) -> str:
-        if self._reduction not in _REDUCTIONS:
-            return f"reduction is one of {_REDUCTIONS}, got {self._reduction!r}"
-        if self._replicas is not None and (self._reduction == "sum" or self._replicas < 1):
-            return f"replicas={self._replicas!r} divides a mean, and is at least 1"
+    def changed(self) -> str:
+        """What is no longer as it was when it was admitted; empty if everything is. Local."""
+        for path, part in self._parts.values():
+            for key, parameter in part._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    entry = self._entries.get(id(parameter))
+                    if entry is None or not entry.learns:
+                        what = "replaced or added" if entry is None else "unfrozen"
+                        return f"parameter {_under(path, key)!r} was {what}"
+            for key, child in part._modules.items():
+                if child is not None and id(child) not in self._parts:
+                    return f"module {_under(path, key)!r} was added"
         return ""
 
     def _taken(self, new: Sequence[Cover]) -> str:
-        ours = {id(cover.module) for cover in self._covers}
         for cover in new:
-            layer = cover.layer
-            taken = layer is not None and layer.replica is not None and layer.replica.taken_over
-            if taken and id(layer) not in ours:
-                return f"{cover.name!r} already belongs to another GradientSync; close that"
+            for entry in cover.entries:
+                if entry.taken and id(entry.parameter) not in self._entries:
+                    return f"{entry.name!r} already belongs to another GradientSync; close that"
         return ""
 
     def _groups_of(self, cover: Cover) -> list[Group]:
         groups = []
         for entries in by_module(cover):
-            kind = Kind(cover.ranks, entries[0].parameter.dtype, self._divisor(cover))
+            kind = Kind(
+                cover.ranks, entries[0].parameter.dtype, self._options.divisor(cover, self._machine.size)
+            )
             slots = [Slot(e, kind) for e in entries if e.parameter.requires_grad and e.nbytes]
             if slots:
                 groups.append(Group(kind, slots))
         return groups
 
-    def _divisor(self, cover: Cover) -> int:
-        if self._reduction == "sum":
-            return 1
-        if self._replicas is not None:
-            return self._replicas
-        return max(1, len(cover.ranks)) if cover.stated_by_user else self._machine.size
-
-    def _equalise(self, cover: Cover) -> None:
-        # Parameters and buffers become those of the first of their ranks; layers of this library are equal.
-        if cover.layer is not None or len(cover.ranks) < 2:
+    def _equalise(self, cover: Cover, elsewhere: Mapping[int, tuple[int, ...]]) -> None:
+        # Parameters and buffers become those of the first of their ranks. Layers of this library are equal on
+        # their holders from the start, and may have gone their own way since, if their user said so.
+        if len(cover.ranks) < 2:
             return
         for entry in cover.entries:
-            broadcast_from_first(self._machine, cover.ranks, [entry.parameter.data], entry.name)
-        for path, part in cover.parts:
-            if not isinstance(part, DistributedLayer):
-                buffers = [buffer for buffer in part.buffers(recurse=False) if buffer.numel()]
-                broadcast_from_first(self._machine, cover.ranks, buffers, f"{path} (buffers)")
+            before = elsewhere.get(id(entry.parameter), cover.ranks)
+            if cover.layer is None or cover.stated_by_user or before != cover.ranks:
+                broadcast_from_first(self._machine, cover.ranks, [entry.parameter.data], entry.name)
+        for name, buffer in cover.buffers:
+            if buffer.numel():
+                broadcast_from_first(self._machine, cover.ranks, [buffer], name)
+
+
+def unfit(module: nn.Module, machine: Machine) -> str:
+    """Why a module cannot be synchronised at all; empty if it can."""
+    for path, part in module.named_modules():
+        name = part.name if isinstance(part, DistributedLayer) else path or type(part).__name__
+        if any(isinstance(parameter, UninitializedParameter) for parameter in part.parameters(recurse=False)):
+            return f"{name!r} has parameters without a shape yet; call the model once before"
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            return f"{name!r} has sparse gradients, which cannot be summed; build it with sparse=False"
+        if not isinstance(part, DistributedLayer):
+            continue
+        if part.machine is not machine:
+            return f"{name!r} belongs to another machine"
+        keys = () if part.placed is None else part.placed.placements
+        for key in keys:
+            if not isinstance(part._parameters.get(key), nn.Parameter):
+                return (
+                    f"the {key} of {name!r} is computed from other parameters, whose gradients would not be"
+                    " summed; leave the layer out, and it sums them itself"
+                )
+    return ""
+
+
+def _under(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _modules(covers: Sequence[Cover]) -> set[int]:
+    return {id(cover.module) for cover in covers if cover.module is not None}

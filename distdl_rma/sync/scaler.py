@@ -45,4 +45,4 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._found.active[:] = max((float(flag) for flag in found.values()), default=0.0)
         self._found.start()
         anywhere = float(self._found.wait()[0])
-        return {torch.device("cpu"): torch.full((), anywhere)}
+        return {torch.device("cpu"): torch.full((), anywhere, dtype=torch.float32)}

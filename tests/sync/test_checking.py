@@ -10,11 +10,11 @@ HEAD = {
     "name": "head",
     "ranks": None,
     "holders": [],
-    "stated": True,
     "nbytes": [48, 48],
-    "norm": {},
+    "answers": {},
     "complaint": "",
-    "parameters": {"head.weight": [[4, 3], "float32"]},
+    "new": True,
+    "parameters": {"head.weight": [[4, 3], "float32", True]},
 }
 
 
@@ -58,16 +58,16 @@ def test_what_fits_together_is_no_problem(changes):
         (({"nbytes": [40, 48]}, {}), r"gave 40 bytes on rank 0, its gradients are 48 bytes"),
         (({}, {"complaint": "it raised"}), r"'head': on rank 1, it raised"),
         (
-            ({}, {"parameters": {"head.weight": [[3, 4], "float32"]}}),
+            ({}, {"parameters": {"head.weight": [[3, 4], "float32", True]}}),
             r"is \(4, 3\) float32 on rank 0 but \(3, 4\) float32 on rank 1",
         ),
         (({"ranks": [0, 1], "holders": [0]}, {}), r"copies of this rank's weights are on \[0\]"),
         (({"ranks": [], "holders": None}, {}), r"weights are held by \[0, 1\] and would drift apart"),
         (
-            ({"norm": {"get_ranks_synch_norm": [[0], [0, 1]]}}, {}),
+            ({"answers": {"get_ranks_synch_norm": [[0], [0, 1]]}}, {}),
             r"get_ranks_synch_norm\(\) gave \[0\] on rank 0, the ranks that share .* are \[0, 1\]",
         ),
-        (({"norm": {"get_sizeof_norm": [8, 32]}}, {}), r"get_sizeof_norm\(\) gave 8 on rank 0, it is 32"),
+        (({"answers": {"get_sizeof_norm": [8, 32]}}, {}), r"get_sizeof_norm\(\) gave 8 on rank 0, it is 32"),
     ],
 )
 def test_what_does_not_fit_is_named_with_both_sides(changes, message):
@@ -75,8 +75,29 @@ def test_what_does_not_fit_is_named_with_both_sides(changes, message):
         raise AssertionError(first(said(*changes)))
 
 
-def test_a_norm_of_which_no_input_was_seen_has_no_size_to_compare():
-    assert first(said({"norm": {"get_sizeof_norm": [8, 0]}})) is None
+def test_the_order_of_what_travels_together_is_compared():
+    both = {"head.weight": [[4], "float32", True], "tail.weight": [[4], "float32", True]}
+    turned = dict(reversed(both.items()))
+    assert first(said({"parameters": both}, {"parameters": both})) is None
+    problem = first(said({"parameters": both}, {"parameters": turned}))
+    assert problem.startswith("'head.weight' on rank 0 comes where 'tail.weight' does on rank 1")
+
+
+def test_what_learns_on_one_rank_only_is_named():
+    frozen = {"parameters": {"head.weight": [[4, 3], "float32", False]}}
+    problem = first(said({}, frozen))
+    assert problem.endswith("is (4, 3) float32 on rank 0 but (4, 3) float32, frozen on rank 1")
+
+
+def test_a_name_belongs_to_one_module_of_a_rank():
+    words = said({}, {})
+    words[1].append(dict(words[1][0], name="other"))
+    assert first(words).startswith("two modules on rank 1 have a parameter 'head.weight'")
+
+
+def test_what_is_registered_anew_is_so_on_all_its_ranks():
+    problem = first(said({}, {"new": False}))
+    assert problem.endswith("on rank 0 but (4, 3) float32, registered earlier on rank 1")
 
 
 def test_thousand_ranks_are_compared_at_once():
