@@ -23,7 +23,7 @@ from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
 from distdl_rma.layers.parts import Parts
 from distdl_rma.layers.reading import Reading
-from distdl_rma.layers.replica import idle
+from distdl_rma.layers.replica import idle, tied
 from distdl_rma.layers.tensors import autocast
 from distdl_rma.layers.work import IN, OUT, Work, placed, runs, whole
 
@@ -244,7 +244,7 @@ class DistributedConv(ComposedLayer):
         (o0, o1), (c0, c1) = self.work.blocks().box(self.machine.rank).bounds[:2]
         if 0 in flow.facts["shape"] or c0 == c1:
             nothing = used.new_zeros(flow.facts["shape"])
-            return idle(nothing, (x, *weights.values()))
+            return tied(nothing, (x, *weights.values()))
         x = flow.facts["reading"].complete(x)
         out, width = self.out_channels // self.groups, self.work.weight[1]
         if self.groups > 1 and c1 - c0 < width:

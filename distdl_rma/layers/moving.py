@@ -15,6 +15,7 @@ from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import DistributedLayer, deliver
 from distdl_rma.layers.movement import Movement
+from distdl_rma.layers.replica import idle
 
 __all__ = ["Move", "MovingLayer", "movements_of"]
 
@@ -114,7 +115,8 @@ class MovingLayer(DistributedLayer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Move ``input``, the local part on P_x or a tensor without elements elsewhere; blocking."""
         if self.machine.rank not in self.members:
-            return input.clone()
+            y = idle(input)
+            return y if self.preserve_batch or not input.numel() else y.flatten()
         if self._plans is None:
             arguments = f"{self.P_x.ranks} to {self.P_y.ranks}, {self.extra_repr()}"
             self._plans = Plans(self.machine, self.members, self.name, self.plan, arguments)

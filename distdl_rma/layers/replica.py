@@ -16,7 +16,7 @@ from distdl_rma.layers.tensors import as_tensor, reduction_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
-__all__ = ["Replica", "Sink", "broadcast_from_first", "idle"]
+__all__ = ["Replica", "Sink", "broadcast_from_first", "idle", "tied"]
 
 Sink = Callable[[], "torch.Tensor | None"]
 
@@ -143,12 +143,20 @@ class _Tie(torch.autograd.Function):
         return None, *ctx.replica.sum(gradients)
 
 
-def idle(x: torch.Tensor, parameters: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Clone of an idle rank's empty input, tied to the weights, whose gradients there are zero."""
-    y = x.clone()
-    for parameter in parameters:
-        if parameter is not None:
-            y = y + parameter.flatten()[:0].sum()
+def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
+    """Output of an idle rank: a clone of its input without the elements, in the graph of all that is given.
+
+    An input without elements keeps its shape, any other becomes one of shape (b, 0).
+    """
+    y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
+    return tied(y, others)
+
+
+def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """``y`` in the graph of other tensors too, such as weights, whose gradients are then zero."""
+    for other in others:
+        if other is not None:
+            y = y + other.flatten()[:0].sum()
     return y
 
 

@@ -20,7 +20,7 @@ from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.callbacks import callbacks_among
 from distdl_rma.layers.convolution import LocalConvolution
 from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
-from distdl_rma.layers.replica import idle
+from distdl_rma.layers.replica import tied
 from distdl_rma.layers.weights import Placement
 from distdl_rma.layers.work import IN, Work, placed, runs, whole
 
@@ -216,7 +216,7 @@ class DistributedConvTranspose(ComposedLayer):
         (i0, i1), (c0, c1) = flow.facts["block"]
         shape = flow.facts["shape"]
         if 0 in shape or i0 == i1 or c0 == c1:
-            return idle(weight.new_zeros(shape), (x, weight, bias))
+            return tied(weight.new_zeros(shape), (x, weight, bias))
         used = weight[i0:i1, c0:c1] if self.P_W is None else weight
         parts = [
             self.local.valid(x[:, a - i0 : b - i0], used[a - i0 : b - i0], None, groups, transposed=True)

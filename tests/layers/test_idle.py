@@ -1,0 +1,60 @@
+"""Ranks outside of all partitions of a layer hold nothing, whatever they pass."""
+
+import pytest
+import torch
+
+from distdl_rma import Distribution
+from distdl_rma.layers import (
+    Concat,
+    Conv,
+    DistributedConvTranspose2d,
+    DistributedMaxPool2d,
+    InstanceNorm,
+    Repartition,
+)
+
+pytestmark = [pytest.mark.mpi(min_size=2)]
+
+ONE = Distribution(1, 1, 1, 1)
+IMAGE = (2, 3, 7, 4)
+
+
+def alone(P_world):
+    return P_world.create_partition_inclusive([0]).create_cartesian_topology_partition(ONE.shape)
+
+
+LAYERS = {
+    "conv": lambda P: Conv(P, (2, 3, 3, 7, 4), ONE, kernel_size=1),
+    "circular": lambda P: Conv(P, (2, 3, 3, 7, 4), ONE, kernel_size=3, padding=1, padding_mode="circular"),
+    "norm": lambda P: InstanceNorm(P, IMAGE, ONE, affine=True),
+    "concat": lambda P: Concat(P, (2, (3,), 7, 4), [ONE]),
+    "transposed": lambda P: DistributedConvTranspose2d(alone(P), 3, 3, 1),
+    "pooling": lambda P: DistributedMaxPool2d(alone(P), 1),
+    "moving": lambda P: Repartition(alone(P), alone(P)),
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_the_output_of_an_idle_rank_has_no_elements(P_world, comm, make):
+    layer, idle = make(P_world), comm.rank > 0
+    x = torch.randn(IMAGE, requires_grad=True)
+    y = layer(x)
+    assert y.shape == ((2, 0) if idle else IMAGE)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert not (idle and x.grad.any())
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_an_input_without_elements_keeps_its_shape_on_an_idle_rank(P_world, comm, make):
+    layer = make(P_world)
+    for shape in ((0,), (2, 0), (2, 0, 7, 4), (0, 3)):
+        y = layer(torch.randn(shape if comm.rank else IMAGE))
+        assert y.shape == (shape if comm.rank else IMAGE)
+
+
+def test_moved_without_the_batch_nothing_is_left_of_a_shape(P_world, comm):
+    y = Repartition(alone(P_world), alone(P_world), preserve_batch=False)(torch.ones(IMAGE))
+    assert y.shape == ((0,) if comm.rank else IMAGE)
