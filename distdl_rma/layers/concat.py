@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Unpack
 
 import torch
@@ -34,6 +35,9 @@ class DistributedConcat(DistributedLayer):
     P_y, in memory of its own. Where all partitions are the same and cut no channels, the shards of the
     output are those of the inputs, and nothing is communicated.
 
+    Inputs of different types become one type, as in ``torch.cat``. Each travels as it is, and its gradient
+    comes back in its own type.
+
     Collective to construct over the machine; a call involves the ranks of all partitions and blocks, unless
     nothing is communicated. Backward is the transpose: the gradient of each input goes back to its owners.
 
@@ -51,9 +55,10 @@ class DistributedConcat(DistributedLayer):
     PartitionError
         If there is no input, or the partitions differ in their number of dimensions.
     ShapeError
-        In a call, on all its ranks: local shapes do not form a grid, the inputs differ in type or in an
-        extent other than the channels. Where nothing is communicated, only the ranks that see it can know;
-        the others learn it in their next wait, and the machine cannot be used afterwards.
+        In a call, on all its ranks: local shapes do not form a grid, the inputs differ in an extent other
+        than the channels or have no common type, the ranks differ in the type of one input, a rank passes
+        another number of inputs. Where nothing is communicated, only the ranks that see it can know; the
+        others learn it in their next wait, and the machine cannot be used afterwards.
 
     Notes
     -----
@@ -119,24 +124,24 @@ class DistributedConcat(DistributedLayer):
         -----
         Interface document, section 3.2; requirement A8.
         """
-        self._count(self.P_xs if shapes is None else shapes)
-        xs = [
-            self.expected(P_x, None if shapes is None else shapes[at], dtype, at)
-            for at, P_x in enumerate(self.P_xs)
-        ]
+        given = [None] * len(self.P_xs) if shapes is None else list(shapes)
+        if self._stays or self.machine.rank not in self.members:
+            self._count(given)
+        pairs = enumerate(zip(self.P_xs, given, strict=False))
+        xs = [self.expected(P_x, shape, dtype, at) for at, (P_x, shape) in pairs]
         if not self._stays and self.machine.rank in self.members:
-            self._agree(xs)[0].connect()
+            self._agree(xs, len(given))[0].connect()
 
     @tells_peers
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Concatenate ``inputs``, the local shards, or tensors without elements outside of a partition."""
-        self._count(inputs)
         if self.machine.rank not in self.members:
+            self._count(inputs)
             return idle(inputs[0], inputs[1:])
         if self._stays:
-            self._check(inputs)
-            return torch.cat(inputs, _CHANNELS)
-        assembly, needs = self._agree(inputs)
+            dtype = self._check(inputs)
+            return torch.cat([x.to(dtype) for x in inputs], _CHANNELS)
+        assembly, needs = self._agree(inputs, len(inputs))
         y = assembly(inputs, needs)
         batch = inputs[0].shape[0] if inputs[0].dim() else None
         y = deliver(y, self.P_y.active, batch)
@@ -146,19 +151,24 @@ class DistributedConcat(DistributedLayer):
 
     def _count(self, given: Sequence[object]) -> None:
         if len(given) != len(self.P_xs):
-            raise ShapeError(f"{self.name!r}: takes {len(self.P_xs)} inputs, got {len(given)}")
+            raise self._refuse(f"takes {len(self.P_xs)} inputs, got {len(given)}")
 
-    def _check(self, inputs: Sequence[torch.Tensor]) -> None:
-        # Nobody else is asked: what is wrong here may be right elsewhere, and the others would wait.
+    def _check(self, inputs: Sequence[torch.Tensor]) -> torch.dtype:
+        self._count(inputs)
         try:
-            common(inputs, self.P_y.dim)
+            _, dtype = common(inputs, self.P_y.dim)
         except ShapeError as error:
-            wrong = ShapeError(f"{self.name!r}: rank {self.machine.rank}: {error}")
-            if self.machine.size > 1:
-                self.machine.fail(wrong)
-            raise wrong from None
+            raise self._refuse(str(error)) from None
+        return dtype
 
-    def _agree(self, inputs: Sequence[torch.Tensor]) -> tuple[_Assembly, list[bool]]:
+    def _refuse(self, problem: str) -> ShapeError:
+        # Nobody else is asked: what is wrong here may be right elsewhere, and the others would wait.
+        wrong = ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
+        if self.machine.size > 1 and self.machine.rank in self.members:
+            self.machine.fail(wrong)
+        return wrong
+
+    def _agree(self, inputs: Sequence[torch.Tensor], count: int) -> tuple[_Assembly, list[bool]]:
         if not self._plans:
             arguments = f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {self.extra_repr()}"
             self._plans = [
@@ -166,14 +176,16 @@ class DistributedConcat(DistributedLayer):
                     self.machine,
                     self.members,
                     f"{self.name} (input {at})",
-                    partial(_Source.of, P_x),
+                    partial(_Source.of, P_x, len(self.P_xs)),
                     arguments,
                 )
                 for at, P_x in enumerate(self.P_xs)
             ]
+        # With too few of them the first one still tells the others, and all ranks refuse.
+        xs = (*inputs, *repeat(torch.empty(0), len(self.P_xs)))
         agreed = [
-            plans.agree(x, idle=not P_x.active)
-            for plans, x, P_x in zip(self._plans, inputs, self.P_xs, strict=True)
+            plans.agree(x, wants=(count,), idle=not P_x.active)
+            for plans, x, P_x in zip(self._plans, xs, self.P_xs, strict=False)
         ]
         sources = tuple(source for source, _ in agreed)
         assembly = self._assemblies.get(sources)
@@ -191,7 +203,10 @@ class _Source:
         self.blocks, self.dtype = blocks, dtype
 
     @classmethod
-    def of(cls, P_x: Partition, facts: dict[int, Facts]) -> _Source:
+    def of(cls, P_x: Partition, count: int, facts: dict[int, Facts]) -> _Source:
+        for rank, fact in facts.items():
+            if fact.wants != (count,):
+                raise ShapeError(f"takes {count} inputs, got {fact.wants[0]} on rank {rank}")
         return cls(*source_of(P_x, facts))
 
     @property
@@ -217,7 +232,7 @@ class _Assembly:
             channels = Section(target.splits[_CHANNELS], offset, source.shape[_CHANNELS])
             part = target.with_splits({_CHANNELS: channels})
             offset += channels.extent
-            self._movements.append(movement_of(layer, source.blocks, part, self.dtype, f"input {at}"))
+            self._movements.append(movement_of(layer, source.blocks, part, source.dtype, f"input {at}"))
             self._shapes.append(part.box(layer.machine.rank).shape)
         self._active = layer.P_y.active
 
@@ -234,9 +249,9 @@ class _Assembly:
         ]
         parts = []
         for flight, x, shape in zip(flights, inputs, self._shapes, strict=True):
-            part = x if flight is None else flight.movement.wait(flight)
-            # What has no elements came in any shape and type.
-            parts.append(part if part.numel() else part.to(self.dtype).reshape(shape))
+            part = (x if flight is None else flight.movement.wait(flight)).to(self.dtype)
+            # What has no elements came in any shape.
+            parts.append(part if part.numel() else part.reshape(shape))
         if self._active:
             return torch.cat(parts, _CHANNELS)
         return torch.cat([part.reshape(-1) for part in parts])
@@ -248,16 +263,21 @@ def common(tensors: Sequence[torch.Tensor | _Source], dim: int) -> tuple[tuple[i
     Raises
     ------
     ShapeError
-        If one has another number of dimensions than ``dim``, another type than the first, or another extent
-        in a dimension that is not that of the channels.
+        If one has another number of dimensions than ``dim``, another extent than the first in a dimension
+        that is not that of the channels, or a type that torch does not promote.
     """
-    first = tensors[0]
+    first, dtype = tensors[0], tensors[0].dtype
     for at, tensor in enumerate(tensors):
         shape = tuple(tensor.shape)
         if len(shape) != dim:
             raise ShapeError(f"input {at} has {len(shape)} dimensions, shape {shape}, the partitions {dim}")
-        if tensor.dtype != first.dtype:
-            raise ShapeError(f"input 0 is {first.dtype} but input {at} is {tensor.dtype}")
+        if tensor.dtype != dtype:
+            try:
+                dtype = torch.promote_types(dtype, tensor.dtype)
+            except RuntimeError as error:
+                raise ShapeError(
+                    f"input 0 is {first.dtype} but input {at} is {tensor.dtype}: {error}"
+                ) from None
         differs = [d for d, n in enumerate(shape) if d != _CHANNELS and n != first.shape[d]]
         if differs:
             raise ShapeError(
@@ -265,4 +285,4 @@ def common(tensors: Sequence[torch.Tensor | _Source], dim: int) -> tuple[tuple[i
                 f" dimension {differs[0]}"
             )
     channels = sum(tensor.shape[_CHANNELS] for tensor in tensors)
-    return (first.shape[0], channels, *first.shape[_CHANNELS + 1 :]), first.dtype
+    return (first.shape[0], channels, *first.shape[_CHANNELS + 1 :]), dtype

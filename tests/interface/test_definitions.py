@@ -270,9 +270,9 @@ def test_a20_concat_of_one_distribution_without_a_channel_split_is_local(M, comm
     assert (M.segments.stats(), M.segments.counters.puts) == before
 
 
-def test_a20_concat_has_nothing_to_synchronise(M):
-    one = Distribution(1, 1, 1)
-    layer = Concat(M, (3, (2, 4), 5), [one, one])
+def test_a20_concat_has_nothing_to_synchronise(M, comm):
+    cut = Distribution(1, comm.size, 1)
+    layer = Concat(M, (3, (2, 4), 5), [cut, cut])
     assert layer.get_ranks_synch_weights() == layer.get_ranks_synch_norm() == []
     assert layer.get_sizeof_gradients() == layer.get_sizeof_norm() == 0
     with pytest.raises(ShapeError, match="takes 2 inputs, got 1"):

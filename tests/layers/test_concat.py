@@ -15,7 +15,7 @@ from distdl_rma import (
     zero_volume_tensor,
 )
 from distdl_rma.geometry import Decomposition
-from distdl_rma.layers import DistributedConcat
+from distdl_rma.layers import DistributedConcat, DistributedConvTranspose1d, DistributedInstanceNorm1d
 from distdl_rma.segments.buffer import SegmentBuffer
 from tests.layers.random_shards import cut, random_blocks, random_partition
 from tests.layers.sequential import agree, shard
@@ -138,6 +138,25 @@ def test_batches_that_only_some_ranks_see_stay_where_they_are(P_world, comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_inputs_reaches_the_peers_where_nothing_moves(comm, count):
+    machine = Machine(comm, segment_size="4MiB", timeout=15)
+    P_x = machine.partition((1, 1, comm.size))
+    layer, group = DistributedConcat([P_x, P_x]), machine.group()
+    # Connects the barrier that they will wait in; nobody fails before all have left it.
+    group.barrier()
+    comm.Barrier()
+    if comm.rank == 1:
+        with pytest.raises(ShapeError, match=f"rank 1: takes 2 inputs, got {count}"):
+            layer(*[torch.ones(2, 3, 4)] * count)
+    else:
+        layer(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+        with pytest.raises(PeerFailedError, match="takes 2 inputs"):
+            group.barrier()
+    machine.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_local_mismatch_reaches_the_peers(comm):
     machine = Machine(comm, segment_size="4MiB", timeout=15)
     P_x = machine.partition((1, 1, comm.size))
@@ -166,14 +185,23 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_the_layer_goes_on(P_world
     wrong = {
         r"'skip': input 0 has shape \(2, 3, 6\) but input 1 \(2, 4, 7\)": whole([(2, 3, 6), (2, 4, 7)]),
         r"input 0 has shape \(2, 3, 6\) but input 1 \(1, 4, 6\)": whole([(2, 3, 6), (1, 4, 6)]),
-        "input 0 is torch.float64 but input 1 is torch.float32": [good[0], good[1].float()],
+        "input 0 is torch.float64 but input 1 is torch.float8_e5m2": [good[0], good[1].to(torch.float8_e5m2)],
     }
     for message, xs in wrong.items():
         with pytest.raises(ShapeError, match=message):
             layer(shard(P_a, xs[0]), shard(P_b, xs[1]))
         compare(layer, [P_a, P_b], P_a, good)
-    with pytest.raises(ShapeError, match="takes 2 inputs, got 1"):
-        layer(shard(P_a, good[0]))
+    parts = [shard(P_a, good[0]), shard(P_b, good[1])]
+    for given in ([], parts[:1], [*parts, parts[0]]):
+        with pytest.raises(ShapeError, match=f"takes 2 inputs, got {len(given)} on rank 0"):
+            layer(*given)
+        with pytest.raises(ShapeError, match=f"takes 2 inputs, got {len(given)} on rank 1"):
+            layer(*(given if comm.rank == 1 else parts))
+        with pytest.raises(ShapeError, match=f"takes 2 inputs, got {len(given)} on rank 1"):
+            layer.connect([(2, 3, 6)] * (len(given) if comm.rank == 1 else 2))
+        compare(layer, [P_a, P_b], P_a, good)
+    with pytest.raises(ShapeError, match=r"rank 0 passes torch\.float64 but rank 1 torch\.float32"):
+        layer(parts[0].float() if comm.rank == 1 else parts[0], parts[1])
     compare(layer, [P_a, P_b], P_a, good)
 
 
@@ -236,6 +264,56 @@ def test_every_dtype_moves(P_world, comm):
         xs = [(torch.arange(2 * c * 5) % 3).reshape(2, c, 5).to(dtype) for c in (3, 2)]
         y = layer(*(shard(P_x, x) for x in xs))
         assert torch.equal(y, shard(P_y, torch.cat(xs, 1))) and y.dtype == dtype
+
+
+MIXES = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+    (torch.float32, torch.float64, torch.bfloat16),
+    (torch.bool, torch.int32),
+    (torch.int64, torch.float16),
+    (torch.complex64, torch.float64),
+]
+
+
+@pytest.mark.parametrize("dtypes", MIXES, ids=str)
+@pytest.mark.parametrize("moves", [False, True])
+def test_types_are_promoted_as_in_torch_and_gradients_come_back_in_their_own(P_world, comm, dtypes, moves):
+    P_a, P_b = grid(P_world, (1, 1, comm.size)), grid(P_world, (1, 1, 1), [comm.size - 1])
+    P_xs = [P_b if moves and at == 1 else P_a for at in range(len(dtypes))]
+    layer = DistributedConcat(P_xs, P_a)
+    xs = [(torch.arange(2 * 3 * 5) % 7).reshape(2, 3, 5).to(dtype) for dtype in dtypes]
+    smooth = [x.is_floating_point() or x.is_complex() for x in xs]
+    wholes = [x.clone().requires_grad_(able) for x, able in zip(xs, smooth, strict=True)]
+    local = [
+        (shard(P, x) if P.active else zero_volume_tensor()).requires_grad_(able and P.active)
+        for P, x, able in zip(P_xs, xs, smooth, strict=True)
+    ]
+    y, expected = layer(*local), torch.cat(wholes, 1)
+    assert y.dtype == expected.dtype and torch.equal(y, shard(P_a, expected.detach()))
+    assert y.requires_grad == expected.requires_grad
+    if not y.requires_grad:
+        return
+    gradient = (torch.arange(expected.numel()) % 5 / 3).reshape(expected.shape).to(expected.dtype)
+    expected.backward(gradient)
+    y.backward(shard(P_a, gradient))
+    for x, P, full in zip(local, P_xs, wholes, strict=True):
+        if x.requires_grad:
+            assert x.grad.dtype == x.dtype and torch.equal(x.grad, shard(P, full.grad))
+
+
+def test_a_norm_and_a_convolution_are_joined_under_autocast(P_world, comm):
+    P_a, P_b = grid(P_world, (1, 1, comm.size)), grid(P_world, (comm.size, 1, 1))
+    for P_y in (P_a, P_b):
+        up, norm = DistributedConvTranspose1d(P_a, 3, 2, 1), DistributedInstanceNorm1d(P_a, 3)
+        x = torch.randn(4, 3, len(range(comm.rank, 8, comm.size)), requires_grad=True)
+        with torch.autocast("cpu"):
+            parts = up(x), norm(x)
+            y = DistributedConcat([P_a, P_a], P_y)(*parts)
+        assert [part.dtype for part in parts] == [torch.bfloat16, torch.float32]
+        assert y.dtype == torch.float32
+        y.sum().backward()
+        assert x.grad.dtype == torch.float32
 
 
 def test_the_sizes_are_those_of_all_inputs_and_there_is_nothing_to_synchronise(P_world, comm):
