@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import index as as_int
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +21,7 @@ from distdl_rma.errors import (
     PartitionError,
 )
 from distdl_rma.geometry.distribution import Distribution
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import DEFAULT_TIMEOUT, chosen_timeout
@@ -62,7 +61,7 @@ class Machine:
     Raises
     ------
     PartitionError
-        If an entry of M is out of range or listed twice, or this process is not in M.
+        If an entry of M is no integer, out of range or listed twice, or this process is not in M.
     ConfigurationError, SegmentError
         If an option is unknown, or the segment does not fit into the node's shared memory.
 
@@ -140,7 +139,7 @@ class Machine:
 
     def partition(self, shape: Iterable[int] | None = None) -> Partition:
         """All ranks of M in order, on a grid of the given shape (one-dimensional if None); local."""
-        extents = (self.size,) if shape is None else tuple(as_int(extent) for extent in shape)
+        extents = (self.size,) if shape is None else integers(shape, "extents of a grid")
         return Partition(self.ranks, extents, self.rank, self)
 
     def distribute(self, distribution: Distribution) -> Partition:
@@ -153,7 +152,7 @@ class Machine:
         All of M if ``ranks`` is None. Raises ``PartitionError`` if a rank is listed twice or is not of M, or
         this one is missing.
         """
-        chosen = None if ranks is None else tuple(as_int(rank) for rank in ranks)
+        chosen = None if ranks is None else integers(ranks, "ranks of a group")
         return Group(self.segments, chosen, name)
 
     def layer_name(self, kind: str) -> str:
@@ -310,7 +309,7 @@ def _machine_key() -> int:
 
 def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int, ...]:
     # Raised on this rank alone: whom else it means cannot be told, and who waits for it says so in time.
-    chosen = tuple(range(comm.size)) if ranks is None else tuple(as_int(rank) for rank in ranks)
+    chosen = tuple(range(comm.size)) if ranks is None else integers(ranks, "the ranks of M")
     for rank in chosen:
         if not 0 <= rank < comm.size:
             raise PartitionError(f"rank {rank} of M is out of range: the communicator has {comm.size} ranks")

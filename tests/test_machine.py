@@ -1,5 +1,6 @@
 """The machine: its ranks, options, and end."""
 
+import re
 import time
 
 import pytest
@@ -44,6 +45,11 @@ def test_wrong_list_of_ranks_names_the_entry(comm):
         Machine(comm, [0, comm.size])
     with pytest.raises(PartitionError, match="rank 0 is listed more than once"):
         Machine(comm, [0, 0])
+    for ranks in ("01", [0.5], 3):
+        with pytest.raises(
+            PartitionError, match=rf"ranks of M must be integers, got {re.escape(repr(ranks))}"
+        ):
+            Machine(comm, ranks)
     if comm.size > 1:
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         with pytest.raises(PartitionError, match=f"rank {comm.rank} made this call but is not in M"):

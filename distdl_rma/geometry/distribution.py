@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from operator import index as as_int
 from typing import Any, Protocol
 
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, integers
 
 __all__ = ["INPUT", "NORM", "OUTPUT", "Distribution", "Ranked"]
 
@@ -162,7 +161,7 @@ class Distribution:
         PartitionError
             If there is no such place, or the distribution does not fit the machine.
         """
-        place = tuple(as_int(i) for i in coords)
+        place = integers(coords, f"{self}: coordinates")
         inside = len(place) == self.dim and all(0 <= i < n for i, n in zip(place, self.shape, strict=True))
         if not inside:
             raise PartitionError(f"{self}: there are no coordinates {place}")
@@ -215,10 +214,7 @@ class Distribution:
 
 
 def _counts(what: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    try:
-        counts = tuple(as_int(number) for number in numbers)
-    except TypeError:
-        raise PartitionError(f"Distribution: {what} must be integers, got {numbers!r}") from None
+    counts = integers(numbers, f"Distribution: {what}")
     if min(counts, default=1) < 1:
         raise PartitionError(f"Distribution: {what} must be at least 1, got {counts}")
     return counts

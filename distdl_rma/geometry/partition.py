@@ -8,11 +8,11 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from operator import index as as_int
-from typing import Protocol
+from typing import Any, Protocol
 
 from distdl_rma.errors import PartitionError
 
-__all__ = ["Home", "Partition"]
+__all__ = ["Home", "Partition", "integers"]
 
 
 class Home(Protocol):
@@ -137,9 +137,9 @@ class Partition:
         Raises
         ------
         PartitionError
-            If a position is out of range or listed twice.
+            If a position is no integer, out of range or listed twice.
         """
-        positions = [as_int(rank) for rank in ranks]
+        positions = integers(ranks, "ranks of a partition")
         for position in positions:
             if not 0 <= position < self.size:
                 raise PartitionError(f"rank {position} is not in a partition of {_ranks(self.size)}")
@@ -155,9 +155,9 @@ class Partition:
         Raises
         ------
         PartitionError
-            If the grid does not have as many places as there are ranks.
+            If the grid does not have as many places as there are ranks, or an extent is no integer.
         """
-        return Partition(self.ranks, tuple(as_int(extent) for extent in shape), self.me, self.home)
+        return Partition(self.ranks, integers(shape, "extents of a grid"), self.me, self.home)
 
     def slab(self, fixed: dict[int, int]) -> Partition:
         """Members whose grid index has the given values in some dimensions; these keep extent 1."""
@@ -173,6 +173,20 @@ class Partition:
         """Close what was opened for the communicator of this partition; collective over the machine."""
         if self.home is not None:
             self.home.close()
+
+
+def integers(numbers: Iterable[Any], what: str) -> tuple[int, ...]:
+    """Numbers of any integral types as a tuple.
+
+    Raises
+    ------
+    PartitionError
+        If they are no integers; says ``what`` they were to be.
+    """
+    try:
+        return tuple(as_int(number) for number in numbers)
+    except TypeError:
+        raise PartitionError(f"{what} must be integers, got {numbers!r}") from None
 
 
 def _ranks(count: int) -> str:

@@ -238,6 +238,12 @@ def Concat(  # noqa: N802
     except (TypeError, ValueError):
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r}") from None
     batch, total, *space = _extents(who, wanted, (batch, sum(parts), *space), _LEADING)
+    try:
+        inputs = tuple(inputs)
+    except TypeError:
+        raise PartitionError(
+            f"{who}: inputs are a sequence, a Distribution for each input, got {inputs!r}"
+        ) from None
     if len(inputs) != len(parts) or not parts or min(parts) < 0:
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r} for {len(inputs)} distributions")
     P_xs = [

@@ -1,6 +1,7 @@
 """Distributions: instances per dimension, and where they sit in the machine."""
 
 import itertools
+import re
 from dataclasses import dataclass
 from math import prod
 
@@ -184,6 +185,11 @@ def test_what_is_not_there_is_refused():
         distribution.rank_of((0, 2, 0), line(2))
     with pytest.raises(PartitionError, match=r"no coordinates \(0, 1\)"):
         distribution.rank_of((0, 1), line(2))
+    for coords in ("ab", (0, 0.5, 0), 1):
+        with pytest.raises(
+            PartitionError, match=rf"coordinates must be integers, got {re.escape(repr(coords))}"
+        ):
+            distribution.rank_of(coords, line(2))
     with pytest.raises(PartitionError, match=r"rank 7 is not in M = \(0, 1\)"):
         distribution.coords_of(7, line(2))
     with pytest.raises(PartitionError, match=r"shape \(4, 4\) has 2"):

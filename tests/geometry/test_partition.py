@@ -141,9 +141,9 @@ def test_ranks_and_grids_may_be_of_any_integer_sequence(kind):
 
 
 def test_fractions_are_no_ranks_and_no_extents():
-    with pytest.raises(TypeError):
+    with pytest.raises(PartitionError, match=r"ranks of a partition must be integers, got \[0\.0, 1\.0\]"):
         world(4).create_partition_inclusive([0.0, 1.0])
-    with pytest.raises(TypeError):
+    with pytest.raises(PartitionError, match=r"extents of a grid must be integers, got \[2\.0, 2\.0\]"):
         world(4).create_cartesian_topology_partition([2.0, 2.0])
 
 

@@ -169,6 +169,16 @@ def test_arguments_that_do_not_fit_are_refused(permuted):
         (lambda: InstanceNorm(permuted, (2, 3), one), ShapeError, r"\(N, C, H, W\)"),
         (lambda: Concat(permuted, (2, 3, 5, 5), [one]), ShapeError, r"\(C1, C2, ...\)"),
         (lambda: Concat(permuted, (2, (3, 1), 5, 5), [one]), ShapeError, "1 distributions"),
+        (
+            lambda: Concat(permuted, (2, (3, 1), 5, 5), one),
+            PartitionError,
+            r"a sequence, .* got Distribution\(",
+        ),
+        (
+            lambda: Concat(permuted, (2, (3,), 5, 5), (3,)),
+            PartitionError,
+            "input 0: needs a Distribution, got 3",
+        ),
     ]
     for make, kind, message in refusals:
         with pytest.raises(kind, match=message):
