@@ -132,7 +132,8 @@ class Plans(Generic[P]):
     build
         Makes a plan from the facts of all ranks, by rank id; alike on all ranks, errors included.
     arguments
-        What the layer was built with; ranks that differ in it raise ``MismatchError`` when they first meet.
+        Asked in the first call for what the layer was built with; ranks that differ in it raise
+        ``MismatchError`` when they meet there.
     """
 
     def __init__(
@@ -141,15 +142,11 @@ class Plans(Generic[P]):
         ranks: Sequence[int],
         name: str,
         build: Callable[[dict[int, Facts]], P],
-        arguments: str = "",
+        arguments: Callable[[], str] = str,
     ) -> None:
         self._ranks, self._name, self._build = tuple(ranks), name, build
-        self._trace = machine.trace
+        self._trace, self._segments, self._arguments = machine.trace, machine.segments, arguments
         self._round: Round | None = None
-        if len(self._ranks) > 1:
-            title = f"{name} (shapes, {fingerprint(arguments):014x})"
-            self._round = Round(machine.segments, self._ranks, _WORDS, np.int64, title)
-            weakref.finalize(self, self._round.close)
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None
         self._mine: Facts | None = None
@@ -173,12 +170,19 @@ class Plans(Generic[P]):
         self._mine = mine = Facts.about(x, weight, wants, idle)
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode()
-        if self._round is not None:
+        if len(self._ranks) > 1:
+            self._round = self._round or self._meet()
             self._round.start(self._said[1])
         if self._last is None:
             return None
         before, plan = self._last
         return plan if before.key == mine.key else None
+
+    def _meet(self) -> Round:
+        title = f"{self._name} (shapes, {fingerprint(self._arguments()):014x})"
+        met = Round(self._segments, self._ranks, _WORDS, np.int64, title)
+        weakref.finalize(self, met.close)
+        return met
 
     def settle(self) -> tuple[P, Needs]:
         """Plan that holds for this call, and what any rank needs the gradient of.

@@ -29,6 +29,11 @@ class Announced:
     output: Decomposition
     dtype: torch.dtype
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Global shapes of the inputs."""
+        return tuple(blocks.shape for blocks in self.inputs)
+
     def nbytes(self, rank: int) -> tuple[int, int]:
         """Bytes of a rank's shards of all inputs, and of its shard of the output; 0 on idle ranks."""
         before = sum(blocks.box(rank).volume for blocks in self.inputs)

@@ -93,6 +93,10 @@ class DistributedConcat(DistributedLayer):
         """One line for ``print(model)``."""
         return f"P_xs={[P_x.shape for P_x in self.P_xs]}, P_y={self.P_y.shape}"
 
+    def built_with(self) -> str:
+        """As of every layer, with the ranks, which are not the same for all grids of one shape."""
+        return f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {super().built_with()}"
+
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
         """Bytes of all inputs."""
         return sum(nbytes_of(x) for x in inputs)
@@ -170,7 +174,8 @@ class DistributedConcat(DistributedLayer):
 
     def _agree(self, inputs: Sequence[torch.Tensor], count: int) -> tuple[_Assembly, list[bool]]:
         if not self._plans:
-            arguments = f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {self.extra_repr()}"
+            # Not the method: a layer that its own plans refer to is freed late, and its memory too.
+            arguments = partial(str, self.built_with())
             self._plans = [
                 Plans(
                     self.machine,

@@ -122,7 +122,7 @@ class DistributedConv(ComposedLayer):
         self.plans: Plans[HaloPlan] | None = None
         self._fused = given.feature and (self.padding_mode == "zeros" or not padded(stencil))
         if self._fused and P_x.active:
-            self.plans = Plans(self.machine, P_x.ranks, self.name, self._halo, self.extra_repr())
+            self.plans = Plans(self.machine, P_x.ranks, self.name, self._halo, self.built_with)
 
     def _place(self, like: Any) -> None:
         values = {"weight": like.weight, "bias": like.bias}

@@ -83,6 +83,10 @@ class DistributedLayer(nn.Module):
         self.announced = Announced(tuple(inputs), output, dtype)
         self.shard_nbytes = self.announced.nbytes(self.machine.rank)
 
+    def built_with(self) -> str:
+        """What the layer was built with, and for what inputs: alike on all ranks that it works on."""
+        return f"{type(self).__name__}({self.extra_repr()}) for {self.announced and self.announced.shapes}"
+
     def expected(
         self, P_x: Partition, shape: Sequence[int] | None, dtype: torch.dtype | None, at: int = 0
     ) -> torch.Tensor:
@@ -288,7 +292,7 @@ class ComposedLayer(DistributedLayer):
         self, x: torch.Tensor, weights: Collection[torch.Tensor], wants: tuple[int, ...]
     ) -> tuple[Flow, Needs]:
         if self._plans is None:
-            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.extra_repr())
+            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.built_with)
         # The others take part in a backward if any weight needs a gradient.
         told = sorted(weights, key=lambda weight: not weight.requires_grad)
         return self._plans.agree(x, next(iter(told), None), wants, not self.P_x.active)

@@ -111,6 +111,10 @@ class MovingLayer(DistributedLayer):
         """The partitions, and what else the layer was built with."""
         return f"P_x={self.P_x.shape}, P_y={self.P_y.shape}"
 
+    def built_with(self) -> str:
+        """As of every layer, with the ranks, which are not the same for all grids of one shape."""
+        return f"{self.P_x.ranks} to {self.P_y.ranks}, {super().built_with()}"
+
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Move ``input``, the local part on P_x or a tensor without elements elsewhere; blocking."""
@@ -118,8 +122,7 @@ class MovingLayer(DistributedLayer):
             y = idle(input)
             return y if self.preserve_batch or not input.numel() else y.flatten()
         if self._plans is None:
-            arguments = f"{self.P_x.ranks} to {self.P_y.ranks}, {self.extra_repr()}"
-            self._plans = Plans(self.machine, self.members, self.name, self.plan, arguments)
+            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.built_with)
         move, needs = self._plans.agree(input)
         batch = input.shape[0] if self.preserve_batch and input.dim() else None
         return deliver(move(input, needs.input), self.P_y.active, batch)

@@ -188,7 +188,7 @@ class DistributedNorm(DistributedLayer):
         self.place(values, {key: kept for key, value in values.items() if value is not None})
         ranks = self.agreeing()
         self._plans = (
-            Plans(self.machine, ranks, self.name, self._plan, repr(self))
+            Plans(self.machine, ranks, self.name, self._plan, self.built_with)
             if self.machine.rank in ranks
             else None
         )

@@ -8,6 +8,7 @@ from distdl_rma import (
     Distribution,
     GradientSync,
     Machine,
+    MismatchError,
     PartitionError,
     ShapeError,
     UnsupportedError,
@@ -221,6 +222,30 @@ def test_connected_layers_shake_no_hands_in_the_first_forward(permuted, comm, mo
             with monkeypatch.context() as patched:
                 patched.setattr(SegmentBuffer, "exchange", exchange)
                 layer(*xs)
+
+
+def unlike(n, batch, high):
+    """Layers that talk, from global parameters that ranks may be given differently, and their inputs."""
+    cut, wide = Distribution(1, 1, n, 1), Distribution(1, 1, 1, n)
+    here, there = torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2 * n, 8 // n)
+    yield lambda M: Conv(M, (batch, 3, 2, high, 8), cut, kernel_size=3, padding=1), [here]
+    yield lambda M: Conv(M, (batch, 3, 2, high, 8), cut, wide, kernel_size=3, padding=1), [here]
+    yield lambda M: InstanceNorm(M, (batch, 3, high, 8), cut), [here]
+    yield lambda M: Concat(M, (batch, (3, 3), high, 8), [cut, wide]), [here, there]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("connects", [False, True])
+def test_ranks_that_were_given_different_extents_find_out_when_they_meet(comm, which, connects):
+    for batch, high in ((3, 2 * comm.size), (2, 2 * comm.size + 1)):
+        machine = Machine(comm, segment_size="4MiB", timeout=15)
+        given = (batch, high) if comm.rank == 1 else (2, 2 * comm.size)
+        make, xs = list(unlike(comm.size, *given))[which]
+        layer = make(machine)
+        with pytest.raises(MismatchError, match="with the same arguments"):
+            layer.connect() if connects else layer(*xs)
+        machine.close()
 
 
 def test_callbacks_are_taken_from_users(permuted):
