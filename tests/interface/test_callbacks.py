@@ -69,6 +69,8 @@ def test_a9_a_list_with_a_rank_that_holds_no_copy_is_heard_of_without_a_sync_too
     # On one rank only; the others wait for it, and learn why it does not come.
     wrong = {"get_ranks_synch_weights": lambda: [comm.rank, comm.size]} if comm.rank == 0 else {}
     layer = DistributedConv2d(P_x, 1, 1, 3, padding=1, name="first", **wrong)
+    # Nobody fails before all have the layer.
+    comm.Barrier()
     with pytest.raises(
         (ConfigurationError, PeerFailedError), match=r"'first': get_ranks_synch_weights\(\) gave"
     ):
