@@ -14,7 +14,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.reach import Reach, ReachSplit, ReaderSplit
 from distdl_rma.geometry.split import Split
 from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.layer import Flow, movement_of
+from distdl_rma.layers.composed import Flow
+from distdl_rma.layers.layer import movement_of
 from distdl_rma.layers.spatial import SpatialLayer
 from distdl_rma.layers.tensors import sum_dtype
 from distdl_rma.layers.winners import flat_index, pick, winners

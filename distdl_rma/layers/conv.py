@@ -18,9 +18,10 @@ from distdl_rma.layers.agreement import Facts, Needs, Plans, common_dtype
 from distdl_rma.layers.arguments import Partitions, check_input, stencil_of, torch_layer
 from distdl_rma.layers.autograd import anchor, tells_peers
 from distdl_rma.layers.callbacks import callbacks_among
+from distdl_rma.layers.composed import ComposedLayer, Flow
 from distdl_rma.layers.convolution import LocalConvolution, SplitConvolution
 from distdl_rma.layers.halo import HaloPlan
-from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
+from distdl_rma.layers.layer import movement_of, source_of
 from distdl_rma.layers.parts import Parts
 from distdl_rma.layers.reading import Reading
 from distdl_rma.layers.replica import idle, tied

@@ -17,7 +17,8 @@ from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
+from distdl_rma.layers.composed import ComposedLayer, Flow
+from distdl_rma.layers.layer import movement_of, source_of
 from distdl_rma.layers.weights import Placement
 from distdl_rma.segments.allreduce import Allreduce
 

@@ -16,8 +16,9 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.callbacks import Callbacks
+from distdl_rma.layers.composed import ComposedLayer, Flow
 from distdl_rma.layers.initial import linear_values
-from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
+from distdl_rma.layers.layer import movement_of, source_of
 from distdl_rma.layers.product import linear
 from distdl_rma.layers.weights import Placement
 

@@ -14,7 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
 from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.layer import Flow
+from distdl_rma.layers.composed import Flow
 from distdl_rma.layers.reading import Reading
 from distdl_rma.layers.spatial import SpatialLayer, per_dim
 from distdl_rma.layers.tensors import sum_dtype

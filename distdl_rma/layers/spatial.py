@@ -13,7 +13,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.layer import ComposedLayer, Flow, source_of
+from distdl_rma.layers.composed import ComposedLayer, Flow
+from distdl_rma.layers.layer import source_of
 
 __all__ = ["SpatialLayer", "per_dim"]
 

@@ -18,8 +18,9 @@ from distdl_rma.layers.agreement import Facts
 from distdl_rma.layers.arguments import Partitions, check_input, stencil_of, torch_layer
 from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.callbacks import callbacks_among
+from distdl_rma.layers.composed import ComposedLayer, Flow
 from distdl_rma.layers.convolution import LocalConvolution
-from distdl_rma.layers.layer import ComposedLayer, Flow, movement_of, source_of
+from distdl_rma.layers.layer import movement_of, source_of
 from distdl_rma.layers.replica import tied
 from distdl_rma.layers.weights import Placement
 from distdl_rma.layers.work import IN, Work, placed, runs, whole

@@ -13,7 +13,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.reach import ReachSplit
 from distdl_rma.geometry.split import Split
 from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.layer import Flow, movement_of
+from distdl_rma.layers.composed import Flow
+from distdl_rma.layers.layer import movement_of
 from distdl_rma.layers.spatial import SpatialLayer, per_dim
 from distdl_rma.layers.taps import MODES, Resize, Taps
 from distdl_rma.layers.tensors import sum_dtype

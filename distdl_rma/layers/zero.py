@@ -11,7 +11,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.layers.agreement import Needs
 from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.layer import Flow
+from distdl_rma.layers.composed import Flow
 from distdl_rma.layers.linear import DistributedLinear, workers
 from distdl_rma.layers.sharded import Shards, sharded_linear
 from distdl_rma.layers.weights import Placement
