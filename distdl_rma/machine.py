@@ -25,6 +25,7 @@ from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import DEFAULT_TIMEOUT, chosen_timeout
+from distdl_rma.segments.unique import Shared
 from distdl_rma.trace import Recording, Tracer
 
 __all__ = ["MPIPartition", "Machine"]
@@ -35,11 +36,11 @@ _LAST_WORDS_SECONDS = 0.2
 _CREATE_TAG, _MEET_TAG = 7, 8
 
 
-class Machine:
+class Machine(Shared):
     """The ordered list of ranks M that work together, this rank, and their segment manager.
 
     Collective over the ranks of M, to create and to close; ranks of ``comm`` outside of M make no call.
-    A context manager: leaving it closes the machine.
+    A context manager: leaving it closes the machine. Copies of what holds it share it; it cannot be pickled.
 
     Parameters
     ----------

@@ -14,11 +14,12 @@ from distdl_rma.segments.broadcast import Broadcast
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.reduce_scatter import ReduceScatter
 from distdl_rma.segments.schedule import Layout
+from distdl_rma.segments.unique import Shared
 
 __all__ = ["Group"]
 
 
-class Group:
+class Group(Shared):
     """Ordered ranks of a machine, this one included; local to construct, and free of any cost.
 
     What its methods make is owned by the caller, who closes it.

@@ -23,6 +23,7 @@ from distdl_rma.segments.queue import Queue
 from distdl_rma.segments.segment import Segment
 from distdl_rma.segments.status import HEADER_BYTES, operation_name
 from distdl_rma.segments.supervision import Supervision, cause_of
+from distdl_rma.segments.unique import Unique
 from distdl_rma.trace import Tracer
 
 __all__ = ["SegmentManager", "SegmentStats"]
@@ -49,7 +50,7 @@ class Tenant(Protocol):
         """Leave; local, never refused."""
 
 
-class SegmentManager:
+class SegmentManager(Unique):
     """Hands out buffers of a segment that the ranks of a machine share.
 
     Usable without any neural network and without torch. Collective to create and to close; everything
