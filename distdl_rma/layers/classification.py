@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,16 +30,18 @@ class _ClassLoss(DistributedLoss):
         if not P_x.dim:
             raise PartitionError(f"{kind}: P_x has no dimension for the classes")
         self._dim = min(1, P_x.dim - 1)
-        split = P_x.shape[self._dim] > 1
-        if split and reduction == "none":
+        if P_x.shape[self._dim] > 1 and reduction == "none":
             raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
         super().__init__(P_x, reduction, name, legacy, **arguments)
-        self._gathers: tuple[WholeClasses, ...] = ()
-        if split and P_x.active:
-            self._gathers = tuple(
-                WholeClasses(self.machine, P_x, self._dim, f"{self.name} ({what})")
-                for what in ("input", "target")
-            )
+
+    @cached_property
+    def _gathers(self) -> tuple[WholeClasses, ...]:
+        if self.P_x.shape[self._dim] == 1 or not self.P_x.active:
+            return ()
+        return tuple(
+            WholeClasses(self.machine, self.P_x, self._dim, f"{self.name} ({what})")
+            for what in ("input", "target")
+        )
 
     def _local(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
         if not self._gathers:

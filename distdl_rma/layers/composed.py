@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -81,7 +82,6 @@ class ComposedLayer(DistributedLayer):
         super().__init__(P_x, P_y, works, name=name, **callbacks)
         self.P_x, self.P_y = P_x, P_y
         self._works = works.active
-        self._plans: Plans[Flow] | None = None
 
     def plan(self, facts: dict[int, Facts]) -> Flow:
         """Plan for what all ranks said of their inputs; alike on all ranks, errors included."""
@@ -132,11 +132,13 @@ class ComposedLayer(DistributedLayer):
         if self.machine.rank in self.members:
             self._agree(x, list(self.parameters()), self._wants)[0].connect()
 
+    @cached_property
+    def _plans(self) -> Plans[Flow]:
+        return Plans(self.machine, self.members, self.name, self.plan, self.built_with)
+
     def _agree(
         self, x: torch.Tensor, weights: Collection[torch.Tensor], wants: tuple[int, ...]
     ) -> tuple[Flow, Needs]:
-        if self._plans is None:
-            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.built_with)
         # The others take part in a backward if any weight needs a gradient.
         told = sorted(weights, key=lambda weight: not weight.requires_grad)
         return self._plans.agree(x, next(iter(told), None), wants, not self.P_x.active)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, Unpack
 
@@ -86,8 +86,25 @@ class DistributedConcat(DistributedLayer):
         super().__init__(*P_xs, P_y, name=name, **callbacks)
         self.P_xs, self.P_y = P_xs, P_y
         self._stays = all(P_x == P_y for P_x in P_xs) and P_y.shape[_CHANNELS] == 1
-        self._plans: list[Plans[_Source]] = []
-        self._assemblies: OrderedDict[tuple[_Source, ...], _Assembly] = OrderedDict()
+
+    @cached_property
+    def _plans(self) -> list[Plans[_Source]]:
+        # Not the method: a layer that its own plans refer to is freed late, and its memory too.
+        arguments = partial(str, self.built_with())
+        return [
+            Plans(
+                self.machine,
+                self.members,
+                f"{self.name} (input {at})",
+                partial(_Source.of, P_x, len(self.P_xs)),
+                arguments,
+            )
+            for at, P_x in enumerate(self.P_xs)
+        ]
+
+    @cached_property
+    def _assemblies(self) -> OrderedDict[tuple[_Source, ...], _Assembly]:
+        return OrderedDict()
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
@@ -173,19 +190,6 @@ class DistributedConcat(DistributedLayer):
         return wrong
 
     def _agree(self, inputs: Sequence[torch.Tensor], count: int) -> tuple[_Assembly, list[bool]]:
-        if not self._plans:
-            # Not the method: a layer that its own plans refer to is freed late, and its memory too.
-            arguments = partial(str, self.built_with())
-            self._plans = [
-                Plans(
-                    self.machine,
-                    self.members,
-                    f"{self.name} (input {at})",
-                    partial(_Source.of, P_x, len(self.P_xs)),
-                    arguments,
-                )
-                for at, P_x in enumerate(self.P_xs)
-            ]
         # With too few of them the first one still tells the others, and all ranks refuse.
         xs = (*inputs, *repeat(torch.empty(0), len(self.P_xs)))
         agreed = [

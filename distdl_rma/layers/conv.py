@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -120,10 +121,14 @@ class DistributedConv(ComposedLayer):
         self.padding, self.padding_mode = like.padding, like.padding_mode
         self._in_place = P_y == P_x and P_W is None
         self._place(like)
-        self.plans: Plans[HaloPlan] | None = None
         self._fused = given.feature and (self.padding_mode == "zeros" or not padded(stencil))
-        if self._fused and P_x.active:
-            self.plans = Plans(self.machine, P_x.ranks, self.name, self._halo, self.built_with)
+
+    @cached_property
+    def plans(self) -> Plans[HaloPlan] | None:
+        """Plans of the feature-distributed form; None on ranks without a part of it, and of other forms."""
+        if not self._fused or not self.P_x.active:
+            return None
+        return Plans(self.machine, self.P_x.ranks, self.name, self._halo, self.built_with)
 
     def _place(self, like: Any) -> None:
         values = {"weight": like.weight, "bias": like.bias}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,13 +91,20 @@ class DistributedLoss(DistributedLayer):
             self._check_weight(kind, key, arguments[key])
             self.register_buffer(key, arguments[key])
         self._check_options(kind)
-        self._sums: Allreduce | None = None
-        if P_x.active and reduction != "none":
-            count = _TOTALS + (P_x.size if reduction == "batchmean" else 0)
-            title = f"{self.name}, {fingerprint(self.extra_repr()):014x}"
-            self._sums = Allreduce(self.machine.segments, P_x.ranks, count, np.float64, name=title)
-            weakref.finalize(self, self._sums.close)
-        self._complaints = Complaints(self.machine, P_x.ranks, self.name)
+
+    @cached_property
+    def _sums(self) -> Allreduce | None:
+        if not self.P_x.active or self.reduction == "none":
+            return None
+        count = _TOTALS + (self.P_x.size if self.reduction == "batchmean" else 0)
+        title = f"{self.name}, {fingerprint(self.extra_repr()):014x}"
+        sums = Allreduce(self.machine.segments, self.P_x.ranks, count, np.float64, name=title)
+        weakref.finalize(self, sums.close)
+        return sums
+
+    @cached_property
+    def _complaints(self) -> Complaints:
+        return Complaints(self.machine, self.P_x.ranks, self.name)
 
     def extra_repr(self) -> str:
         """One line for ``print(loss)``."""

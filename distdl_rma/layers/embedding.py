@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import cached_property
 from typing import Any, Unpack
 
 import numpy as np
@@ -115,7 +116,10 @@ class DistributedEmbedding(ComposedLayer):
         self.scale_grad_by_freq, self.sparse = bool(scale_grad_by_freq), bool(sparse)
         weight: Any = like.weight
         self.place({"weight": weight}, {"weight": self._placement(weights, like.weight.shape)})
-        self._frequencies = _Frequencies(self) if self.scale_grad_by_freq and P_x.active else None
+
+    @cached_property
+    def _frequencies(self) -> _Frequencies | None:
+        return _Frequencies(self) if self.scale_grad_by_freq and self.P_x.active else None
 
     def _placement(self, weights: str, shape: torch.Size) -> Placement:
         if weights == "replicated":

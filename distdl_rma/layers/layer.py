@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Unpack
+from functools import cached_property
+from itertools import count
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -17,16 +20,22 @@ from distdl_rma.layers.announced import Announced, look_alike
 from distdl_rma.layers.callbacks import Callbacks, answer
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica
-from distdl_rma.layers.weights import Initial, Placement, Weights
+from distdl_rma.layers.weights import Initial, Placement, Weights, register
 from distdl_rma.machine import Machine
 
 __all__ = ["DistributedLayer", "deliver", "input_dtype", "movement_of", "source_of"]
+
+_COPY = " (copy "
 
 
 class DistributedLayer(nn.Module):
     """Machine, name, parameters and callbacks: the base of every distributed layer.
 
     Construction is collective over the machine: all its ranks build the same layers in the same order.
+    What a layer opens on the machine it opens in a ``cached_property``, when that is first needed.
+
+    ``copy.deepcopy`` gives a layer of its own, local: it has copies of parameters and buffers, opens anew
+    what it needs, and belongs to no :class:`GradientSync`. Use it on all ranks alike, as any other layer.
 
     Parameters
     ----------
@@ -58,13 +67,29 @@ class DistributedLayer(nn.Module):
         self.name = name or self.machine.layer_name(kind)
         # Rank ids of all partitions, each once: those that take part in a call.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
-        self.placed: Weights | None = None
+        # Shared with its copies, which are counted together.
+        self._copies = count(1)
+        self.placements: dict[str, Placement] | None = None
         # Which box of a buffer a rank keeps, by key, for those that are cut.
         self.buffer_layouts: dict[str, Decomposition] = {}
         # Bytes of this rank's input and output; of the last call, or as announced before the first.
         self.shard_nbytes: tuple[int, int] | None = None
         self.announced: Announced | None = None
         answer(self, kind, callbacks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        kept = {
+            key: value
+            for key, value in vars(self).items()
+            if key != "_copies" and not isinstance(getattr(type(self), key, None), cached_property)
+        }
+        vars(twin).update(copy.deepcopy(kept, memo))
+        twin._copies = self._copies
+        # A name of its own: no rank's copy shall be taken for the layer itself, or for another copy.
+        twin.name = f"{self.name.partition(_COPY)[0]}{_COPY}{next(self._copies)})"
+        return twin
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call ``forward``, and remember the sizes of the local shards."""
@@ -105,7 +130,17 @@ class DistributedLayer(nn.Module):
         self, values: Mapping[str, nn.Parameter | Initial | None], placements: Mapping[str, Placement]
     ) -> None:
         """Register the layer's parameters, cut and placed; collective over the machine."""
-        self.placed = Weights(self, self.machine, self.name, values, placements, self._asked)
+        self.placements = dict(placements)
+        register(self, values, placements)
+        if self.placed is not None:
+            self.placed.equalise()
+
+    @cached_property
+    def placed(self) -> Weights | None:
+        """Use of the layer's parameters where they are needed; None without any."""
+        if self.placements is None:
+            return None
+        return Weights(self, self.machine, self.name, self.placements, self._asked)
 
     def _asked(self) -> Sequence[int]:
         # Looked up in every call: the user may give the callback later.
@@ -114,7 +149,7 @@ class DistributedLayer(nn.Module):
     @property
     def layouts(self) -> dict[str, Decomposition]:
         """Which box of each parameter, and of each buffer that is cut, a rank keeps, by key."""
-        placements = {} if self.placed is None else self.placed.placements
+        placements = self.placements or {}
         return {key: place.store for key, place in placements.items()} | self.buffer_layouts
 
     @property

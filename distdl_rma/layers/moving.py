@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Unpack
 
 import torch
@@ -101,7 +102,6 @@ class MovingLayer(DistributedLayer):
     ) -> None:
         super().__init__(P_x, P_y, name=name, **callbacks)
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
-        self._plans: Plans[Move] | None = None
 
     def plan(self, facts: dict[int, Facts]) -> Move:
         """Plan for what all ranks said of their inputs; alike on all ranks, errors included."""
@@ -115,14 +115,16 @@ class MovingLayer(DistributedLayer):
         """As of every layer, with the ranks, which are not the same for all grids of one shape."""
         return f"{self.P_x.ranks} to {self.P_y.ranks}, {super().built_with()}"
 
+    @cached_property
+    def _plans(self) -> Plans[Move]:
+        return Plans(self.machine, self.members, self.name, self.plan, self.built_with)
+
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Move ``input``, the local part on P_x or a tensor without elements elsewhere; blocking."""
         if self.machine.rank not in self.members:
             y = idle(input)
             return y if self.preserve_batch or not input.numel() else y.flatten()
-        if self._plans is None:
-            self._plans = Plans(self.machine, self.members, self.name, self.plan, self.built_with)
         move, needs = self._plans.agree(input)
         batch = input.shape[0] if self.preserve_batch and input.dim() else None
         return deliver(move(input, needs.input), self.P_y.active, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Unpack
 
 import torch
@@ -186,12 +187,13 @@ class DistributedNorm(DistributedLayer):
         self.whole = bool(self.cuts) and weights == "replicated"
         kept = everywhere if self.whole else Placement(self.store)
         self.place(values, {key: kept for key, value in values.items() if value is not None})
-        ranks = self.agreeing()
-        self._plans = (
-            Plans(self.machine, ranks, self.name, self._plan, self.built_with)
-            if self.machine.rank in ranks
-            else None
-        )
+        self._agreeing = self.agreeing()
+
+    @cached_property
+    def _plans(self) -> Plans[NormPlan] | None:
+        if self.machine.rank not in self._agreeing:
+            return None
+        return Plans(self.machine, self._agreeing, self.name, self._plan, self.built_with)
 
     def agreeing(self) -> tuple[int, ...]:
         """Ranks that take part in a call: those of P_x, and others that keep what a call changes."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.autograd import first_derivative
@@ -34,8 +33,6 @@ class Replica:
         The machine.
     holders
         Rank ids that hold copies, this one included; the first one's initial values count.
-    parameters
-        Name to parameter, alike on all ranks.
     name
         Name of the layer.
     ask
@@ -46,7 +43,6 @@ class Replica:
         self,
         machine: Machine,
         holders: Sequence[int],
-        parameters: dict[str, nn.Parameter],
         name: str,
         ask: Callable[[], Sequence[int]],
     ) -> None:
@@ -58,8 +54,11 @@ class Replica:
         self.machine = machine
         # The dtype of a layer may change, and so may what its user's callback says.
         self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
+
+    def equalise(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make the copies equal, at first; collective over the holders, blocking."""
         if len(self.holders) > 1:
-            broadcast_from_first(machine, self.holders, list(parameters.values()), name)
+            broadcast_from_first(self.machine, self.holders, parameters, self.name)
 
     def tie(self, *parameters: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the parameters for use in a forward, tied together for the sum of their gradients."""

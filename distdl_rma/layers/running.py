@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Unpack
 
 import numpy as np
@@ -67,7 +68,6 @@ class DistributedRunningNorm(DistributedNorm):
         self.running_mean: torch.Tensor | None
         self.running_var: torch.Tensor | None
         self.num_batches_tracked: torch.Tensor | None
-        self._sums: Allreduce | None = None
         if not track_running_stats:
             for key in (*_PAIR, "num_batches_tracked"):
                 self.register_buffer(key, None)
@@ -77,22 +77,29 @@ class DistributedRunningNorm(DistributedNorm):
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
         if self.cuts:
             self.buffer_layouts.update(dict.fromkeys(_PAIR, self.store))
-        self._keep()
 
-    def _keep(self) -> None:
+    @cached_property
+    def _sums(self) -> Allreduce | None:
         # Those that keep the same channels agree on the statistics of a batch.
-        rank, P_x = self.machine.rank, self.P_x
-        index = P_x.index_of(rank) if P_x.active else None
-        # One of those that share a cell speaks for it.
-        self._speaks = index is not None and all(index[d] == 0 for d in self.layout.reduced)
+        if self.running_mean is None:
+            return None
+        rank, P_x, index = self.machine.rank, self.P_x, self.P_x.index
         keepers = self.machine.ranks
         if self.cuts:
             keepers = (rank,) if index is None else P_x.slab({d: index[d] for d in self.cuts}).ranks
-        if index is None or set(self.layout.sharing(P_x, rank)) != set(keepers):
-            count = len(_PAIR) * self.store.box(rank).volume
-            name = f"{self.name} (running statistics)"
-            self._sums = Allreduce(self.machine.segments, keepers, count, np.float64, name=name)
-            weakref.finalize(self, self._sums.close)
+        if index is not None and set(self.layout.sharing(P_x, rank)) == set(keepers):
+            return None
+        count = len(_PAIR) * self.store.box(rank).volume
+        name = f"{self.name} (running statistics)"
+        sums = Allreduce(self.machine.segments, keepers, count, np.float64, name=name)
+        weakref.finalize(self, sums.close)
+        return sums
+
+    @property
+    def _speaks(self) -> bool:
+        # One of those that share a cell speaks for it.
+        index = self.P_x.index
+        return index is not None and all(index[d] == 0 for d in self.layout.reduced)
 
     def agreeing(self) -> tuple[int, ...]:
         """All ranks of the machine where statistics are tracked: they all keep some."""

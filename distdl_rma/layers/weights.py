@@ -15,7 +15,7 @@ from distdl_rma.layers.movement import Flight, Movement
 from distdl_rma.layers.replica import Replica
 from distdl_rma.machine import Machine
 
-__all__ = ["Initial", "Placement", "Weights"]
+__all__ = ["Initial", "Placement", "Weights", "register"]
 
 
 class Initial(Protocol):
@@ -58,24 +58,18 @@ class Placement:
 
 
 class Weights:
-    """The parameters of one layer, cut and placed.
-
-    Construction registers them with the layer, and makes copies equal: the first rank's values count.
-    Collective over the machine.
+    """The parameters of one layer, cut and placed, and how they get to where they are used; local to make.
 
     Parameters
     ----------
     layer
-        The module that gets the parameters.
+        The module that has the parameters.
     machine
         The machine.
     name
         Name of the layer.
-    values
-        Name to global initial value, alike on all ranks, or to what makes this rank's part of it; None for
-        a parameter that the layer lacks.
     placements
-        Name to placement, of all that are not None.
+        Name to placement, of all that there are.
     ask
         Over which ranks the gradients of this rank's copies are summed; empty if over none.
     """
@@ -85,25 +79,20 @@ class Weights:
         layer: nn.Module,
         machine: Machine,
         name: str,
-        values: Mapping[str, nn.Parameter | Initial | None],
         placements: Mapping[str, Placement],
         ask: Callable[[], Sequence[int]],
     ) -> None:
         self.placements = dict(placements)
         self._layer, self._machine, self._name = layer, machine, name
         self._movements: dict[tuple[str, torch.dtype], Movement] = {}
-        for key, value in values.items():
-            if value is None:
-                layer.register_parameter(key, None)
-                continue
-            store = self.placements[key].store
-            shard = cut(store, value.detach()) if isinstance(value, torch.Tensor) else value.cut(store)
-            layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
         # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
         stores = [p.store for p in self.placements.values() if machine.rank in p.store.partition]
         copies = max((copies_of(store) for store in stores), key=len, default=(machine.rank,))
-        parameters = {key: getattr(layer, key) for key in self.placements}
-        self.replica = Replica(machine, copies, parameters, name, ask)
+        self.replica = Replica(machine, copies, name, ask)
+
+    def equalise(self) -> None:
+        """Make copies equal: the values of the first of their ranks count; collective, blocking."""
+        self.replica.equalise([getattr(self._layer, key) for key in self.placements])
 
     def use(self) -> dict[str, torch.Tensor]:
         """Parameters as this rank uses them in a forward; blocking where they travel."""
@@ -136,6 +125,32 @@ class Weights:
         # One of the copies travels, the others stay.
         sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
         return movement.start(sent, parameter.requires_grad)
+
+
+def register(
+    layer: nn.Module,
+    values: Mapping[str, nn.Parameter | Initial | None],
+    placements: Mapping[str, Placement],
+) -> None:
+    """Give a layer this rank's parts of its parameters; local.
+
+    Parameters
+    ----------
+    layer
+        The module that gets the parameters.
+    values
+        Name to global initial value, alike on all ranks, or to what makes this rank's part of it; None for
+        a parameter that the layer lacks.
+    placements
+        Name to placement, of all that are not None.
+    """
+    for key, value in values.items():
+        if value is None:
+            layer.register_parameter(key, None)
+            continue
+        store = placements[key].store
+        shard = cut(store, value.detach()) if isinstance(value, torch.Tensor) else value.cut(store)
+        layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
 
 
 def cut(store: Decomposition, whole: torch.Tensor) -> torch.Tensor:

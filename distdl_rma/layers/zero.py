@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Unpack
 
 import torch
@@ -43,13 +44,16 @@ class _ZeroLinear(DistributedLinear):
             P_x, P_y, P_w, in_features, out_features, bias, device, dtype, name=name, **callbacks
         )
         self.weights = "sharded"
+
+    @cached_property
+    def _shards(self) -> Shards | None:
         index, blocks = self.P_w.index, self.P_w.shape[_BLOCKS]
-        self._shards: Shards | None = None
-        if index is not None and blocks > 1:
-            group = self.P_w.slab({_ROWS: index[_ROWS], _COLUMNS: index[_COLUMNS]})
-            line = group.create_cartesian_topology_partition([blocks])
-            height, width = self.used_weight().box(self.machine.rank).shape
-            self._shards = Shards(self.machine, line, (height, width), self._cut, f"{self.name} (weight)")
+        if index is None or blocks == 1:
+            return None
+        group = self.P_w.slab({_ROWS: index[_ROWS], _COLUMNS: index[_COLUMNS]})
+        line = group.create_cartesian_topology_partition([blocks])
+        height, width = self.used_weight().box(self.machine.rank).shape
+        return Shards(self.machine, line, (height, width), self._cut, f"{self.name} (weight)")
 
     @property
     def nbytes_staged(self) -> int:

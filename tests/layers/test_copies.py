@@ -1,0 +1,293 @@
+"""Copies of layers are layers of their own; pickles of them are refused."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from distdl_rma import GradientSync, Machine, UnsupportedError, gather_state_dict, layers
+from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv1d, DistributedConv2d, DistributedMSELoss
+from tests.layers.sequential import agree, shard
+
+pytestmark = pytest.mark.mpi
+F64 = {"dtype": torch.float64}
+IMAGE, MATRIX = (4, 2, 13, 8), (6, 8)
+
+
+def rows(P_world):
+    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+
+
+def instances(P_world):
+    return P_world.create_cartesian_topology_partition((P_world.size, 1, 1, 1))
+
+
+def channels(P_world):
+    return P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
+
+
+def first(P_world, dims=4):
+    few = P_world.create_partition_inclusive(range(max(1, P_world.size - 1)))
+    return few.create_cartesian_topology_partition((*[1] * (dims - 2), few.size, 1))
+
+
+def blocks(P_world):
+    count = 2 if P_world.size in (2, 4) else P_world.size
+    return P_world.create_cartesian_topology_partition((count, P_world.size // count))
+
+
+def conv(P_x, *partitions, **options):
+    return P_x, DistributedConv2d(P_x, *partitions, 2, 4, 3, padding=1, **F64, **options), [IMAGE]
+
+
+def plain(P_x, kind, *arguments, **options):
+    return P_x, getattr(layers, kind)(P_x, *arguments, **options), [IMAGE]
+
+
+def even(world, kind):
+    return rows(world), getattr(layers, kind)(rows(world), (2,)), [(1, 2, 12, 3)]
+
+
+def linear(P, kind):
+    return P, getattr(layers, kind)(P, 8, 6, **F64), [MATRIX]
+
+
+def general(world):
+    P_x, P_y = blocks(world), first(world, 2)
+    P_w = blocks(world).create_cartesian_topology_partition(blocks(world).shape[::-1])
+    return P_x, layers.DistributedLinear(P_x, P_y, P_w, 8, 6, **F64), [MATRIX]
+
+
+def transposed(world):
+    P_x = rows(world)
+    layer = layers.DistributedConvTranspose2d(P_x, channels(world), 2, 4, 3, stride=2, **F64)
+    return P_x, layer, [IMAGE]
+
+
+# Partition of the inputs, layer, and global shapes of the inputs.
+KINDS = {
+    "conv": lambda world: conv(rows(world)),
+    "conv with weights on one rank": lambda world: conv(rows(world), weights="root"),
+    "conv to another partition": lambda world: conv(rows(world), channels(world)),
+    "conv on few ranks": lambda world: conv(first(world)),
+    "transposed": transposed,
+    "linear": general,
+    "all-gather": lambda world: linear(blocks(world), "DistributedLinearAllGather"),
+    "reduce-scatter": lambda world: linear(blocks(world), "DistributedLinearReduceScatter"),
+    "zero all-gather": lambda world: linear(blocks(world), "DistributedLinearAllGatherZero"),
+    "zero reduce-scatter": lambda world: linear(blocks(world), "DistributedLinearReduceScatterZero"),
+    "batch norm": lambda world: plain(first(world), "DistributedBatchNorm2d", 2, **F64),
+    "batch norm of split channels": lambda world: plain(channels(world), "DistributedBatchNorm2d", 2, **F64),
+    "instance norm": lambda world: plain(
+        rows(world), "DistributedInstanceNorm2d", 2, affine=True, track_running_stats=True, **F64
+    ),
+    "group norm": lambda world: plain(rows(world), "DistributedGroupNorm", 1, 2, **F64),
+    "layer norm": lambda world: plain(rows(world), "DistributedLayerNorm", IMAGE[1:], **F64),
+    "average pooling": lambda world: plain(rows(world), "DistributedAvgPool2d", 3, 2),
+    "max pooling": lambda world: plain(rows(world), "DistributedMaxPool2d", 3, 1),
+    "adaptive pooling": lambda world: plain(rows(world), "DistributedAdaptiveAvgPool2d", (5, 3)),
+    "upsampling": lambda world: plain(rows(world), "DistributedUpsample", scale_factor=2, mode="bilinear"),
+    "padding": lambda world: plain(rows(world), "DistributedReflectionPad2d", 2),
+    "repartition": lambda world: plain(rows(world), "Repartition", instances(world)),
+    "sum": lambda world: even(world, "AllSumReduce"),
+    "gather": lambda world: plain(rows(world), "AllGather", (2,)),
+    "reduce-scatter of data": lambda world: even(world, "ReduceScatter"),
+    "halo": lambda world: plain(rows(world), "HaloExchange", (1, 0)),
+    "concat": lambda world: (
+        rows(world),
+        layers.DistributedConcat([rows(world)] * 2, channels(world)),
+        [IMAGE, IMAGE],
+    ),
+    "loss": lambda world: (rows(world), DistributedMSELoss(rows(world)), [IMAGE, IMAGE]),
+    "loss of split classes": lambda world: (
+        channels(world),
+        layers.DistributedCrossEntropyLoss(channels(world)),
+        [IMAGE, IMAGE],
+    ),
+}
+
+
+def step(layer, inputs):
+    """Output, and gradients of inputs and parameters, of one call."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    layer.zero_grad()
+    torch.manual_seed(1)
+    y = layer(*inputs)
+    y.backward(torch.randn_like(y))
+    return [y.detach(), *(x.grad for x in inputs), *(p.grad for p in layer.parameters()), *layer.buffers()]
+
+
+def the_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_computes_what_the_layer_does(P_world, kind, used):
+    P, layer, shapes = KINDS[kind](P_world)
+    inputs = [shard(P, torch.rand(shape, **F64)) for shape in shapes]
+    if used:
+        step(layer, inputs)
+    twin = copy.deepcopy(layer)
+    assert repr(twin) == repr(layer)
+    assert twin.machine is layer.machine
+    # In turns: what both have under way are two things.
+    for _ in range(2):
+        the_same(step(twin, inputs), step(layer, inputs))
+
+
+def test_a_copy_of_an_embedding(P_world, comm):
+    layer = layers.DistributedEmbedding(P_world, 5, 3, scale_grad_by_freq=True, **F64)
+    twin = copy.deepcopy(layer)
+    for net in (layer, twin):
+        net(torch.arange(comm.rank, comm.rank + 4) % 5).square().sum().backward()
+    torch.testing.assert_close(twin.weight.grad, layer.weight.grad, rtol=0, atol=0)
+
+
+def test_copies_have_names_of_their_own(P_world):
+    layer = DistributedConv1d(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), 1, 1, 1)
+    twin, other = copy.deepcopy(layer), copy.deepcopy(layer)
+    third = copy.deepcopy(twin)
+    names = [net.name for net in (twin, other, third)]
+    assert names == [f"{layer.name} (copy {n})" for n in (1, 2, 3)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_copy_that_one_rank_makes_disturbs_no_other_layer(P_world, comm):
+    P_x, layer, (shape,) = KINDS["conv"](P_world)
+    x = shard(P_x, torch.rand(shape, **F64))
+    if comm.rank == 1:
+        kept = copy.deepcopy(layer)
+        torch.testing.assert_close(kept.weight, layer.weight)
+    step(layer, [x])
+    step(KINDS["conv"](P_world)[1], [x])
+
+
+def test_callbacks_of_a_copy_are_answered_for_the_copy(P_world):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+            self.conv = DistributedConv1d(P_x, 1, 1, 1, get_ranks_synch_weights=self.nobody)
+            self.asked = 0
+
+        def nobody(self):
+            self.asked += 1
+            return []
+
+    model = Model()
+    twin = copy.deepcopy(model)
+    twin.conv(torch.rand(1, 1, 3)).sum().backward()
+    assert twin.conv.get_ranks_synch_weights() == []
+    assert (model.asked, twin.asked > 0) == (0, True)
+
+
+def network(P_x=None):
+    torch.manual_seed(3)
+
+    def made(kind, *arguments, **options):
+        return kind(*([] if P_x is None else [P_x]), *arguments, **F64, **options)
+
+    return nn.Sequential(
+        made(nn.Conv2d if P_x is None else DistributedConv2d, 2, 4, 3, padding=1),
+        made(nn.BatchNorm2d if P_x is None else DistributedBatchNorm2d, 4),
+        nn.ReLU(),
+        made(nn.Conv2d if P_x is None else DistributedConv2d, 4, 2, 3, padding=1),
+    )
+
+
+def batches(seed, count=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(IMAGE, generator=generator, **F64) for _ in range(count)]
+
+
+def train(model, criterion, xs, cut, after=lambda: None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in xs:
+        optimizer.zero_grad()
+        criterion(model(cut(x)), cut(torch.sin(x))).backward()
+        optimizer.step()
+        after()
+
+
+def like(model, sequential):
+    expected = sequential.state_dict()
+    for key, value in gather_state_dict(model).items():
+        agree(value, expected[key], key)
+
+
+@pytest.mark.parametrize("synchronised", ["neither", "the layer", "both"])
+def test_a_copy_and_its_layer_train_independently(P_world, synchronised):
+    P_x = rows(P_world)
+    model, sequential, criterion = network(P_x), network(), DistributedMSELoss(P_x)
+    sync = None if synchronised == "neither" else GradientSync(model, P_world)
+
+    def cut(x):
+        return shard(P_x, x)
+
+    train(model, criterion, batches(1), cut)
+    train(sequential, nn.MSELoss(), batches(1), torch.clone)
+    twin, sequential_twin = copy.deepcopy((model, sequential))
+    assert not any(net.replica.taken_over or net.replica.sinks for net in (twin[0], twin[3]))
+    other = GradientSync(twin, P_world) if synchronised == "both" else None
+    train(twin, criterion, batches(2), cut)
+    train(sequential_twin, nn.MSELoss(), batches(2), torch.clone)
+    like(model, sequential)
+    train(model, criterion, batches(3), cut)
+    train(sequential, nn.MSELoss(), batches(3), torch.clone)
+    like(model, sequential)
+    like(twin, sequential_twin)
+    for opened in filter(None, (other, sync)):
+        opened.close()
+
+
+@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.7)])
+@pytest.mark.parametrize("weights", ["replicated", "root"])
+def test_averaged_model_is_that_of_the_sequential_model(P_world, average, weights):
+    P_x = rows(P_world)
+    model, sequential, criterion = network(P_x), network(), DistributedMSELoss(P_x)
+    if weights == "root":
+        torch.manual_seed(3)
+        model[0] = DistributedConv2d(P_x, 2, 4, 3, padding=1, weights="root", **F64)
+    mean, expected = (AveragedModel(m, multi_avg_fn=average, use_buffers=True) for m in (model, sequential))
+    with GradientSync(model, P_world):
+        train(model, criterion, batches(4), lambda x: shard(P_x, x), lambda: mean.update_parameters(model))
+    train(sequential, nn.MSELoss(), batches(4), torch.clone, lambda: expected.update_parameters(sequential))
+    like(mean, expected)
+    (x,) = batches(5, 1)
+    agree(mean.eval()(shard(P_x, x)).detach(), shard(P_x, expected.eval()(x)))
+
+
+def test_many_copies_leak_no_segment(P_world, comm):
+    manager = Machine.of(P_world).segments
+    P_x = rows(P_world)
+    model, used = network(P_x), []
+    with GradientSync(model, P_world):
+        for _ in range(6):
+            twin = copy.deepcopy(model)
+            for net in (model, twin):
+                net(shard(P_x, torch.ones(IMAGE, **F64))).sum().backward()
+            del twin, net
+            gc.collect()
+            comm.Barrier()
+            manager.get_segment_buffer(0).free()
+            comm.Barrier()
+            used.append(manager.heap.used)
+    assert used[-1] <= used[1]
+
+
+def test_pickling_is_refused_with_what_to_do_instead(P_world):
+    model = network(rows(P_world))
+    for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
+        for thing in (model, P_world, Machine.of(P_world)):
+            with pytest.raises(UnsupportedError, match=r"save state_dict\(\), or gather_state_dict"):
+                save(thing)
+    torch.save(model.state_dict(), io.BytesIO())
