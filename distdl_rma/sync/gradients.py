@@ -17,6 +17,7 @@ from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.machine import Machine
+from distdl_rma.segments.unique import Unique
 from distdl_rma.sync.bucket import Bucket, Group, Kind, Slot, bucketed
 from distdl_rma.sync.clipping import Norms
 from distdl_rma.sync.roster import Options, Roster
@@ -26,7 +27,7 @@ __all__ = ["GradientSync"]
 _BUCKET_NBYTES = 1 << 20
 
 
-class GradientSync:
+class GradientSync(Unique):
     """Makes the gradients of a training loop right: one line added to the loop.
 
     When ``loss.backward()`` returns, every ``.grad`` is the gradient of the sum (or mean) of all ranks'

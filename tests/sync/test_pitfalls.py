@@ -1,5 +1,6 @@
 """What goes wrong around gradients in real programs: it is right, or refused, and never silently local."""
 
+import copy
 import math
 
 import pytest
@@ -7,7 +8,13 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from distdl_rma import ConfigurationError, DistributedGradScaler, GradientSync, ProtocolError
+from distdl_rma import (
+    ConfigurationError,
+    DistributedGradScaler,
+    GradientSync,
+    ProtocolError,
+    UnsupportedError,
+)
 from distdl_rma.layers import DistributedConv1d, DistributedEmbedding, DistributedLinear, DistributedMaxPool1d
 from tests.layers.sequential import agree, shard
 
@@ -240,3 +247,11 @@ def test_layers_without_parameters_do_no_harm(P_world, P_x, comm):
     with GradientSync(model, P_world):
         model(shard(P_x, ones(1, 1, 4 * comm.size))).sum().backward()
     assert model[0].weight.grad is not None
+
+
+def test_a_sync_cannot_be_copied(P_world):
+    with (
+        GradientSync(nn.Linear(2, 2), P_world) as sync,
+        pytest.raises(UnsupportedError, match="GradientSync"),
+    ):
+        copy.deepcopy(sync)
