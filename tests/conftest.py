@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import zlib
@@ -146,6 +147,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     lockstep = session.config.stash.get(LOCKSTEP, None)
     if lockstep is not None and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         lockstep.claim_innocence()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections: each would take longer than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

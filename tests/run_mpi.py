@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="a run for each number")
-    parser.add_argument("--limit", type=float, default=900, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, default=1500, help="seconds that one run may take")
     parser.add_argument("--mpiexec", default=default_mpiexec(), help="the launcher, with its options")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, pytest_options = parser.parse_args(arguments[:end]), arguments[end + 1 :]
