@@ -10,9 +10,8 @@ import sys
 
 import pytest
 
-from tests.run_mpi import default_mpiexec, environment
+from tests.run_mpi import completed, mpiexec
 
-SECONDS = 60
 END = "left in shared memory:"
 
 
@@ -22,19 +21,12 @@ def run_alone(
     """Run a script on some ranks; how that ended, and the files that it left in shared memory."""
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("only root can mount a shared memory of its own")
-    job = [*shlex.split(default_mpiexec()), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-c", script]
+    job = [*mpiexec(ranks), sys.executable, "-m", "mpi4py", "-c", script]
     shell = (
         f"mount -t tmpfs -o size={size} tmpfs /dev/shm || exit 99; {shlex.join(job)}; status=$?;"
         f" echo; echo '{END}'; ls -A /dev/shm; exit $status"
     )
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", shell],
-        env=environment(**changes),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    done = completed(["unshare", "--mount", "sh", "-c", shell], **changes)
     if done.returncode == 99:
         pytest.skip(f"no mount is allowed here: {done.stderr.strip()}")
     return done, done.stdout.partition(END)[2].split()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 AS_RANK = "--as-rank"
 FOLDER_VARIABLE = "RUN_MPI_FOLDER"
@@ -68,21 +69,26 @@ def default_mpiexec() -> str:
     return shlex.quote(str(beside)) if beside.exists() else "mpiexec"
 
 
+def mpiexec(ranks: int) -> list[str]:
+    """Return the beginning of a command that runs on some ranks of this machine."""
+    return [*shlex.split(default_mpiexec()), "-n", str(ranks)]
+
+
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment in which every test starts its launcher: one thread per rank, this package."""
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     return OPEN_MPI | os.environ | ours | changes
 
 
-def run(mpiexec: Sequence[str], ranks: int, limit: float, pytest_options: Sequence[str]) -> str | None:
+def run(launcher: Sequence[str], ranks: int, limit: float, pytest_options: Sequence[str]) -> str | None:
     """Run pytest on this many ranks, and return what went wrong, None when nothing did."""
     with tempfile.TemporaryDirectory(prefix="run-mpi-") as name:
         folder = Path(name)
-        command = [*mpiexec, "-n", str(ranks), sys.executable, __file__, AS_RANK, name, *pytest_options]
+        command = [*launcher, "-n", str(ranks), sys.executable, __file__, AS_RANK, name, *pytest_options]
         problem = None
-        with launched(command) as launcher:
+        with launched(command) as job:
             try:
-                status = launcher.wait(timeout=limit)
+                status = job.wait(timeout=limit)
                 if status:
                     problem = f"exit status {status}"
             except subprocess.TimeoutExpired:
@@ -95,9 +101,17 @@ def run(mpiexec: Sequence[str], ranks: int, limit: float, pytest_options: Sequen
 
 
 @contextlib.contextmanager
-def launched(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+def launched(
+    command: Sequence[str],
+    stdout: IO[bytes] | None = None,
+    stderr: IO[bytes] | None = None,
+    **changes: str,
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start the launcher, and end it on the way out: it takes its ranks with it, also when it is killed."""
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment()) as launcher:
+    env = environment(**changes)
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env
+    ) as launcher:
         try:
             yield launcher
         finally:
@@ -107,6 +121,25 @@ def launched(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
                     launcher.wait(timeout=SECONDS_TO_END)
                 except subprocess.TimeoutExpired:
                     launcher.kill()
+
+
+def completed(command: Sequence[str], limit: float = 100, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run a job to its end; past the limit, in seconds, it is ended, and what it said is in the error.
+
+    It speaks into files, not pipes: a pipe is open for as long as anything lives that the job has started.
+    """
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        with launched(command, stdout, stderr, **changes) as job:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(timeout=limit)
+            over = job.returncode is not None
+        said = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))
+    if not over:
+        raise TimeoutError(f"not over after {limit:g} s: {shlex.join(command)}\n{''.join(said)}")
+    return subprocess.CompletedProcess(command, job.returncode, *said)
 
 
 def ask_for_tracebacks(folder: Path) -> None:

@@ -8,7 +8,6 @@ earlier one, and the page says so. What is to be shown only has another language
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_mpi import default_mpiexec, launched
+from tests.run_mpi import launched, mpiexec
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,13 +66,12 @@ def anchors(page: Path) -> set[str]:
 def test_the_python_of_a_page_runs_on_two_ranks(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mpiexec = shlex.split(default_mpiexec())
-    if shutil.which(mpiexec[0]) is None:
+    if shutil.which(mpiexec(1)[0]) is None:
         pytest.skip("there is no mpiexec")
     monkeypatch.chdir(tmp_path)
     script = tmp_path / f"{page.stem}_page.py"
     script.write_text(program(page))
-    with launched([*mpiexec, "-n", str(RANKS), sys.executable, "-m", "mpi4py", str(script)]) as job:
+    with launched([*mpiexec(RANKS), sys.executable, "-m", "mpi4py", str(script)]) as job:
         try:
             status = job.wait(timeout=SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,13 +1,11 @@
 """What users see when something goes wrong; every case runs in processes of its own, with a time limit."""
 
-import shlex
-import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.run_mpi import default_mpiexec, environment
+from tests.run_mpi import completed, mpiexec
 
 PREAMBLE = """
 import os, signal, sys, time
@@ -26,17 +24,13 @@ time.sleep(12 if rank.returncode < 0 else 0)
 """
 
 
-def run(ranks, body, limit=60, main=("-m", "mpi4py"), survive=False, preamble=PREAMBLE, **changes):
+def run(ranks, body, main=("-m", "mpi4py"), survive=False, preamble=PREAMBLE, **changes):
     """Run a script on some ranks; its exit status, standard output and standard error.
 
     With ``survive`` the launcher does not notice that a rank was killed, and lets the others live.
     """
-    launcher = [*shlex.split(default_mpiexec()), "-n", str(ranks)]
-    launcher += [sys.executable, "-c", STAND_IN] if survive else []
-    command = [*launcher, sys.executable, *main, "-c", preamble + body]
-    done = subprocess.run(
-        command, env=environment(**changes), capture_output=True, text=True, timeout=limit, check=False
-    )
+    stand_in = [sys.executable, "-c", STAND_IN] if survive else []
+    done = completed([*mpiexec(ranks), *stand_in, sys.executable, *main, "-c", preamble + body], **changes)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import shlex
 import shutil
-import subprocess
 import sys
 
 import pytest
 
-from tests.run_mpi import default_mpiexec, environment
+from tests.run_mpi import completed, mpiexec
 
-MPIEXEC = shlex.split(default_mpiexec())
-LIMIT = 50
 # Every rank says what it ends with, which mpiexec sums up in one number.
 SHELL = '"$@"; status=$?; echo "status $status"; exit $status'
 SETTINGS = {"TTY_COMPATIBLE": "0", "COLUMNS": "100"}
@@ -21,27 +17,16 @@ SETTINGS = {"TTY_COMPATIBLE": "0", "COLUMNS": "100"}
 
 def launch(ranks, script, *arguments):
     """Run a script on some ranks; return its exit status, lines on stdout, and lines on stderr."""
-    if shutil.which(MPIEXEC[0]) is None:
+    if shutil.which(mpiexec(1)[0]) is None:
         pytest.skip("no mpiexec, neither beside this Python nor on the path")
     python = [sys.executable, "-m", "mpi4py", str(script), *map(str, arguments)]
-    command = [*MPIEXEC, "-n", str(ranks), "sh", "-c", SHELL, "sh", *python]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=environment(**SETTINGS), **pipes) as job:
-        try:
-            stdout, stderr = job.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            # Asked politely, mpiexec takes its ranks with it.
-            job.terminate()
-            raise
-    return job.returncode, stdout.splitlines(), stderr.splitlines()
+    done = completed([*mpiexec(ranks), "sh", "-c", SHELL, "sh", *python], **SETTINGS)
+    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
 
 @functools.cache
 def launcher_is_hydra():
-    version = subprocess.run(
-        [*MPIEXEC, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT
-    )
-    return "HYDRA" in version.stdout
+    return "HYDRA" in completed([mpiexec(1)[0], "--version"]).stdout
 
 
 def assert_all_ranks_end_with(status, ranks, outcome):

@@ -59,12 +59,12 @@ def test_failed_proof_ends_all_ranks_with_1(picture, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "arguments", "message"),
     [
-        (4, ["--grid", "3x2"], "--grid 3x2 needs 6 ranks, but 4 are running"),
+        (2, ["--grid", "3x2"], "--grid 3x2 needs 6 ranks, but 2 are running"),
         (2, ["--grid", "two"], "a grid is ROWSxCOLUMNS, such as 2x2, not 'two'"),
         (2, ["--steps", "0"], "at least 1 step is needed, not '0'"),
         (2, ["--colour", "red"], "unrecognized arguments: --colour red"),
         (2, ["--image", "nowhere.png"], "no such picture: nowhere.png"),
-        (3, ["--image", __file__], f"cannot read {__file__} as a picture"),
+        (2, ["--image", __file__], f"cannot read {__file__} as a picture"),
         (2, ["--image", "{tiny}", "--grid", "1x2"], "2 x 1 pixels, too few for 1 x 2 ranks"),
     ],
     ids=["grid", "malformed grid", "steps", "option", "missing", "unreadable", "tiny"],

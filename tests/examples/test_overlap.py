@@ -1,41 +1,25 @@
 """The example that records a training step, run as a user runs it, and the picture that it draws."""
 
 import json
-import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import skimage.io
 
-from tests.run_mpi import default_mpiexec, environment
+from tests.run_mpi import completed, mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "overlap.py"
 PICTURE = ROOT / "examples" / "overlap_picture.py"
-MPIEXEC = shlex.split(default_mpiexec())
-LIMIT = 50
-
-
-def run(*command):
-    return subprocess.run(
-        [*map(str, command)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=LIMIT,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 def record(ranks, folder):
-    if shutil.which(MPIEXEC[0]) is None:
+    if shutil.which(mpiexec(1)[0]) is None:
         pytest.skip("no mpiexec, neither beside this Python nor on the path")
-    python = [sys.executable, "-m", "mpi4py", EXAMPLE]
-    return run(*MPIEXEC, "-n", ranks, *python, "--steps", 2, "--output", folder)
+    python = [sys.executable, "-m", "mpi4py", str(EXAMPLE)]
+    return completed([*mpiexec(ranks), *python, "--steps", "2", "--output", str(folder)])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -64,6 +48,7 @@ def test_traces_are_drawn_one_below_the_other(tmp_path):
         rows = [row | {"ph": "X", "dur": end, "args": {"backward": False}}]
         (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": rows}))
     picture = tmp_path / "both.png"
-    done = run(sys.executable, PICTURE, tmp_path / "on.json", tmp_path / "off.json", "--output", picture)
+    traces = tmp_path / "on.json", tmp_path / "off.json"
+    done = completed([sys.executable, *map(str, (PICTURE, *traces, "--output", picture))])
     assert done.returncode == 0, done.stderr
     assert skimage.io.imread(picture).size

@@ -1,12 +1,10 @@
 """The examples of the linear document, as printed, on twelve ranks."""
 
-import shlex
-import subprocess
 import sys
 
 import pytest
 
-from tests.run_mpi import default_mpiexec, environment
+from tests.run_mpi import completed, mpiexec
 
 SINGLE = """
 >>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 8))
@@ -133,14 +131,7 @@ SECONDS = 150
 @pytest.mark.timeout(SECONDS + 15)
 def test_printed_examples_equal_the_sequential_layer():
     script = f"EXAMPLES = {EXAMPLES!r}\n{CHECK}"
-    command = [*shlex.split(default_mpiexec()), "-n", "12", sys.executable, "-m", "mpi4py", "-c", script]
-    done = subprocess.run(
-        command,
-        env=environment(DISTDL_RMA_SEGMENT_SIZE="8MiB", DISTDL_RMA_TIMEOUT="60"),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    command = [*mpiexec(12), sys.executable, "-m", "mpi4py", "-c", script]
+    done = completed(command, SECONDS, DISTDL_RMA_SEGMENT_SIZE="8MiB", DISTDL_RMA_TIMEOUT="60")
     assert done.returncode == 0, done.stderr[-4000:]
     assert [line.removeprefix("equal: ") for line in done.stdout.splitlines()] == list(EXAMPLES)
