@@ -8,32 +8,31 @@ added, ``GradientSync``. At the end rank 0 trains the same network alone, and th
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from math import inf, isnan, log10
+from math import log10
 
 import torch
-from rich.table import Table
 from torch import nn
 
-from denoise_image import draw_comparison, noise, read
-from denoise_terminal import (
+from demo_terminal import (
     COMM,
     CONSOLE,
     Mistake,
-    Options,
     Step,
+    difference,
     leave,
     measured,
-    options,
-    show_figures,
+    prepared,
+    prove,
+    show_training,
     shown,
-    together,
     wait_asleep,
 )
+from denoise_image import draw_comparison, noise, read
+from denoise_options import Options, options
 from distdl_rma import GradientSync, Machine, MPIPartition, Partition
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
@@ -153,7 +152,7 @@ def run(chosen: Options, image: torch.Tensor, P_world: Partition) -> bool:
         before = psnr(criterion(noisy, shard.clean))
         after = psnr(criterion(denoised, shard.clean))
         wholes = {f"noisy, {before:.1f} dB": gather(noisy), f"denoised, {after:.1f} dB": gather(denoised)}
-    show_figures(log, before, after)
+    show_training(log, f"{before:.1f} dB before, {after:.1f} dB after", COMM)
     if COMM.rank == 0:
         boxes = [layout.box(rank) for rank in P_x.ranks]
         draw_comparison({**wholes, "original": image}, boxes, chosen.output / PICTURE)
@@ -197,17 +196,7 @@ def proved(state: State, image: torch.Tensor, machine: Machine) -> bool:
         "weights": max(map(difference, state.weights, weights)),
         "output picture": difference(state.output, twin.output) if twin else 0.0,
     }
-    worst = {name: max(COMM.allgather(value)) for name, value in differences.items()}
-    holds: bool = max(worst.values()) <= PROOF_LIMIT
-    alone = min(step.seconds for step in steps)
-    table = Table("difference from rank 0 alone", f"{len(steps)} steps", title="proof")
-    for name, value in worst.items():
-        table.add_row(name, f"{value:.1e}")
-    CONSOLE.print(table)
-    CONSOLE.print("largest |difference| / largest |value| of a tensor; the worst tensor counts")
-    CONSOLE.print(f"rank 0 alone, with {torch.get_num_threads()} threads: {alone:.2f} s per step")
-    CONSOLE.print(f"proof {'holds' if holds else 'FAILS'}: the limit is {PROOF_LIMIT:.0e}")
-    return holds
+    return prove(differences, PROOF_LIMIT, steps, COMM)
 
 
 def sequential(image: torch.Tensor, steps: int, machine: Machine) -> State:
@@ -219,26 +208,15 @@ def sequential(image: torch.Tensor, steps: int, machine: Machine) -> State:
     return State.after(islice(measured(losses, machine), steps), model, whole, nn.Identity())
 
 
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest absolute difference, relative to the largest absolute value of the whole tensor."""
-    worst = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    return inf if isnan(worst) else worst
-
-
 # ------------------------------------------------------------------------------------------------ the program
 
 
 def main() -> int:
     """Exit status: 0 if all is well, 1 if the proof fails, 2 if the user made a mistake."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        # The ranks share the cores; a thread per core on each of them would be far slower.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // COMM.size))
-    try:
-        chosen, image = together(prepare)
-    except Mistake as mistake:
-        if COMM.rank == 0:
-            print(f"denoise.py: {mistake}", file=sys.stderr)
+    found = prepared(prepare, "denoise.py")
+    if found is None:
         return 2
+    chosen, image = found
     P_world = MPIPartition(COMM)
     holds = run(chosen, image, P_world)
     P_world.deactivate()

@@ -9,23 +9,33 @@ by ``Concat``. At the end one rank trains the same network alone, and the two mu
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from math import inf, isnan
 
 import torch
 from mpi4py import MPI
 from torch import nn
 
-from denoise_terminal import COMM, CONSOLE, Mistake, Step, leave, measured, shown, together, wait_asleep
+from demo_terminal import (
+    COMM,
+    CONSOLE,
+    Step,
+    difference,
+    leave,
+    measured,
+    prepared,
+    prove,
+    show_training,
+    shown,
+    wait_asleep,
+)
 from distdl_rma import Distribution, GradientSync, Machine, gather_state_dict
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers import DistributedMSELoss, Repartition
 from unet_network import Distributed, Layers, Sequential, UNet, layouts, levels
 from unet_photographs import BATCH, LESSONS, TESTS, Photographs, draw, photographs, psnr
-from unet_terminal import Options, options, show_levels, show_proof, show_training
+from unet_terminal import Options, options, show_levels
 
 WIDTH = 8
 SEED = 1
@@ -103,7 +113,8 @@ def run(
     end = State.after(iter(()), model, own_exam, gather)
 
     sharpened = exam.sharpened(end.output) if team.rank == 0 else exam.blurred
-    show_training(log, psnr(exam.blurred, exam.sharp), psnr(sharpened, exam.sharp), team)
+    before, after = psnr(exam.blurred, exam.sharp), psnr(sharpened, exam.sharp)
+    show_training(log, f"{before:.1f} dB out of focus, {after:.1f} dB sharpened", team)
     path = chosen.output / PICTURE
     if team.rank == 0:
         draw(exam, sharpened, sorted({rows.box(rank).start[2] for rank in P_x.ranks} - {0}), path)
@@ -143,16 +154,7 @@ def agree(ours: State, twin: State | None, team: MPI.Intracomm) -> bool:
         "weights": max(difference(ours.weights[key], weights[key]) for key in weights),
         "output": difference(ours.output, twin.output) if twin else 0.0,
     }
-    worst = {name: max(team.allgather(value)) for name, value in differences.items()}
-    holds: bool = max(worst.values()) <= PROOF_LIMIT
-    show_proof(worst, PROOF_LIMIT, holds, steps)
-    return holds
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest absolute difference, relative to the largest absolute value of the whole tensor."""
-    worst = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    return inf if isnan(worst) else worst
+    return prove(differences, PROOF_LIMIT, steps, team)
 
 
 # ------------------------------------------------------------------------------------------------ the program
@@ -160,14 +162,8 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def main() -> int:
     """Exit status: 0 if all is well, 1 if the proof fails, 2 if the user made a mistake."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        # The ranks share the cores; a thread per core on each of them would be far slower.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // COMM.size))
-    try:
-        chosen = together(prepare)
-    except Mistake as mistake:
-        if COMM.rank == 0:
-            print(f"unet.py: {mistake}", file=sys.stderr)
+    chosen = prepared(prepare, "unet.py")
+    if chosen is None:
         return 2
     first = chosen.ranks[0]
     CONSOLE.quiet = COMM.rank != first

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpi4py import MPI
 from rich.table import Table
 
-from denoise_terminal import COMM, CONSOLE, Mistake, Parser, Step, steps
+from demo_terminal import COMM, CONSOLE, Mistake, Parser, steps
 from distdl_rma import Machine
 from unet_network import Level, layouts
 
@@ -80,28 +78,3 @@ def show_levels(machine: Machine, places: Sequence[Level]) -> None:
             f"{level.height} x {level.width}", " x ".join(map(str, level.distribution.shape)), *lists
         )
     CONSOLE.print(table)
-
-
-def show_training(log: Sequence[Step], before: float, after: float, team: MPI.Intracomm) -> None:
-    """Print what the training brought and what it took; collective over the machine."""
-    bytes_put = team.allreduce(sum(step.bytes_put for step in log)) / len(log)
-    waited = team.allreduce(sum(step.seconds_waited for step in log))
-    seconds = team.allreduce(sum(step.seconds for step in log))
-    median = statistics.median(step.seconds for step in log)
-    table = Table("training", f"{len(log)} steps, {team.size} rank{'s' * (team.size > 1)}")
-    table.add_row("peak signal-to-noise ratio", f"{before:.1f} dB out of focus, {after:.1f} dB sharpened")
-    table.add_row("step time, median", f"{median:.2f} s")
-    table.add_row("bytes put per step, sum of the ranks", f"{bytes_put:,.0f}")
-    table.add_row("time spent waiting, mean of the ranks", f"{waited / seconds:.0%}")
-    CONSOLE.print(table)
-
-
-def show_proof(worst: Mapping[str, float], limit: float, holds: bool, alone: Sequence[Step]) -> None:
-    """Print how far the ranks together are from one alone."""
-    table = Table("difference from one rank alone", f"{len(alone)} steps", title="proof")
-    for name, value in worst.items():
-        table.add_row(name, f"{value:.1e}")
-    CONSOLE.print(table)
-    CONSOLE.print("largest |difference| / largest |value| of a tensor; the worst tensor counts")
-    CONSOLE.print(f"one rank alone: {min(step.seconds for step in alone):.2f} s per step")
-    CONSOLE.print(f"proof {'holds' if holds else 'FAILS'}: the limit is {limit:.0e}")

@@ -1,23 +1,22 @@
-"""What the denoising demo hears and says: options, mistakes, progress and figures.
+"""What the demos hear and say: mistakes, progress, figures, and their proof.
 
-All ranks run all of this; only rank 0 is heard.
+All ranks run all of this; only one is heard.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from math import ceil, isqrt
-from pathlib import Path
+from math import ceil, inf, isnan
 from typing import IO, NamedTuple, NoReturn, TypeVar
 
-import skimage.data
+import torch
 from mpi4py import MPI
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,9 +26,6 @@ from distdl_rma import Machine
 
 COMM = MPI.COMM_WORLD
 CONSOLE = Console(quiet=COMM.rank != 0, highlight=False)
-# The Hubble deep field, which comes with scikit-image.
-PHOTOGRAPH = Path(skimage.data.data_dir) / "hubble_deep_field.jpg"
-STEPS = 40
 LINES = 6
 
 T = TypeVar("T")
@@ -40,16 +36,6 @@ T = TypeVar("T")
 
 class Mistake(Exception):
     """Something that the user can put right; the same on all ranks."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asks for."""
-
-    image: Path
-    grid: tuple[int, int]
-    steps: int
-    output: Path
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,39 +49,11 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def options() -> Options:
-    """Options from the command line; a ``Mistake`` if they make no sense or do not fit the ranks."""
-    parser = Parser(prog="denoise.py", description="Denoise a picture that is split over MPI ranks.")
-    parser.add_argument("--image", type=Path, default=PHOTOGRAPH, help="a picture of your own")
-    parser.add_argument("--grid", type=grid, default=squarest(COMM.size), help="ROWSxCOLUMNS of shards")
-    parser.add_argument("--steps", type=steps, default=STEPS, help="of training (%(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder (%(default)s)")
-    chosen = Options(**vars(parser.parse_args()))
-    rows, columns = chosen.grid
-    if rows * columns != COMM.size:
-        raise Mistake(f"--grid {rows}x{columns} needs {rows * columns} ranks, but {COMM.size} are running")
-    return chosen
-
-
-def grid(text: str) -> tuple[int, int]:
-    """Rows and columns of shards."""
-    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"a grid is ROWSxCOLUMNS, such as 2x2, not {text!r}")
-    return int(match[1]), int(match[2])
-
-
 def steps(text: str) -> int:
     """Number of training steps."""
     if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
         raise argparse.ArgumentTypeError(f"at least 1 step is needed, not {text!r}")
     return int(text)
-
-
-def squarest(ranks: int) -> tuple[int, int]:
-    """Rows and columns for all ranks, as square as can be, rather more rows than columns."""
-    columns = next(n for n in range(isqrt(ranks), 0, -1) if ranks % n == 0)
-    return ranks // columns, columns
 
 
 def together(action: Callable[[], T]) -> T:
@@ -112,6 +70,19 @@ def together(action: Callable[[], T]) -> T:
         raise mistake
     assert not isinstance(outcome, Mistake)
     return outcome
+
+
+def prepared(prepare: Callable[[], T], program: str) -> T | None:
+    """What all ranks prepare, each with its share of the cores; None after a mistake, which is told."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        # A thread per core on each rank would be far slower.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // COMM.size))
+    try:
+        return together(prepare)
+    except Mistake as mistake:
+        if COMM.rank == 0:
+            print(f"{program}: {mistake}", file=sys.stderr)
+        return None
 
 
 def leave(status: int) -> NoReturn:
@@ -166,15 +137,42 @@ def shown(steps: Iterator[Step], total: int) -> Iterator[Step]:
             yield step
 
 
-def show_figures(log: Sequence[Step], psnr_before: float, psnr_after: float) -> None:
-    """Print what the training brought and what it took; collective."""
-    bytes_put = COMM.allreduce(sum(step.bytes_put for step in log)) / len(log)
-    waited = COMM.allreduce(sum(step.seconds_waited for step in log))
-    seconds = COMM.allreduce(sum(step.seconds for step in log))
+def show_training(log: Sequence[Step], quality: str, team: MPI.Intracomm) -> None:
+    """Print what the training brought and what it took; collective over the ranks that trained."""
+    bytes_put = team.allreduce(sum(step.bytes_put for step in log)) / len(log)
+    waited = team.allreduce(sum(step.seconds_waited for step in log))
+    seconds = team.allreduce(sum(step.seconds for step in log))
     median = statistics.median(step.seconds for step in log)
-    table = Table("training", f"{len(log)} steps, {COMM.size} rank{'s' * (COMM.size > 1)}")
-    table.add_row("peak signal-to-noise ratio", f"{psnr_before:.1f} dB before, {psnr_after:.1f} dB after")
+    table = Table("training", f"{len(log)} steps, {team.size} rank{'s' * (team.size > 1)}")
+    table.add_row("peak signal-to-noise ratio", quality)
     table.add_row("step time, median", f"{median:.2f} s")
     table.add_row("bytes put per step, sum of the ranks", f"{bytes_put:,.0f}")
     table.add_row("time spent waiting, mean of the ranks", f"{waited / seconds:.0%}")
     CONSOLE.print(table)
+
+
+# -------------------------------------------------------------------------------------------------- the proof
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest absolute difference, relative to the largest absolute value of the whole tensor."""
+    worst = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    return inf if isnan(worst) else worst
+
+
+def prove(differences: Mapping[str, float], limit: float, alone: Sequence[Step], team: MPI.Intracomm) -> bool:
+    """Whether the ranks together come to what the first of them came to alone, which is printed too.
+
+    Collective over the ranks that trained.
+    """
+    worst = {name: max(team.allgather(value)) for name, value in differences.items()}
+    holds: bool = max(worst.values()) <= limit
+    table = Table("difference from one rank alone", f"{len(alone)} steps", title="proof")
+    for name, value in worst.items():
+        table.add_row(name, f"{value:.1e}")
+    CONSOLE.print(table)
+    CONSOLE.print("largest |difference| / largest |value| of a tensor; the worst tensor counts")
+    seconds = min(step.seconds for step in alone)
+    CONSOLE.print(f"one rank alone, with {torch.get_num_threads()} threads: {seconds:.2f} s per step")
+    CONSOLE.print(f"proof {'holds' if holds else 'FAILS'}: the limit is {limit:.0e}")
+    return holds
