@@ -242,7 +242,7 @@ class DistributedConv(ComposedLayer):
             found += parts.of_others(self.local, collected, weight, first)
         with phase("fuse"):
             y = parts.fuse(found)
-            return y if bias is None else y + bias.view(-1, *(1,) * self._dims)
+            return y if bias is None else y.add_(bias.view(-1, *(1,) * self._dims))
 
     def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Convolve what was read with this rank's block of the weight."""

@@ -65,6 +65,8 @@ class NormPlan:
         self.moves = False
         self._fetch: dict[str, Movement | None] = {}
         self._home: Movement | None = None
+        # This rank's part of parameters that are whole; None where they are cut as the input is.
+        self.part: tuple[slice, ...] | None = None
         P_x, layout, rank = layer.P_x, layer.layout, layer.machine.rank
         if not P_x.active:
             return
@@ -72,8 +74,8 @@ class NormPlan:
         self.statistics = Statistics(layer.machine, layout, cells, layer.centred, layer.name)
         splits = tuple(source.splits[d] for d in layout.weighted)
         mine = source.box(rank).bounds
-        # This rank's part of parameters that are whole; None where they are cut as the input is.
-        self.part = tuple(slice(*mine[d]) for d in layout.weighted) if layer.whole else None
+        if layer.whole:
+            self.part = tuple(slice(*mine[d]) for d in layout.weighted)
         self.moves = bool(layer.cuts) and splits != layer.store.splits
         if not self.moves:
             return
@@ -246,33 +248,12 @@ class DistributedNorm(DistributedLayer):
         return (
             f"{', '.join(str(n) for n in self.store.shape)}, eps={self.eps},"
             f" affine={self.weight is not None}, bias={self.bias is not None}, P_x={self.P_x.shape}"
+            + (", weights='replicated'" if self.whole else "")
         )
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
-        """Plan for an input before it is there, and exchange addresses with the neighbours, once.
-
-        Otherwise the first forward and the first backward do it. Collective over the ranks that take part
-        in a call, blocking. Calls with other inputs remain possible.
-
-        Parameters
-        ----------
-        shape
-            Global shape of the input; may be left out of a layer that was built from global parameters.
-        dtype
-            Its type; that of the parameters if None.
-
-        Raises
-        ------
-        ProtocolError
-            If the shape is not known.
-        ShapeError, PartitionError
-            If it does not fit the layer.
-
-        Notes
-        -----
-        Interface document, section 3.2; requirement A8.
-        """
+        """Plan for an input before it is there, as of :class:`ComposedLayer`."""
         x = self.expected(self.P_x, shape, dtype)
         if self._plans is not None:
             self._plans.agree(x, self._typed(), idle=not self.P_x.active)[0].connect()

@@ -194,8 +194,7 @@ def unfit(module: nn.Module, machine: Machine) -> str:
             continue
         if part.machine is not machine:
             return f"{name!r} belongs to another machine"
-        keys = () if part.placed is None else part.placed.placements
-        for key in keys:
+        for key in part.placements or ():
             if not isinstance(part._parameters.get(key), nn.Parameter):
                 return (
                     f"the {key} of {name!r} is computed from other parameters, whose gradients would not be"
