@@ -14,7 +14,7 @@ from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.memory import ArrayLayout, as_offset
 from distdl_rma.segments.patience import Waiting, check_timeout
 from distdl_rma.segments.remote import NOTIFICATION_BITS, RemoteBuffer
-from distdl_rma.segments.transport import Bytes
+from distdl_rma.segments.wire import Bytes
 
 if TYPE_CHECKING:
     from distdl_rma.segments.handshake import Handshake
@@ -37,11 +37,14 @@ class SegmentBuffer:
     Interface document, chapter 2.
     """
 
-    def __init__(self, manager: SegmentManager, nbytes: int, notifications: int, owner: str) -> None:
+    def __init__(
+        self, manager: SegmentManager, nbytes: int, notifications: int, owner: str, apart: bool
+    ) -> None:
         self._manager = manager
         self.nbytes = nbytes
         self.notifications = notifications
         self.owner = owner
+        self.apart = apart
         self._heap_offset = manager.heap.allocate(
             notifications * 8 + (aligned(nbytes) if nbytes else 0), owner
         )
@@ -89,7 +92,7 @@ class SegmentBuffer:
     def here(self) -> RemoteBuffer:
         """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
         self._check()
-        return RemoteBuffer(self._manager, self._manager.rank, self.place, ())
+        return RemoteBuffer(self._manager, self._manager.rank, self.place, (), self.apart)
 
     def notification(self, index: int) -> int:
         """Return the value of a notification, 0 if there is none; does not block, makes no progress."""

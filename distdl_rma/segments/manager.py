@@ -125,7 +125,9 @@ class SegmentManager(Unique):
         if check_progress(progress, self.segment.has_remote) == "thread":
             self._engine = ProgressEngine(self._turn, self.segment.crowded)
 
-    def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
+    def get_segment_buffer(
+        self, size: int, notifications: int = 0, owner: str = "user", *, apart: bool = False
+    ) -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
 
         Parameters
@@ -136,6 +138,9 @@ class SegmentManager(Unique):
             Number of notifications that belong to the buffer, all unset at first.
         owner
             Whom ``stats()`` counts the buffer for.
+        apart
+            Whether this rank's notifications of a peer's buffer keep an order of their own: they then wait
+            for earlier puts to that buffer only, not for all that is on its way to the peer.
 
         Returns
         -------
@@ -159,7 +164,7 @@ class SegmentManager(Unique):
         if isinstance(size, bool) or nbytes < 0 or words < 0:
             raise SegmentError(f"a buffer's size is at least 0 bytes, got {size!r}")
         self._reclaim()
-        return SegmentBuffer(self, nbytes, words, owner)
+        return SegmentBuffer(self, nbytes, words, owner, apart)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer as soon as ``idle()`` says that no peer writes to it any more; local."""

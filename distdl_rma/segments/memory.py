@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.segments.transport import Runs
+from distdl_rma.segments.wire import Runs
 
 __all__ = ["ArrayLayout", "Part", "as_array", "as_bytes", "as_offset", "as_target", "as_values"]
 

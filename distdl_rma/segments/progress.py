@@ -20,9 +20,9 @@ _QUIET_SECONDS = 5e-3
 _QUIET_AFTER_SECONDS = 2.0
 _JOIN_SECONDS = 2.0
 # A pause is at least so many turns long: what the thread takes of a core, the rank may be computing on.
-_PAUSE_TURNS = 8
+_PAUSE_TURNS = 16
 # Longer turns are those in which another thread had the core.
-_LONGEST_PAUSE_SECONDS = 1e-3
+_LONGEST_PAUSE_SECONDS = 4e-3
 
 
 class ProgressEngine:

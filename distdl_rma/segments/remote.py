@@ -14,7 +14,7 @@ from distdl_rma.segments.memory import ArrayLayout, as_bytes, as_offset, as_targ
 from distdl_rma.segments.patience import Waiting, check_timeout
 from distdl_rma.segments.queue import Queue, check_queue
 from distdl_rma.segments.remote_array import RemoteArray
-from distdl_rma.segments.transport import Bytes, Runs
+from distdl_rma.segments.wire import Bytes, Runs
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -44,10 +44,16 @@ class RemoteBuffer:
     """
 
     def __init__(
-        self, manager: SegmentManager, peer: int, place: tuple[int, int, int, int], note: tuple[int, ...]
+        self,
+        manager: SegmentManager,
+        peer: int,
+        place: tuple[int, int, int, int],
+        note: tuple[int, ...],
+        apart: bool,
     ) -> None:
         self._manager = manager
-        self._link = manager.segment.link(peer)
+        link = manager.segment.link(peer)
+        self._link = link.lane() if apart else link
         self.peer = peer
         self._offset, self.nbytes, self._first_word, self.notifications = place
         self.note = note
@@ -110,6 +116,7 @@ class RemoteBuffer:
     def notify(self, index: int, value: int = 1) -> None:
         """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
 
+        Of a buffer that was made ``apart``: after all earlier puts from here to it.
         A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
         when the next arrives is overwritten.
         """
@@ -187,7 +194,10 @@ class RemoteBuffer:
         return self._manager.segment.atomics.compare_swap(self.peer, at, old, new)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
+        """Wait until all puts and notifications from here to this peer have arrived there; blocking.
+
+        Of a buffer that was made ``apart``: those to it.
+        """
         if timeout is not None:
             check_timeout(timeout)
         self._manager.check_open()

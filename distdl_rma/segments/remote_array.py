@@ -11,7 +11,7 @@ import numpy.typing as npt
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments.memory import ArrayLayout, as_values
 from distdl_rma.segments.queue import Queue, check_queue
-from distdl_rma.segments.transport import Runs
+from distdl_rma.segments.wire import Runs
 
 if TYPE_CHECKING:
     from distdl_rma.segments.remote import RemoteBuffer

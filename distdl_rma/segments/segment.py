@@ -17,7 +17,8 @@ from mpi4py import MPI
 from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
 from distdl_rma.segments.atomics import Atomics
 from distdl_rma.segments.heap import ALIGNMENT, aligned
-from distdl_rma.segments.transport import Bytes, Link, RemoteLink, SharedLink, fence_for
+from distdl_rma.segments.transport import Link, RemoteLink, SharedLink, fence_for
+from distdl_rma.segments.wire import Bytes, Wire
 
 __all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
 
@@ -121,7 +122,7 @@ class Segment:
             if rank in views and (transport == "auto" or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)
             else:
-                self._links[rank] = RemoteLink(self._window, position, self.lock, self._busy)
+                self._links[rank] = RemoteLink(Wire(self._window, position), self.lock, self._busy)
         self.has_remote = any(isinstance(link, RemoteLink) for link in self._links.values())
         self.atomics = self._choose_atomics(ranks, dict(zip(self.node_ranks, begins, strict=True)))
         # What MPI put here is only visible to loads after a Sync, on any processor.

@@ -10,17 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+
+from distdl_rma.segments.wire import Bytes, Request, Runs, Wire
 
 __all__ = ["Bytes", "Link", "RemoteLink", "Runs", "SharedLink", "fence_for"]
 
-Bytes = npt.NDArray[np.uint8]
-
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
-# From so many bytes on, a contiguous run is a transfer of its own instead of a part of an MPI datatype.
-_LONG_RUN_BYTES = 64 << 10
 # More transfers than these are looked through for those that are over.
 _MANY_TRANSFERS = 64
 
@@ -32,19 +29,6 @@ def fence_for(window: MPI.Win) -> Callable[[], None]:
     return window.Sync
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Equally long stretches of contiguous bytes in a segment: where each begins, and how long all are."""
-
-    offsets: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def total(self) -> int:
-        """Bytes of all stretches."""
-        return len(self.offsets) * self.nbytes
-
-
 class Link(Protocol):
     """Way to the segment of one peer; all offsets are bytes from the start of that segment."""
 
@@ -52,13 +36,16 @@ class Link(Protocol):
     def memory(self) -> Bytes | None:
         """The peer's segment itself where it can be loaded and stored directly, else None."""
 
-    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+    def lane(self) -> Link:
+        """Way to the same segment that keeps its own order: it waits for no puts on another."""
+
+    def put(self, runs: Runs, data: Bytes) -> list[Request]:
         """Begin to copy contiguous bytes into the peer's segment.
 
         The bytes must not change until the requests returned are complete.
         """
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[Request]:
         """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
 
         With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who
@@ -84,18 +71,22 @@ class SharedLink:
         self._words = self._bytes.cast("q")
         self._fence = fence
 
+    def lane(self) -> SharedLink:
+        """Itself: puts are complete on return."""
+        return self
+
     @property
     def memory(self) -> Bytes | None:
         """The peer's segment."""
         return self._memory
 
-    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+    def put(self, runs: Runs, data: Bytes) -> list[Request]:
         """Copy bytes into the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
             self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
         return []
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[Request]:
         """Copy bytes out of the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
             out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
@@ -115,36 +106,33 @@ class SharedLink:
 
 
 # A transfer under way, and the memory that it reads or writes.
-_Transfer = tuple[MPI.Request, Any]
+_Transfer = tuple[Request, Any]
 
 
 @dataclass
 class _Delivery:
-    # What remains of some puts: transfers in flight, the question whether the peer answers, the notification.
+    # What remains of some puts: transfers in flight, what must have arrived, the notification.
     transfers: list[_Transfer] = field(default_factory=list)
     # Whether there was any: complete at this end is not yet complete at the peer.
     begun: bool = False
     notice: tuple[int, int] | None = None
-    answer: MPI.Request | None = None
+    upto: int | None = None
 
 
 class RemoteLink:
     """Peer on another node: request-based puts, a flush, then an atomic notification.
 
-    Nothing here blocks for the length of a transfer: ``notify`` leaves the remaining steps to
-    ``advance``, which every wait and the progress engine call and a start never does. Nor does anything
-    block on a peer that does not answer: a flush, which cannot be interrupted, only follows a small get
-    that was answered.
+    Nothing here blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves
+    the remaining steps to ``advance``, which every wait and the progress engine call and a start never
+    does.
 
     MPI orders nothing here, not even two notifications (its accumulates are ordered word by word), so
     that what must come later is begun later. The memory of puts is kept here until MPI is done with it.
 
     Parameters
     ----------
-    window
-        Window over the segments of all ranks, locked.
-    position
-        Rank of the peer in the window's group.
+    wire
+        Carries the bytes.
     lock
         Held by whoever calls in; the progress engine is another thread.
     busy
@@ -153,13 +141,11 @@ class RemoteLink:
 
     def __init__(
         self,
-        window: MPI.Win,
-        position: int,
+        wire: Wire,
         lock: AbstractContextManager[Any],
         busy: set[RemoteLink],
     ) -> None:
-        self._window = window
-        self._position = position
+        self._wire = wire
         self._lock = lock
         self._busy = busy
         self._open = _Delivery()
@@ -167,20 +153,21 @@ class RemoteLink:
         self._pending: deque[_Delivery] = deque()
         self._notices: list[_Transfer] = []
         self._gets: list[_Transfer] = []
-        self._answer = np.empty(1, np.int64)
+
+    def lane(self) -> RemoteLink:
+        """Link to the same peer with an order of its own."""
+        return RemoteLink(self._wire, self._lock, self._busy)
 
     @property
     def memory(self) -> Bytes | None:
         """Not reachable by load and store."""
         return None
 
-    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+    def put(self, runs: Runs, data: Bytes) -> list[Request]:
         """Begin to copy contiguous bytes into the peer's segment."""
         with self._lock:
             self._busy.add(self)
-            requests = _transfers(
-                runs, data, lambda part, target: self._window.Rput(part, self._position, target)
-            )
+            requests = self._wire.put(runs, data) if runs.total else []
             opened = self._open
             opened.begun |= bool(requests)
             opened.transfers += [(request, data) for request in requests]
@@ -190,12 +177,10 @@ class RemoteLink:
                 self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
             return requests
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[Request]:
         """Begin to copy bytes out of the peer's segment."""
         with self._lock:
-            requests = _transfers(
-                runs, out, lambda part, target: self._window.Rget(part, self._position, target)
-            )
+            requests = self._wire.get(runs, out)
             if keep:
                 self._busy.add(self)
                 self._gets += [(request, out) for request in requests]
@@ -220,6 +205,7 @@ class RemoteLink:
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
         with self._lock:
+            self._wire.pump()
             while self._pending and self._arrived(self._pending[0]):
                 done = self._pending.popleft()
                 if done.notice:
@@ -235,15 +221,12 @@ class RemoteLink:
     def _arrived(self, delivery: _Delivery) -> bool:
         if not delivery.begun:
             return not self._noticing()
-        if delivery.answer is None:
+        if delivery.upto is None:
             delivery.transfers = _under_way(delivery.transfers)
             if delivery.transfers:
                 return False
-            delivery.answer = self._window.Rget(self._answer, self._position, (0, 8, MPI.BYTE))
-        if not delivery.answer.Test():
-            return False
-        self._window.Flush(self._position)
-        return True
+            delivery.upto = self._wire.begun
+        return self._wire.arrived(delivery.upto)
 
     def _noticing(self) -> bool:
         # Whether a notification may not be there yet.
@@ -253,33 +236,8 @@ class RemoteLink:
     def _send_notice(self, word: int, value: int) -> None:
         # What was there before comes back: only then the word is known to be set.
         source, before = np.array([value], np.int64), np.empty(1, np.int64)
-        request = self._window.Rget_accumulate(
-            source, before, self._position, (word * 8, 1, MPI.INT64_T), op=MPI.REPLACE
-        )
-        self._notices.append((request, (source, before)))
+        self._notices.append((self._wire.replace(word, source, before), (source, before)))
 
 
 def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
     return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers
-
-
-def _transfers(runs: Runs, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
-    # Many short runs travel together, as one datatype.
-    if not runs.total:
-        return []
-    if len(runs.offsets) == 1 or runs.nbytes >= _LONG_RUN_BYTES:
-        return [
-            call(
-                [data[i * runs.nbytes : (i + 1) * runs.nbytes], MPI.BYTE],
-                (offset, runs.nbytes, MPI.BYTE),
-            )
-            for i, offset in enumerate(runs.offsets)
-        ]
-    first = runs.offsets[0]
-    kind = MPI.BYTE.Create_hindexed_block(runs.nbytes, [offset - first for offset in runs.offsets])
-    kind.Commit()
-    try:
-        return [call([data, MPI.BYTE], (first, 1, kind))]
-    finally:
-        # MPI keeps what is still in use.
-        kind.Free()

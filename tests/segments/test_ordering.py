@@ -53,12 +53,12 @@ def chance(comm):
     return random.Random(comm.rank)
 
 
-@pytest.fixture
-def ring(meet, comm):
+@pytest.fixture(params=[False, True], ids=["one order for all", "apart"])
+def ring(request, meet, comm):
     """Function that makes buffers; returns this rank's, the next rank's and the previous rank's."""
 
     def make(nbytes, notifications):
-        buffer, remotes = meet(nbytes, notifications)
+        buffer, remotes = meet(nbytes, notifications, apart=request.param)
         return buffer, remotes[(comm.rank + 1) % comm.size], remotes[(comm.rank - 1) % comm.size]
 
     return make

@@ -6,7 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from distdl_rma.segments.transport import RemoteLink, Runs
+from distdl_rma.segments.transport import RemoteLink
+from distdl_rma.segments.wire import Runs, Wire
 
 _WORDS = 16
 
@@ -87,7 +88,9 @@ class WeakWindow:
 
 def link_over(seed):
     window = WeakWindow(seed)
-    return window, RemoteLink(window, 0, threading.RLock(), set())
+    # With every other seed the puts of these tests travel in two pieces.
+    wire = Wire(window, 0, least=4) if seed % 2 else Wire(window, 0)
+    return window, RemoteLink(wire, threading.RLock(), set())
 
 
 def put(link, number):
@@ -147,13 +150,38 @@ def test_when_nothing_is_left_to_advance_everything_is_there(seed):
 
 
 def test_an_unordered_notification_waits_for_nothing():
-    window, link = link_over(1)
+    window, link = link_over(2)
     put(link, 0)
     link.notify(0, 5)
     link.notify(1, 6, ordered=False)
     # Nothing was advanced: the only operations that have begun are the put and this one.
     assert not window.flushes
     assert sorted(str(o.word) for o in window._under_way) == ["8", "None"]
+
+
+def test_a_notification_does_not_wait_for_puts_on_another_lane():
+    window = WeakWindow(0)
+    wire = Wire(window, 0, least=64)
+    link = RemoteLink(wire, threading.RLock(), set())
+    lane = link.lane()
+    window.turn = lambda: None
+    large = link.put(Runs((1024,), 2048), np.ones(2048, np.uint8))
+    link.notify(0, 5)
+    put(lane, 0)
+    lane.notify(1, 6)
+    # All but the large put goes its way.
+    first = window._under_way[0]
+    while not window.words[1]:
+        for operation in window._under_way[:]:
+            if operation is not first:
+                operation.arrive()
+                window._under_way.remove(operation)
+        link.advance(), lane.advance()
+    assert window.words[0] == 0 and not large[0].Test()
+    del window.turn
+    while not (link.advance() and lane.advance()):
+        pass
+    assert window.words[0] == 5 and window.memory[1024 : 1024 + 2048].all()
 
 
 def test_nothing_is_flushed_before_the_peer_answered():
