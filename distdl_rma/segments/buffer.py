@@ -19,6 +19,7 @@ from distdl_rma.segments.wire import Bytes
 if TYPE_CHECKING:
     from distdl_rma.segments.handshake import Handshake
     from distdl_rma.segments.manager import SegmentManager
+    from distdl_rma.segments.transport import Link
 
 __all__ = ["SegmentBuffer"]
 
@@ -44,7 +45,8 @@ class SegmentBuffer:
         self.nbytes = nbytes
         self.notifications = notifications
         self.owner = owner
-        self.apart = apart
+        # This rank's ways to the peers' buffers, where these keep an order of their own.
+        self._lanes: dict[int, Link] | None = {} if apart else None
         self._heap_offset = manager.heap.allocate(
             notifications * 8 + (aligned(nbytes) if nbytes else 0), owner
         )
@@ -60,6 +62,11 @@ class SegmentBuffer:
         self._peers: tuple[int, ...] = ()
         self._handshake: Handshake | None = None
         self._freed = False
+
+    def link(self, peer: int) -> Link:
+        """Way to a peer's segment for what this rank puts to the peer's buffer."""
+        link = self._manager.segment.link(peer)
+        return link if self._lanes is None else self._lanes.setdefault(peer, link.lane())
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -92,7 +99,7 @@ class SegmentBuffer:
     def here(self) -> RemoteBuffer:
         """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
         self._check()
-        return RemoteBuffer(self._manager, self._manager.rank, self.place, (), self.apart)
+        return RemoteBuffer(self._manager, self._manager.rank, self.place, (), self.link(self._manager.rank))
 
     def notification(self, index: int) -> int:
         """Return the value of a notification, 0 if there is none; does not block, makes no progress."""

@@ -139,8 +139,8 @@ class SegmentManager(Unique):
         owner
             Whom ``stats()`` counts the buffer for.
         apart
-            Whether this rank's notifications of a peer's buffer keep an order of their own: they then wait
-            for earlier puts to that buffer only, not for all that is on its way to the peer.
+            Whether what this rank puts to the peers' buffers keeps an order of its own: a notification then
+            waits for earlier puts to the same buffer only, not for all that is on its way to the peer.
 
         Returns
         -------

@@ -21,7 +21,6 @@ _QUIET_AFTER_SECONDS = 2.0
 _JOIN_SECONDS = 2.0
 # A pause is at least so many turns long: what the thread takes of a core, the rank may be computing on.
 _PAUSE_TURNS = 16
-# Longer turns are those in which another thread had the core.
 _LONGEST_PAUSE_SECONDS = 4e-3
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpi4py import MPI
+
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments.patience import Waiting, check_timeout
-from distdl_rma.segments.wire import Request
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -26,14 +27,14 @@ class Queue:
     def __init__(self, manager: SegmentManager, name: str) -> None:
         self._manager = manager
         self.name = name
-        self._posted: list[tuple[int, list[Request], Any, Callable[[], None] | None]] = []
+        self._posted: list[tuple[int, list[MPI.Request], Any, Callable[[], None] | None]] = []
 
     def __len__(self) -> int:
         """Operations posted and not known to be complete."""
         return len(self._posted)
 
     def post(
-        self, peer: int, requests: list[Request], keep: Any, finish: Callable[[], None] | None = None
+        self, peer: int, requests: list[MPI.Request], keep: Any, finish: Callable[[], None] | None = None
     ) -> None:
         """Add an operation; its memory is kept until it is complete, then ``finish()`` is called."""
         if requests:
@@ -47,7 +48,7 @@ class Queue:
         with self._manager.segment.lock:
             left = []
             for entry in self._posted:
-                if all(request.Test() for request in entry[1]):
+                if MPI.Request.Testall(entry[1]):
                     if entry[3] is not None:
                         entry[3]()
                 else:

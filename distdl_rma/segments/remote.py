@@ -18,6 +18,7 @@ from distdl_rma.segments.wire import Bytes, Runs
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
+    from distdl_rma.segments.transport import Link
 
 __all__ = ["NOTIFICATION_BITS", "RemoteArray", "RemoteBuffer"]
 
@@ -49,11 +50,10 @@ class RemoteBuffer:
         peer: int,
         place: tuple[int, int, int, int],
         note: tuple[int, ...],
-        apart: bool,
+        link: Link,
     ) -> None:
         self._manager = manager
-        link = manager.segment.link(peer)
-        self._link = link.lane() if apart else link
+        self._link = link
         self.peer = peer
         self._offset, self.nbytes, self._first_word, self.notifications = place
         self.note = note

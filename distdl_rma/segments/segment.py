@@ -159,13 +159,14 @@ class Segment:
     def close(self) -> None:
         """Free both windows; collective. Every view of the memory dangles afterwards."""
         _reserved.pop(id(self), None)
-        self._links.clear()
-        self._busy.clear()
         self.words.release()
         self.memory = np.empty(0, np.uint8)
         for window in (self._window, self._shared):
             window.Unlock_all()
             window.Free()
+        # Not before: what a get of theirs reads to may be under way until then.
+        self._links.clear()
+        self._busy.clear()
         self._node.Free()
 
 

@@ -24,7 +24,7 @@ from distdl_rma.segments.status import (
     numbered,
     parse,
 )
-from distdl_rma.segments.wire import Bytes, Request, Runs
+from distdl_rma.segments.wire import Bytes, Runs
 
 __all__ = ["Supervision"]
 
@@ -77,7 +77,7 @@ class Supervision:
         self._suspects: dict[int, float] = {}
         # Records of ranks of other nodes, as last seen in this wait.
         self._seen: dict[int, Record] = {}
-        self._asked: dict[int, tuple[list[Request], Bytes]] = {}
+        self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
 
     def advance(self, waiting: Callable[[], Waiting]) -> None:
         """Make progress for everyone, and raise ``PeerFailedError`` if a rank failed."""
@@ -180,7 +180,7 @@ class Supervision:
                 record = parse(bytes(link.memory[:HEADER_BYTES].data))
             return record
         requests, header = self._ask(rank)
-        while not all(request.Test() for request in requests):
+        while not MPI.Request.Testall(requests):
             if time.monotonic() > deadline:
                 return None
             time.sleep(1e-3)
@@ -248,7 +248,7 @@ class Supervision:
             return self.read(rank, 0.0)
         with self._segment.lock:
             requests, header = self._ask(rank)
-            if all(request.Test() for request in requests):
+            if MPI.Request.Testall(requests):
                 self._asked.pop(rank)
                 record = parse(header.tobytes())
                 if record is not None:
@@ -272,7 +272,7 @@ class Supervision:
         near = rank in self._segment.node_ranks and record.namespace == self._namespace
         return near and bool(record.namespace) and is_gone(record.process)
 
-    def _ask(self, rank: int) -> tuple[list[Request], Bytes]:
+    def _ask(self, rank: int) -> tuple[list[MPI.Request], Bytes]:
         if rank not in self._asked:
             header = np.empty(HEADER_BYTES, np.uint8)
             requests = self._segment.link(rank).get(Runs((0,), HEADER_BYTES), header)

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.segments.wire import Bytes, Request, Runs, Wire
+from distdl_rma.segments.wire import Bytes, Runs, Wire
 
-__all__ = ["Bytes", "Link", "RemoteLink", "Runs", "SharedLink", "fence_for"]
+__all__ = ["Link", "RemoteLink", "SharedLink", "fence_for"]
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
@@ -39,13 +39,13 @@ class Link(Protocol):
     def lane(self) -> Link:
         """Way to the same segment that keeps its own order: it waits for no puts on another."""
 
-    def put(self, runs: Runs, data: Bytes) -> list[Request]:
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment.
 
         The bytes must not change until the requests returned are complete.
         """
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
 
         With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who
@@ -80,13 +80,13 @@ class SharedLink:
         """The peer's segment."""
         return self._memory
 
-    def put(self, runs: Runs, data: Bytes) -> list[Request]:
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
         """Copy bytes into the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
             self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
         return []
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
         """Copy bytes out of the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
             out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
@@ -106,7 +106,7 @@ class SharedLink:
 
 
 # A transfer under way, and the memory that it reads or writes.
-_Transfer = tuple[Request, Any]
+_Transfer = tuple[MPI.Request, Any]
 
 
 @dataclass
@@ -163,7 +163,7 @@ class RemoteLink:
         """Not reachable by load and store."""
         return None
 
-    def put(self, runs: Runs, data: Bytes) -> list[Request]:
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment."""
         with self._lock:
             self._busy.add(self)
@@ -177,7 +177,7 @@ class RemoteLink:
                 self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
             return requests
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[Request]:
+    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment."""
         with self._lock:
             requests = self._wire.get(runs, out)
@@ -200,12 +200,14 @@ class RemoteLink:
         """Have what was put so far flushed, with no notification behind it."""
         with self._lock:
             if self._open.begun:
+                self._busy.add(self)
                 self._close_open()
 
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
         with self._lock:
-            self._wire.pump()
+            for delivery in self._pending:
+                self._look(delivery)
             while self._pending and self._arrived(self._pending[0]):
                 done = self._pending.popleft()
                 if done.notice:
@@ -218,15 +220,16 @@ class RemoteLink:
         self._pending.append(self._open)
         self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
 
-    def _arrived(self, delivery: _Delivery) -> bool:
-        if not delivery.begun:
-            return not self._noticing()
+    def _look(self, delivery: _Delivery) -> None:
         if delivery.upto is None:
             delivery.transfers = _under_way(delivery.transfers)
-            if delivery.transfers:
-                return False
-            delivery.upto = self._wire.begun
-        return self._wire.arrived(delivery.upto)
+            if not delivery.transfers:
+                delivery.upto = self._wire.begun if delivery.begun else 0
+
+    def _arrived(self, delivery: _Delivery) -> bool:
+        # Its puts, and the notifications before its own.
+        there = delivery.upto is not None and self._wire.arrived(delivery.upto)
+        return there and not self._noticing()
 
     def _noticing(self) -> bool:
         # Whether a notification may not be there yet.

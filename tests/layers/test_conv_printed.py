@@ -1,4 +1,4 @@
-"""The set-ups that the convolution document shows, with as many ranks as it shows."""
+"""The set-ups that the convolution document shows, in a job of as many ranks as the largest needs."""
 
 import sys
 

@@ -103,6 +103,23 @@ def test_a_notification_is_seen_after_the_puts_before_it(ring, machine, chance):
     flush(after, before)
 
 
+def test_a_buffer_apart_keeps_its_order_for_all_who_exchanged_it(machine, comm):
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    buffer = machine.segments.get_segment_buffer(8 * LARGE, 2, apart=True)
+    around = dict.fromkeys({after, before, comm.rank}, ())
+    first, second = (buffer.exchange(around, "again") for _ in range(2))
+    for epoch in range(1, 20):
+        first[after].put(np.full(LARGE, epoch), 0)
+        second[after].notify(0)
+        buffer.notify_wait(0)
+        assert (buffer.view(np.int64, (LARGE,)) == epoch).all()
+        second[before].notify(1)
+        buffer.notify_wait(1)
+    flush(*second.values())
+    comm.Barrier()
+    buffer.free()
+
+
 def test_notifications_become_visible_in_order(ring, chance):
     number, go = 30, 30
     buffer, after, before = ring(8 * LARGE, number + 1)

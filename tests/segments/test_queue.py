@@ -1,6 +1,7 @@
 """Queues: when the memory at this end may be used again."""
 
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -70,21 +71,42 @@ def test_operations_on_nothing_and_on_slices_go_through_queues(meet, machine, co
     assert (array[...] == wanted).all()
 
 
-def test_a_wait_that_timed_out_can_be_resumed(machine):
+def test_a_wait_that_timed_out_can_be_resumed(machine, monkeypatch):
     queue, finished = Queue(machine.segments, "slow"), []
     left = [3]
 
     class Request:
-        def Test(self):  # noqa: N802
+        @staticmethod
+        def Testall(requests):  # noqa: N802
             left[0] -= 1
             return left[0] <= 0
 
-    queue.post(machine.rank, [Request()], None, lambda: finished.append(1))
+    monkeypatch.setattr("distdl_rma.segments.queue.MPI", type("MPI", (), {"Request": Request}))
+    queue.post(machine.rank, [None], None, lambda: finished.append(1))
     with pytest.raises(ExchangeTimeout, match=r"to take 1 operation\(s\) of queue 'slow'"):
         queue.wait(timeout=0)
     assert not finished and len(queue) == 1
     queue.wait(timeout=5)
     assert finished == [1] and len(queue) == 0
+
+
+@pytest.mark.parametrize("transport", ["auto", "remote"])
+def test_looking_at_a_queue_is_enough_for_it_to_be_done(comm, transport):
+    with Machine(comm, segment_size="8MiB", transport=transport, progress="none", timeout=15) as machine:
+        buffer = machine.segments.get_segment_buffer(4 << 20, 1)
+        after = buffer.exchange(dict.fromkeys(range(comm.size), ()), "all")[(comm.rank + 1) % comm.size]
+        queue, data = machine.segments.queue(), np.ones(4 << 20, np.uint8)
+        # A notification is on its way, which a flush goes before.
+        after.put_notify(data[:8], 0)
+        buffer.notify_test(0, 1)
+        after.put(data, queue=queue)
+        everyone = None
+        deadline = time.monotonic() + 10
+        while everyone is None or not everyone.Test():
+            # Then on until all ranks are done: they need each other.
+            if queue.test() and everyone is None:
+                everyone = comm.Ibarrier()
+            assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("transport", ["auto", "remote"])

@@ -88,9 +88,7 @@ class WeakWindow:
 
 def link_over(seed):
     window = WeakWindow(seed)
-    # With every other seed the puts of these tests travel in two pieces.
-    wire = Wire(window, 0, least=4) if seed % 2 else Wire(window, 0)
-    return window, RemoteLink(wire, threading.RLock(), set())
+    return window, RemoteLink(Wire(window, 0), threading.RLock(), set())
 
 
 def put(link, number):
@@ -150,7 +148,7 @@ def test_when_nothing_is_left_to_advance_everything_is_there(seed):
 
 
 def test_an_unordered_notification_waits_for_nothing():
-    window, link = link_over(2)
+    window, link = link_over(1)
     put(link, 0)
     link.notify(0, 5)
     link.notify(1, 6, ordered=False)
@@ -159,29 +157,102 @@ def test_an_unordered_notification_waits_for_nothing():
     assert sorted(str(o.word) for o in window._under_way) == ["8", "None"]
 
 
-def test_a_notification_does_not_wait_for_puts_on_another_lane():
-    window = WeakWindow(0)
-    wire = Wire(window, 0, least=64)
-    link = RemoteLink(wire, threading.RLock(), set())
-    lane = link.lane()
+def several_lanes(seed):
+    window = WeakWindow(seed, nbytes=1 << 14)
+    link = RemoteLink(Wire(window, 0), threading.RLock(), set())
+    return window, link, link.lane()
+
+
+def go_on(link):
+    """As the segment does."""
+    for busy in tuple(link._busy):
+        if busy.advance():
+            link._busy.discard(busy)
+
+
+def arrive(window):
+    for operation in window._under_way[:]:
+        operation.arrive()
+        window._under_way.remove(operation)
+
+
+def test_a_notification_does_not_wait_for_those_on_another_lane():
+    window, link, lane = several_lanes(0)
+    link.put(Runs((1024,), 8192), np.ones(8192, np.uint8))
+    large = window._under_way[0]
     window.turn = lambda: None
-    large = link.put(Runs((1024,), 2048), np.ones(2048, np.uint8))
     link.notify(0, 5)
-    put(lane, 0)
     lane.notify(1, 6)
-    # All but the large put goes its way.
-    first = window._under_way[0]
-    while not window.words[1]:
-        for operation in window._under_way[:]:
-            if operation is not first:
-                operation.arrive()
-                window._under_way.remove(operation)
-        link.advance(), lane.advance()
-    assert window.words[0] == 0 and not large[0].Test()
+    for operation in window._under_way[:]:
+        if operation is not large:
+            operation.arrive()
+    assert window.words[1] == 6 and not window.words[0]
     del window.turn
-    while not (link.advance() and lane.advance()):
-        pass
-    assert window.words[0] == 5 and window.memory[1024 : 1024 + 2048].all()
+    while link._busy:
+        go_on(link)
+    assert window.words[0] == 5 and window.memory[1024 : 1024 + 8192].all()
+
+
+def test_a_flush_that_was_given_up_goes_on():
+    window, link, _ = several_lanes(0)
+    put(link, 0)
+    arrive(window)
+    go_on(link)
+    assert not link._busy
+    link.close_delivery()
+    # Asked, and left there: the links that are busy are advanced all the same.
+    window.turn = lambda: None
+    assert not link.advance() and link in link._busy
+    del window.turn
+    while link._busy:
+        go_on(link)
+    assert window.flushes == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_of_several_lanes_keeps_its_order(seed):
+    chance = random.Random(seed)
+    window, link, _ = several_lanes(seed)
+    lanes = [link, *(link.lane() for _ in range(chance.randrange(3)))]
+    # By lane: what was put so far, and by notification what was put before it.
+    places = iter(range(8 * _WORDS * len(lanes), window.memory.size))
+    put_so_far, notified = [[] for _ in lanes], [[] for _ in lanes]
+
+    def look():
+        for number, lane_notified in enumerate(notified):
+            seen = [bool(window.words[number * _WORDS + k]) for k in range(len(lane_notified))]
+            assert seen == sorted(seen, reverse=True)
+            for there, before in zip(seen, lane_notified, strict=True):
+                assert not there or window.memory[before].all()
+
+    for _ in range(300):
+        number = chance.randrange(len(lanes))
+        lane, before = lanes[number], put_so_far[number]
+        what = chance.random()
+        if what < 0.3:
+            nbytes = chance.choice((1, 7, 30, 130))
+            offset = next(places)
+            for _ in range(nbytes - 1):
+                next(places)
+            lane.put(Runs((offset,), nbytes), np.ones(nbytes, np.uint8))
+            before.extend(range(offset, offset + nbytes))
+        elif what < 0.45 and len(notified[number]) < _WORDS:
+            lane.notify(number * _WORDS + len(notified[number]), 7)
+            notified[number].append(list(before))
+        elif what < 0.5:
+            lane.close_delivery()
+        else:
+            go_on(link)
+        window.turn()
+        look()
+    for lane in lanes:
+        lane.close_delivery()
+    while link._busy:
+        go_on(link)
+        look()
+    for number, lane_notified in enumerate(notified):
+        assert window.words[number * _WORDS :][: len(lane_notified)].all()
+    assert all(window.memory[before].all() for before in put_so_far if before)
 
 
 def test_nothing_is_flushed_before_the_peer_answered():
