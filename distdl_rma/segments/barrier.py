@@ -46,7 +46,7 @@ class Barrier:
         self._behind = [self._ranks[(me + (1 << k)) % size] for k in range(self._rounds)]
         self._before = [self._ranks[(me - (1 << k)) % size] for k in range(self._rounds)]
         # Two sets of words: a rank that is through may come again before this one has looked.
-        self._memory = manager.get_segment_buffer(0, 2 * self._rounds, name, apart=True)
+        self._memory = manager.get_segment_buffer(0, 2 * self._rounds, name)
         self._remotes: dict[int, RemoteBuffer] = {}
         self._epoch = 0
         self._at = self._rounds  # round of the running epoch; all rounds: none is running

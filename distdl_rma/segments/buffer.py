@@ -19,7 +19,6 @@ from distdl_rma.segments.wire import Bytes
 if TYPE_CHECKING:
     from distdl_rma.segments.handshake import Handshake
     from distdl_rma.segments.manager import SegmentManager
-    from distdl_rma.segments.transport import Link
 
 __all__ = ["SegmentBuffer"]
 
@@ -38,15 +37,11 @@ class SegmentBuffer:
     Interface document, chapter 2.
     """
 
-    def __init__(
-        self, manager: SegmentManager, nbytes: int, notifications: int, owner: str, apart: bool
-    ) -> None:
+    def __init__(self, manager: SegmentManager, nbytes: int, notifications: int, owner: str) -> None:
         self._manager = manager
         self.nbytes = nbytes
         self.notifications = notifications
         self.owner = owner
-        # This rank's ways to the peers' buffers, where these keep an order of their own.
-        self._lanes: dict[int, Link] | None = {} if apart else None
         self._heap_offset = manager.heap.allocate(
             notifications * 8 + (aligned(nbytes) if nbytes else 0), owner
         )
@@ -62,11 +57,6 @@ class SegmentBuffer:
         self._peers: tuple[int, ...] = ()
         self._handshake: Handshake | None = None
         self._freed = False
-
-    def link(self, peer: int) -> Link:
-        """Way to a peer's segment for what this rank puts to the peer's buffer."""
-        link = self._manager.segment.link(peer)
-        return link if self._lanes is None else self._lanes.setdefault(peer, link.lane())
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -99,7 +89,7 @@ class SegmentBuffer:
     def here(self) -> RemoteBuffer:
         """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
         self._check()
-        return RemoteBuffer(self._manager, self._manager.rank, self.place, (), self.link(self._manager.rank))
+        return RemoteBuffer(self._manager, self._manager.rank, self.place, ())
 
     def notification(self, index: int) -> int:
         """Return the value of a notification, 0 if there is none; does not block, makes no progress."""

@@ -102,9 +102,7 @@ class Channel:
                 lanes.append(lane)
                 if lanes is self._receives or manager.segment.link(peer).memory is None:
                     end += _SLOTS * lane.stride
-        self._buffer: SegmentBuffer = manager.get_segment_buffer(
-            end, len(receives) + len(sends), name, apart=True
-        )
+        self._buffer: SegmentBuffer = manager.get_segment_buffer(end, len(receives) + len(sends), name)
         self._connected = not receives and not sends
         self._operation = manager.operation(name)
         # Of a recording: epochs under way, and what to call when everything of one has arrived.

@@ -71,7 +71,6 @@ class Handshake:
         }
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
-        self._links = {peer: buffer.link(peer) for peer in notes}
         self._requests: list[MPI.Request] = []
         with manager.segment.lock:
             _UNFINISHED[id(self)] = self._requests, (self._incoming, self._outgoing)
@@ -143,7 +142,7 @@ class Handshake:
             )
         place = (int(reply[1]), int(reply[2]), int(reply[3]), int(reply[4]))
         note = tuple(int(value) for value in reply[_NOTE])
-        return RemoteBuffer(self._manager, peer, place, note, self._links[peer])
+        return RemoteBuffer(self._manager, peer, place, note)
 
 
 def _checked(

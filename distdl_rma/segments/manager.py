@@ -125,9 +125,7 @@ class SegmentManager(Unique):
         if check_progress(progress, self.segment.has_remote) == "thread":
             self._engine = ProgressEngine(self._turn, self.segment.crowded)
 
-    def get_segment_buffer(
-        self, size: int, notifications: int = 0, owner: str = "user", *, apart: bool = False
-    ) -> SegmentBuffer:
+    def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
 
         Parameters
@@ -138,9 +136,6 @@ class SegmentManager(Unique):
             Number of notifications that belong to the buffer, all unset at first.
         owner
             Whom ``stats()`` counts the buffer for.
-        apart
-            Whether what this rank puts to the peers' buffers keeps an order of its own: a notification then
-            waits for earlier puts to the same buffer only, not for all that is on its way to the peer.
 
         Returns
         -------
@@ -164,7 +159,7 @@ class SegmentManager(Unique):
         if isinstance(size, bool) or nbytes < 0 or words < 0:
             raise SegmentError(f"a buffer's size is at least 0 bytes, got {size!r}")
         self._reclaim()
-        return SegmentBuffer(self, nbytes, words, owner, apart)
+        return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer as soon as ``idle()`` says that no peer writes to it any more; local."""

@@ -18,7 +18,6 @@ from distdl_rma.segments.wire import Bytes, Runs
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
-    from distdl_rma.segments.transport import Link
 
 __all__ = ["NOTIFICATION_BITS", "RemoteArray", "RemoteBuffer"]
 
@@ -45,15 +44,10 @@ class RemoteBuffer:
     """
 
     def __init__(
-        self,
-        manager: SegmentManager,
-        peer: int,
-        place: tuple[int, int, int, int],
-        note: tuple[int, ...],
-        link: Link,
+        self, manager: SegmentManager, peer: int, place: tuple[int, int, int, int], note: tuple[int, ...]
     ) -> None:
         self._manager = manager
-        self._link = link
+        self._link = manager.segment.link(peer)
         self.peer = peer
         self._offset, self.nbytes, self._first_word, self.notifications = place
         self.note = note
@@ -116,7 +110,6 @@ class RemoteBuffer:
     def notify(self, index: int, value: int = 1) -> None:
         """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
 
-        Of a buffer that was made ``apart``: after all earlier puts from here to it.
         A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
         when the next arrives is overwritten.
         """
@@ -194,10 +187,7 @@ class RemoteBuffer:
         return self._manager.segment.atomics.compare_swap(self.peer, at, old, new)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all puts and notifications from here to this peer have arrived there; blocking.
-
-        Of a buffer that was made ``apart``: those to it.
-        """
+        """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
         if timeout is not None:
             check_timeout(timeout)
         self._manager.check_open()

@@ -63,7 +63,7 @@ class Round:
         self._plan = fingerprint("round", self._ranks, count, kind.str, plan)
         self._me = self._ranks.index(manager.rank)
         self._nbytes = count * kind.itemsize
-        self._memory = manager.get_segment_buffer(_PARITIES * size * self._nbytes, size, name, apart=True)
+        self._memory = manager.get_segment_buffer(_PARITIES * size * self._nbytes, size, name)
         self._slots = self._memory.view(kind, (_PARITIES, size, count))
         self.rows: tuple[list[npt.NDArray[Any]], ...] = tuple(list(slots) for slots in self._slots)
         self._words = self._memory.flags

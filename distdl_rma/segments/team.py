@@ -73,7 +73,7 @@ class Team:
         self._me = self.here.index(manager.rank)
         self._stride = aligned(count * dtype.itemsize)
         words = _PHASES * len(self.here)
-        self.memory = manager.get_segment_buffer(_PARITIES * self._stride, words, name, apart=True)
+        self.memory = manager.get_segment_buffer(_PARITIES * self._stride, words, name)
         self._words = self.memory.flags
         self.mine = tuple(self.memory.view(dtype, (count,), k * self._stride) for k in range(_PARITIES))
         self.rows: tuple[list[Array], ...] = ()

@@ -36,9 +36,6 @@ class Link(Protocol):
     def memory(self) -> Bytes | None:
         """The peer's segment itself where it can be loaded and stored directly, else None."""
 
-    def lane(self) -> Link:
-        """Way to the same segment that keeps its own order: it waits for no puts on another."""
-
     def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment.
 
@@ -70,10 +67,6 @@ class SharedLink:
         self._bytes = memory.data
         self._words = self._bytes.cast("q")
         self._fence = fence
-
-    def lane(self) -> SharedLink:
-        """Itself: puts are complete on return."""
-        return self
 
     @property
     def memory(self) -> Bytes | None:
@@ -153,10 +146,6 @@ class RemoteLink:
         self._pending: deque[_Delivery] = deque()
         self._notices: list[_Transfer] = []
         self._gets: list[_Transfer] = []
-
-    def lane(self) -> RemoteLink:
-        """Link to the same peer with an order of its own."""
-        return RemoteLink(self._wire, self._lock, self._busy)
 
     @property
     def memory(self) -> Bytes | None:

@@ -42,10 +42,8 @@ def meet(machine: Machine, comm: MPI.Intracomm) -> Generator[Meet]:
     """Function that makes a buffer on every rank, and returns it with everybody's, this rank's included."""
     made = []
 
-    def make(
-        nbytes: int, notifications: int = 0, *, apart: bool = False
-    ) -> tuple[SegmentBuffer, dict[int, RemoteBuffer]]:
-        buffer = machine.segments.get_segment_buffer(nbytes, notifications, "test", apart=apart)
+    def make(nbytes: int, notifications: int = 0) -> tuple[SegmentBuffer, dict[int, RemoteBuffer]]:
+        buffer = machine.segments.get_segment_buffer(nbytes, notifications, "test")
         # Before peers know it; memory that was used before is not cleared by the library.
         buffer.array[:] = 0
         made.append((buffer, buffer.exchange(dict.fromkeys(range(comm.size), ()), "test")))

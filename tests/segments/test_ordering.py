@@ -53,12 +53,12 @@ def chance(comm):
     return random.Random(comm.rank)
 
 
-@pytest.fixture(params=[False, True], ids=["one order for all", "apart"])
-def ring(request, meet, comm):
+@pytest.fixture
+def ring(meet, comm):
     """Function that makes buffers; returns this rank's, the next rank's and the previous rank's."""
 
     def make(nbytes, notifications):
-        buffer, remotes = meet(nbytes, notifications, apart=request.param)
+        buffer, remotes = meet(nbytes, notifications)
         return buffer, remotes[(comm.rank + 1) % comm.size], remotes[(comm.rank - 1) % comm.size]
 
     return make
@@ -101,23 +101,6 @@ def test_a_notification_is_seen_after_the_puts_before_it(ring, machine, chance):
         for queue in queues[1:]:
             queue.wait()
     flush(after, before)
-
-
-def test_a_buffer_apart_keeps_its_order_for_all_who_exchanged_it(machine, comm):
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    buffer = machine.segments.get_segment_buffer(8 * LARGE, 2, apart=True)
-    around = dict.fromkeys({after, before, comm.rank}, ())
-    first, second = (buffer.exchange(around, "again") for _ in range(2))
-    for epoch in range(1, 20):
-        first[after].put(np.full(LARGE, epoch), 0)
-        second[after].notify(0)
-        buffer.notify_wait(0)
-        assert (buffer.view(np.int64, (LARGE,)) == epoch).all()
-        second[before].notify(1)
-        buffer.notify_wait(1)
-    flush(*second.values())
-    comm.Barrier()
-    buffer.free()
 
 
 def test_notifications_become_visible_in_order(ring, chance):

@@ -157,12 +157,6 @@ def test_an_unordered_notification_waits_for_nothing():
     assert sorted(str(o.word) for o in window._under_way) == ["8", "None"]
 
 
-def several_lanes(seed):
-    window = WeakWindow(seed, nbytes=1 << 14)
-    link = RemoteLink(Wire(window, 0), threading.RLock(), set())
-    return window, link, link.lane()
-
-
 def go_on(link):
     """As the segment does."""
     for busy in tuple(link._busy):
@@ -176,25 +170,8 @@ def arrive(window):
         window._under_way.remove(operation)
 
 
-def test_a_notification_does_not_wait_for_those_on_another_lane():
-    window, link, lane = several_lanes(0)
-    link.put(Runs((1024,), 8192), np.ones(8192, np.uint8))
-    large = window._under_way[0]
-    window.turn = lambda: None
-    link.notify(0, 5)
-    lane.notify(1, 6)
-    for operation in window._under_way[:]:
-        if operation is not large:
-            operation.arrive()
-    assert window.words[1] == 6 and not window.words[0]
-    del window.turn
-    while link._busy:
-        go_on(link)
-    assert window.words[0] == 5 and window.memory[1024 : 1024 + 8192].all()
-
-
 def test_a_flush_that_was_given_up_goes_on():
-    window, link, _ = several_lanes(0)
+    window, link = link_over(0)
     put(link, 0)
     arrive(window)
     go_on(link)
@@ -207,52 +184,6 @@ def test_a_flush_that_was_given_up_goes_on():
     while link._busy:
         go_on(link)
     assert window.flushes == 1
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_each_of_several_lanes_keeps_its_order(seed):
-    chance = random.Random(seed)
-    window, link, _ = several_lanes(seed)
-    lanes = [link, *(link.lane() for _ in range(chance.randrange(3)))]
-    # By lane: what was put so far, and by notification what was put before it.
-    places = iter(range(8 * _WORDS * len(lanes), window.memory.size))
-    put_so_far, notified = [[] for _ in lanes], [[] for _ in lanes]
-
-    def look():
-        for number, lane_notified in enumerate(notified):
-            seen = [bool(window.words[number * _WORDS + k]) for k in range(len(lane_notified))]
-            assert seen == sorted(seen, reverse=True)
-            for there, before in zip(seen, lane_notified, strict=True):
-                assert not there or window.memory[before].all()
-
-    for _ in range(300):
-        number = chance.randrange(len(lanes))
-        lane, before = lanes[number], put_so_far[number]
-        what = chance.random()
-        if what < 0.3:
-            nbytes = chance.choice((1, 7, 30, 130))
-            offset = next(places)
-            for _ in range(nbytes - 1):
-                next(places)
-            lane.put(Runs((offset,), nbytes), np.ones(nbytes, np.uint8))
-            before.extend(range(offset, offset + nbytes))
-        elif what < 0.45 and len(notified[number]) < _WORDS:
-            lane.notify(number * _WORDS + len(notified[number]), 7)
-            notified[number].append(list(before))
-        elif what < 0.5:
-            lane.close_delivery()
-        else:
-            go_on(link)
-        window.turn()
-        look()
-    for lane in lanes:
-        lane.close_delivery()
-    while link._busy:
-        go_on(link)
-        look()
-    for number, lane_notified in enumerate(notified):
-        assert window.words[number * _WORDS :][: len(lane_notified)].all()
-    assert all(window.memory[before].all() for before in put_so_far if before)
 
 
 def test_nothing_is_flushed_before_the_peer_answered():
