@@ -4,6 +4,10 @@ PYTHON ?= python3
 MPI ?= mpich
 RANKS ?= 4
 TEST_RANKS ?= 1 2 3 4
+# Which day's share of the MPI tests, see tests/matrix.py; none of them is left out where this is empty.
+DAY ?= today
+# Plain tests at a time: many start an MPI job, which sleeps more than it computes.
+WORKERS ?= 2
 HOSTS_RANKS ?= 2 4
 BENCH_SECONDS ?= 1800
 FUZZ_SECONDS ?= 60
@@ -16,25 +20,36 @@ STAMP := $(VENV)/.complete
 MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
-TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/lockstep.py tests/run_mpi.py tests/two_hosts.py
+TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/lockstep.py tests/matrix.py tests/run_mpi.py \
+    tests/side_by_side.py tests/two_hosts.py
+SPREAD := --numprocesses $(WORKERS) --dist loadgroup
+TODAYS := $(if $(DAY),--day $(DAY))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
 
 # The ranks share the cores of this machine: a thread each, unless the user says otherwise.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.NOTPARALLEL:
-.PHONY: help demo test bench fuzz lint types imports test-plain test-mpi test-openmpi test-hosts clean
+MAKEFLAGS += --no-print-directory
+.PHONY: help demo test test-all bench fuzz lint types imports test-plain test-mpi test-openmpi test-hosts clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
 
 # mpiexec gives its ranks a pipe for a terminal: without a word, rich would show no progress bar.
 demo: export TTY_COMPATIBLE ?= $(if $(MAKE_TERMOUT),1)
 demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py examples/denoise.py $(DEMO_OPTIONS)
 
-test: lint types imports test-plain test-mpi  ## everything below down to test-mpi, in this order
+# One rank leaves a core to what runs beside it, more do not.
+BESIDE := lint types imports test-plain $(if $(filter 1,$(TEST_RANKS)),test-one-rank)
+MORE_RANKS := $(filter-out 1,$(TEST_RANKS))
+test: $(STAMP)  ## lint, types, imports, the tests without MPI, today's MPI tests on 1, 2, 3 and 4 ranks
+	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
+	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
+
+test-all:  ## the same with every MPI test and every seed on each number of ranks
+	@$(MAKE) test DAY=
 
 lint: $(STAMP)  ## ruff: lint and format
 	$(BIN)/ruff check .
@@ -47,21 +62,24 @@ imports: $(STAMP)  ## import-linter: every floor imports only from below
 	$(BIN)/lint-imports --no-cache --no-logo
 
 test-plain: $(STAMP)  ## the tests that need no MPI
-	$(BIN)/python -m pytest -m "not mpi"
+	$(BIN)/python -m pytest -m "not mpi" $(SPREAD)
 
-test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" TESTS=)
-	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(if $(TESTS),-- $(TESTS))
+test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)
+	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(TODAYS) $(if $(TESTS),-- $(TESTS))
+
+test-one-rank:
+	@$(MAKE) test-mpi TEST_RANKS=1
 
 # In an environment of its own, and only what depends on the MPI; all of it: make test MPI=openmpi.
 test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/layers/test_moving.py \
     tests/layers/test_conv.py tests/layers/test_linear.py tests/layers/test_norm.py
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and what users see when a rank fails
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
-	.venv-openmpi/bin/python -m pytest tests/test_failures.py
+	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py
 
 # Fewer bytes between the hosts than this would mean that the ranks have found another way.
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, skipped where that needs more rights
-	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) \
+	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) $(TODAYS) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments
 
 fuzz: $(STAMP)  ## random layers against torch's, on RANKS ranks (FAMILY= FUZZ_SECONDS=60 FIRST=10000)

@@ -7,11 +7,13 @@ import os
 import sys
 import zlib
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
+from tests import matrix
 from tests.lockstep import Lockstep, Outcome
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
+LEFT_OUT = pytest.StashKey[str]()
 
 # The same examples on every run and every rank; no database, so that nothing is left in the working tree.
 hypothesis.settings.register_profile("distdl_rma", derandomize=True, database=None, deadline=None)
@@ -62,6 +65,43 @@ def P_world(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     world = MPIPartition(comm)
     Machine.of(world).segments.patience.timeout = 15
     return world
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--day",
+        type=int,
+        metavar="NUMBER",
+        help="of the MPI tests those of a day, as make test runs them; without it all",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under MPI leave out the files without an MPI test: every rank would import them."""
+    if not config.getoption("--with-mpi") or collection_path.suffix != ".py":
+        return None
+    return True if "mark.mpi" not in collection_path.read_text() else None
+
+
+# After those that are no MPI tests have been taken out.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    day = config.getoption("--day")
+    if day is None or not config.getoption("--with-mpi"):
+        return
+    from mpi4py import MPI
+
+    size, total = MPI.COMM_WORLD.size, len(items)
+    left_out = [item for item in items if not matrix.runs(item, size, day)]
+    items[:] = [item for item in items if matrix.runs(item, size, day)]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = (
+        f"{len(items)} of {total} MPI tests run on {size} ranks on day {day}; make test-all runs all of them"
+    )
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:
+    return config.stash.get(LEFT_OUT, [])
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

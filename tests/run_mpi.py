@@ -34,6 +34,7 @@ OPEN_MPI = {
 }
 SECONDS_TO_DUMP = 2
 SECONDS_TO_END = 10
+SECONDS_PER_DAY = 86400
 # Frames that every traceback has, whatever the test does.
 MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", "/threading.py")
 
@@ -41,15 +42,18 @@ MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", 
 def main(arguments: Sequence[str]) -> int:
     """Run pytest once per number of ranks; return the exit status, 0 when all passed on all ranks."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--ranks N ...] [--limit SECONDS] [--mpiexec COMMAND] [-- PYTEST_OPTION ...]",
-        description="Run the MPI tests under several numbers of ranks.",
+        usage="%(prog)s [--ranks N ...] [--day DAY] [--limit SECONDS] [--mpiexec COMMAND] [-- OPTION ...]",
+        description="Run the MPI tests under several numbers of ranks; what follows -- goes to pytest.",
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="a run for each number")
+    parser.add_argument("--day", type=day, help="of the tests those of a day, such as today; without it all")
     parser.add_argument("--limit", type=float, default=1500, help="seconds that one run may take")
     parser.add_argument("--mpiexec", default=default_mpiexec(), help="the launcher, with its options")
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options, pytest_options = parser.parse_args(arguments[:end]), arguments[end + 1 :]
+    options, pytest_options = parser.parse_args(arguments[:end]), [*arguments[end + 1 :]]
+    if options.day is not None:
+        pytest_options += ["--day", str(options.day)]
 
     failures = []
     for ranks in options.ranks:
@@ -61,6 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     for failure in failures:
         print(f"run_mpi: failed {failure}", flush=True)
     return 1 if failures else 0
+
+
+def day(name: str) -> int:
+    """Return the number of a day, which stays the same when a run goes on past midnight."""
+    return int(time.time() // SECONDS_PER_DAY) if name == "today" else int(name)
 
 
 def default_mpiexec() -> str:

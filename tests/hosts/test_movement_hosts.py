@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.fuzz.movement import check
+from tests.matrix import check_each
 from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [
@@ -13,7 +14,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("chunk", range(4))
-def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, chunk):
-    for seed in range(10 * chunk, 10 * (chunk + 1)):
-        check(P_world, comm, seed)
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, first):
+    check_each(check, P_world, comm, range(first, first + 10))

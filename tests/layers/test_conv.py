@@ -19,6 +19,7 @@ from distdl_rma import (
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from tests.layers.sequential import CONV, agree, grids, random_convolution, shard
+from tests.matrix import over_seeds
 
 pytestmark = pytest.mark.mpi
 DISTRIBUTED = {1: DistributedConv1d, 2: DistributedConv2d, 3: DistributedConv3d}
@@ -51,7 +52,7 @@ def compare(P_x, layer, sequential, x, weights="replicated"):
             agree(dict(layer.named_parameters())[name].grad, parameter.grad, name)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@over_seeds(60)
 def test_random_convolution_equals_the_sequential_one(P_world, comm, seed):
     rng = random.Random(seed)
     dims, arguments, shape = random_convolution(rng)

@@ -14,16 +14,15 @@ from distdl_rma.layers import (
 )
 from tests.fuzz.convolutions import check
 from tests.layers.sequential import agree, shard
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
-CHUNK = 10
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
-@pytest.mark.parametrize("chunk", range(10))
-def test_random_convolutions_of_any_form_equal_the_sequential_ones(P_world, comm, chunk):
-    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        check(P_world, comm, seed)
+@over_seeds(100, each=10)
+def test_random_convolutions_of_any_form_equal_the_sequential_ones(P_world, comm, seeds):
+    check_each(check, P_world, comm, seeds)
 
 
 def grid(P_world, shape, ranks=None):

@@ -7,6 +7,7 @@ from torch import nn
 from distdl_rma import GradientSync, PartitionError, ShapeError, UnsupportedError, layers, zero_volume_tensor
 from tests.fuzz.embedding import check
 from tests.layers.sequential import agree, shard
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
 
@@ -24,10 +25,9 @@ def twins(P_x, **arguments):
     return layer, nn.Embedding(7, 3, dtype=torch.float64, **arguments)
 
 
-@pytest.mark.parametrize("chunk", range(8))
-def test_random_layers_equal_the_sequential_ones(P_world, comm, chunk):
-    for seed in range(10 * chunk, 10 * chunk + 10):
-        check(P_world, comm, seed)
+@over_seeds(80, each=10)
+def test_random_layers_equal_the_sequential_ones(P_world, comm, seeds):
+    check_each(check, P_world, comm, seeds)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

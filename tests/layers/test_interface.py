@@ -29,9 +29,9 @@ from distdl_rma.layers import (
 from distdl_rma.segments.buffer import SegmentBuffer
 from tests.fuzz.interface import check, compare
 from tests.layers.sequential import CONV, NORM, agree, shard
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
-CHUNK = 10
 
 
 @pytest.fixture
@@ -42,10 +42,9 @@ def permuted(comm):
         yield machine
 
 
-@pytest.mark.parametrize("chunk", range(6))
-def test_random_layers_from_global_parameters_equal_the_sequential_ones(P_world, comm, chunk):
-    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        check(P_world, comm, seed)
+@over_seeds(60, each=10)
+def test_random_layers_from_global_parameters_equal_the_sequential_ones(P_world, comm, seeds):
+    check_each(check, P_world, comm, seeds)
 
 
 def pairs(n):

@@ -16,6 +16,7 @@ from distdl_rma.layers import (
 from distdl_rma.state import gather_state_dict, load_global_state_dict
 from tests.fuzz.linear import check
 from tests.layers.sequential import agree, shard
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
 AG, RS = DistributedLinearAllGather, DistributedLinearReduceScatter
@@ -23,10 +24,9 @@ ZERO = [DistributedLinearAllGatherZero, DistributedLinearReduceScatterZero]
 KINDS = [AG, RS, *ZERO]
 
 
-@pytest.mark.parametrize("chunk", range(8))
-def test_any_linear_layer_equals_the_sequential_one(P_world, comm, chunk):
-    for seed in range(12 * chunk, 12 * chunk + 12):
-        check(P_world, comm, seed)
+@over_seeds(96, each=12)
+def test_any_linear_layer_equals_the_sequential_one(P_world, comm, seeds):
+    check_each(check, P_world, comm, seeds)
 
 
 def grid_of(P_world, dims=2):

@@ -19,15 +19,14 @@ from distdl_rma.layers import (
 )
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
 from tests.layers.sequential import agree, shard
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
-SEEDS = 16
 
 
-@pytest.mark.parametrize("first", range(0, 8 * SEEDS, SEEDS))
-def test_random_losses_equal_the_sequential_ones(P_world, comm, first):
-    for seed in range(first, first + SEEDS):
-        check(P_world, comm, seed)
+@over_seeds(128, each=16)
+def test_random_losses_equal_the_sequential_ones(P_world, comm, seeds):
+    check_each(check, P_world, comm, seeds)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

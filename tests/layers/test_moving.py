@@ -15,10 +15,9 @@ from distdl_rma.layers import (
     SumReduce,
 )
 from tests.fuzz.movement import check
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
-
-CHUNKS, SEEDS = 8, 12
 
 
 def grid(P_world, *shape):
@@ -182,7 +181,6 @@ def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, chunk):
-    for seed in range(chunk * SEEDS, (chunk + 1) * SEEDS):
-        check(P_world, comm, seed)
+@over_seeds(96, each=12)
+def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, seeds):
+    check_each(check, P_world, comm, seeds)

@@ -15,15 +15,14 @@ from distdl_rma.layers import (
 )
 from tests.fuzz import norm as fuzz
 from tests.layers.sequential import agree, shard
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
-SEEDS_PER_TEST = 10
 
 
-@pytest.mark.parametrize("chunk", range(10))
-def test_random_configurations_equal_the_sequential_layer(P_world, comm, chunk):
-    for seed in range(chunk * SEEDS_PER_TEST, (chunk + 1) * SEEDS_PER_TEST):
-        fuzz.check(P_world, comm, 100_000 * comm.size + seed)
+@over_seeds(100, each=10)
+def test_random_configurations_equal_the_sequential_layer(P_world, comm, seeds):
+    check_each(fuzz.check, P_world, comm, (100_000 * comm.size + seed for seed in seeds))
 
 
 def layers(P_world):

@@ -9,6 +9,7 @@ from distdl_rma import PartitionError, ShapeError, UnsupportedError, layers, zer
 from tests.fuzz.pooling import check
 from tests.layers.random_shards import cut_balanced
 from tests.layers.sequential import agree, shard
+from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
 
@@ -38,10 +39,9 @@ def image(dtype=torch.float64, shape=(2, 3, 11, 7)):
     return torch.randn(shape, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("chunk", range(8))
-def test_random_layers_equal_the_sequential_ones(P_world, comm, chunk):
-    for seed in range(10 * chunk, 10 * chunk + 10):
-        check(P_world, comm, seed)
+@over_seeds(80, each=10)
+def test_random_layers_equal_the_sequential_ones(P_world, comm, seeds):
+    check_each(check, P_world, comm, seeds)
 
 
 @kinds

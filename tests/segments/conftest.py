@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from distdl_rma import Machine
     from distdl_rma.segments import RemoteBuffer, SegmentBuffer, SegmentManager
 
-# Transport, and ranks per simulated node: with 4 ranks one node, 1+1+1+1, 2+2 and 3+1.
-NODES = {"one node": ("auto", None), "all remote": ("remote", None), "pairs": ("auto", 2), "3+1": ("auto", 3)}
+# Transport, and ranks per simulated node: with 4 ranks one node, 1+1+1+1, 2+2 and 3+1. Where there is but one
+# node of two or three, that has been seen already.
+NODES = [
+    pytest.param(("auto", None), id="one node", marks=pytest.mark.sizes(1, 2, 3, 4)),
+    pytest.param(("remote", None), id="all remote", marks=pytest.mark.sizes(1, 2, 3, 4)),
+    pytest.param(("auto", 2), id="pairs", marks=pytest.mark.sizes(3, 4)),
+    pytest.param(("auto", 3), id="3+1", marks=pytest.mark.sizes(4)),
+]
 if ON_TWO_HOSTS:
-    NODES = {"real nodes": ("auto", None)}
+    NODES = [pytest.param(("auto", None), id="real nodes")]
 
 
-@pytest.fixture(scope="session", params=NODES.values(), ids=NODES.keys())
+@pytest.fixture(scope="session", params=NODES)
 def segments(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Generator[SegmentManager, None, None]:
     """Segment manager of all ranks, over every kind of nodes."""
     from distdl_rma.segments import SegmentManager

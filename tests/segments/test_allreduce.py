@@ -9,6 +9,7 @@ import pytest
 from distdl_rma import ClosedError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import Allreduce
 from distdl_rma.segments.round import Round
+from tests.matrix import over_seeds
 
 pytestmark = pytest.mark.mpi
 
@@ -24,7 +25,7 @@ def operand(job, rank, step, count, dtype):
     return np.random.default_rng((job, rank, step)).integers(-9, 9, count).astype(dtype)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@over_seeds(4)
 def test_reductions_over_random_ranks_in_any_order_of_waiting(machine, comm, seed):
     rng, mine = random.Random(seed), random.Random(100 * seed + comm.rank)
     jobs = []

@@ -8,6 +8,7 @@ import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import AllGather, Allreduce, Broadcast, ReduceScatter
+from tests.matrix import over_seeds
 
 pytestmark = pytest.mark.mpi
 
@@ -71,7 +72,7 @@ class Case:
         np.testing.assert_allclose(result, self.expected(step), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@over_seeds(6)
 def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, seed):
     rng, mine = random.Random(seed), random.Random(100 * seed + comm.rank)
     cases = [Case(segments, rng, 100 * seed + number) for number in range(12)]

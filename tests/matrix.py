@@ -1,0 +1,77 @@
+"""Which MPI tests run on how many ranks, and with which of their seeds.
+
+Without ``--day`` all of them run, as in ``make test-all``. With the number of a day, as in ``make test``, a
+test runs on 2 and 3 ranks, or on the numbers of ranks that ``@pytest.mark.sizes(1, 2, 3, 4)`` gives it, its
+module or a parameter; where there are several such marks, on those that all of them name. A test of random
+cases, made by ``over_seeds``, runs on 1 to 4 ranks: with all seeds on 3, elsewhere with a third of them,
+every day another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from distdl_rma import Partition
+
+ALL = (1, 2, 3, 4)
+USUAL = (2, 3)
+# Where all seeds run: an odd number, which divides few extents.
+EVERY_SEED = 3
+# Ranks see each other's memory in other ways on one rank and on nodes of equal and unequal size; a run on two
+# hosts has its own numbers of ranks.
+USUAL_IN = {"segments": ALL, "hosts": ALL}
+SEEDS = "seed", "seeds"
+
+
+def over_seeds(count: int, each: int = 1) -> pytest.MarkDecorator:
+    """Parametrize a test over ``seed``, or with several for each test over the range ``seeds``.
+
+    Small cases belong together: between two tests all ranks wait for each other.
+    """
+    if each == 1:
+        return pytest.mark.parametrize("seed", range(count), ids=lambda seed: f"seed {seed}")
+    ranges = [range(first, min(first + each, count)) for first in range(0, count, each)]
+    return pytest.mark.parametrize("seeds", ranges, ids=lambda some: f"seeds {some[0]}-{some[-1]}")
+
+
+def check_each(
+    check: Callable[[Partition, MPI.Intracomm, int], None],
+    P_world: Partition,
+    comm: MPI.Intracomm,
+    seeds: Iterable[int],
+) -> None:
+    """Check the random cases of these seeds; an error says which one it was."""
+    for seed in seeds:
+        try:
+            check(P_world, comm, seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed} on {comm.size} ranks")
+            raise
+
+
+def runs(item: pytest.Item, size: int, day: int) -> bool:
+    """Whether a test is among those of a day on a number of ranks."""
+    place = place_among_seeds(item)
+    todays = place is None or size == EVERY_SEED or (place + size + day) % 3 == 0
+    return todays and size in sizes(item)
+
+
+def sizes(item: pytest.Item) -> Collection[int]:
+    """Numbers of ranks on which a test runs every day."""
+    marks = [set(mark.args) for mark in item.iter_markers("sizes")]
+    usual = ALL if place_among_seeds(item) is not None else USUAL_IN.get(item.path.parent.name, USUAL)
+    wanted = set.intersection(*marks) if marks else usual
+    least = max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=1)
+    return [size for size in wanted if size >= least] or [least]
+
+
+def place_among_seeds(item: pytest.Item) -> int | None:
+    """Which of the tests over its seeds a test is, None for one that has no seeds."""
+    places = item.callspec.indices if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return next((places[name] for name in SEEDS if name in places), None)
