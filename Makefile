@@ -22,7 +22,7 @@ MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/lockstep.py tests/matrix.py tests/run_mpi.py \
     tests/side_by_side.py tests/two_hosts.py
-SPREAD := --numprocesses $(WORKERS) --dist loadgroup
+SPREAD := --numprocesses $(WORKERS)
 TODAYS := $(if $(DAY),--day $(DAY))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
 

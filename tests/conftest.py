@@ -19,6 +19,8 @@ from tests.lockstep import Lockstep, Outcome
 if TYPE_CHECKING:
     import pytest_timeout
     from mpi4py import MPI
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
     from distdl_rma import Machine, Partition
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
+SHARES_A_JOB = "tests/test_docs.py"
 LEFT_OUT = pytest.StashKey[str]()
 
 # The same examples on every run and every rank; no database, so that nothing is left in the working tree.
@@ -102,6 +105,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:
     return config.stash.get(LEFT_OUT, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Give the next share of the tests to the first worker that is free, the largest one first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = share
+    return scheduling
+
+
+def share(nodeid: str) -> str:
+    """What a worker gets at a time: a test, or all of a file whose tests share a job."""
+    file, _, _ = nodeid.partition("::")
+    return file if file == SHARES_A_JOB else nodeid
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -3,15 +3,16 @@
 The convention for README.md and docs/**/*.md: the ```python blocks of a page are one program. They run in the
 order of the page, in one namespace, on two ranks and under a time limit. So a block may use what stood in an
 earlier one, and the page says so. What is to be shown only has another language, or none, or is indented.
+All pages run in one job, one after the other; after one that fails, the others run in another.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,24 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 RANKS = 2
-SECONDS = 120
+SECONDS = 240
+# Every page in a folder and a namespace of its own; when all ranks have come to its end, that is noted.
+RUN_PAGES = """
+import os, sys
+from pathlib import Path
+from mpi4py import MPI
+for folder in map(Path, sys.argv[1:]):
+    os.chdir(folder)
+    script = next(folder.parent.glob(f"{folder.name}.py"))
+    names = {"__name__": "__main__", "__file__": str(script)}
+    exec(compile(script.read_text(), script, "exec"), names)
+    if "P_world" in names:
+        # Else the next page would get the same machine.
+        names["P_world"].deactivate()
+    MPI.COMM_WORLD.Barrier()
+    if MPI.COMM_WORLD.rank == 0:
+        folder.with_suffix(".over").touch()
+"""
 
 
 def name(page: Path) -> str:
@@ -61,23 +79,51 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.timeout(SECONDS + 30)
-@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()], ids=name)
-def test_the_python_of_a_page_runs_on_two_ranks(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run_pages(folder: Path, pages: Sequence[Path]) -> dict[Path, str]:
+    """What went wrong on each of the pages, up to the first one that did not come to its end."""
+    folders = []
+    for number, page in enumerate(pages):
+        folders.append(folder / f"{number}_{page.stem}")
+        folders[-1].mkdir()
+        folders[-1].with_suffix(".py").write_text(program(page))
+    command = [*mpiexec(RANKS), sys.executable, "-m", "mpi4py", "-c", RUN_PAGES, *map(str, folders)]
+    over, deadline = 0, time.monotonic() + SECONDS
+    with (folder / "output").open("wb") as output, launched(command, output, output) as job:
+        while job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            if over < len(pages) and folders[over].with_suffix(".over").exists():
+                over, deadline = over + 1, time.monotonic() + SECONDS
+        status = job.poll()
+    over = sum(each.with_suffix(".over").exists() for each in folders)
+    left = (", ".join(file.name for file in each.iterdir()) for each in folders)
+    problems = {page: files and f"leaves {files} behind" for page, files in zip(pages, left, strict=True)}
+    if status == 0:
+        return problems
+    failed = min(over, len(pages) - 1)
+    ended = f"not over after {SECONDS} s" if status is None else f"exit status {status}"
+    problems[pages[failed]] = f"{ended}; lines are those of the page\n{(folder / 'output').read_text()}"
+    return {page: problems[page] for page in pages[: failed + 1]}
+
+
+@pytest.fixture(scope="module")
+def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """What went wrong on each page whose test was chosen, an empty text where nothing did."""
     if shutil.which(mpiexec(1)[0]) is None:
         pytest.skip("there is no mpiexec")
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / f"{page.stem}_page.py"
-    script.write_text(program(page))
-    with launched([*mpiexec(RANKS), sys.executable, "-m", "mpi4py", str(script)]) as job:
-        try:
-            status = job.wait(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{name(page)} is not over after {SECONDS} s", pytrace=False)
-    assert status == 0, f"{name(page)}: exit status {status}; lines of the traceback are those of the page"
-    assert list(tmp_path.iterdir()) == [script], "the page leaves files behind"
+    users = [item for item in request.session.items if "problems" in item.fixturenames]
+    left, found = [item.callspec.params["page"] for item in users], {}
+    while left:
+        found |= run_pages(tmp_path_factory.mktemp("pages"), left)
+        left = [page for page in left if page not in found]
+    return found
+
+
+# The first of them waits for all pages.
+@pytest.mark.timeout(5 * SECONDS)
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()], ids=name)
+def test_the_python_of_a_page_runs_on_two_ranks(page: Path, problems: dict[Path, str]) -> None:
+    if problems[page]:
+        pytest.fail(f"{name(page)}: {problems[page]}", pytrace=False)
 
 
 def test_the_first_script_of_the_readme_is_complete() -> None:
