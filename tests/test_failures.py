@@ -16,6 +16,15 @@ from distdl_rma import *
 from distdl_rma.layers import *
 comm = MPI.COMM_WORLD
 """
+# For stories without a layer: torch takes longer to load than most of them take.
+LIGHT = """
+import os, signal, sys, time
+import numpy as np
+from mpi4py import MPI
+from distdl_rma import Machine
+from distdl_rma.errors import *
+comm = MPI.COMM_WORLD
+"""
 # Outlives the rank that it started, so that the launcher has nothing to see.
 STAND_IN = """
 import subprocess, sys, time
@@ -82,13 +91,13 @@ try:
 except ConfigurationError as error:
     sys.stdout.write(f"refused: {error}\\n")
 """
-    code, out, _ = run(3, body)
+    code, out, _ = run(3, body, preamble=LIGHT)
     assert code == 0
     assert out.count("refused: rank 1: a segment size is") == 3
 
 
 def test_segment_larger_than_shared_memory_is_refused_at_start():
-    code, _, err = run(2, "Machine(comm)", DISTDL_RMA_SEGMENT_SIZE="100TiB")
+    code, _, err = run(2, "Machine(comm)", preamble=LIGHT, DISTDL_RMA_SEGMENT_SIZE="100TiB")
     assert code != 0
     assert "not enough shared memory" in err and "DISTDL_RMA_SEGMENT_SIZE" in err
 

@@ -3,16 +3,8 @@
 import pytest
 
 from tests.private_memory import run_alone
-from tests.test_failures import run
+from tests.test_failures import LIGHT, run
 
-# Without torch, which takes seconds to load.
-LIGHT = """
-import os, sys
-from mpi4py import MPI
-from distdl_rma import Machine
-from distdl_rma.errors import DistdlError
-comm = MPI.COMM_WORLD
-"""
 REFUSED = """
 try:
     machine = Machine(comm{})
