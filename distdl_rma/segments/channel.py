@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
-from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.exchange import Exchange, Piece
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.buffer import SegmentBuffer
-from distdl_rma.segments.heap import aligned
+from distdl_rma.segments.lanes import SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import Waiting
-from distdl_rma.segments.remote import RemoteBuffer
 
 __all__ = ["Channel"]
 
 Array = npt.NDArray[Any]
-_SLOTS = 2
-# A large message is announced bit by bit: its reader begins while its writer goes on.
-_STEP_NBYTES = 1 << 20
-
-
-@dataclass
-class _Lane:
-    # One peer's share of a channel in one direction; a message is all pieces for that peer.
-    peer: int
-    pieces: tuple[Piece, ...]
-    nbytes: int
-    offset: int  # of the first slot, or of the staging area, in this rank's buffer
-    notification: int  # of this rank's buffer: the data flag (receives) or the ack flag (sends)
-    ends: tuple[int, ...]  # behind which pieces the data flag rises, the last one included
-    views: tuple[tuple[Array, ...], ...] = ()
-    staged: tuple[Array, ...] = ()
-    remote: RemoteBuffer | None = None
-
-    @property
-    def stride(self) -> int:
-        return aligned(self.nbytes)
-
-    def risen(self, epoch: int, steps: int | None = None) -> int:
-        """Value of the data flag after some steps of an epoch, or all of them."""
-        every = len(self.ends)
-        return (epoch - 1) * every + (every if steps is None else steps)
 
 
 class Channel:
@@ -87,23 +58,14 @@ class Channel:
         self._manager = manager
         own = exchange.own
         self._own_shape = own.shape
-        item = self.dtype.itemsize
-        self.sends, self.receives = (_steps(p, item) for p in (exchange.sends, exchange.receives))
+        lanes = Lanes(
+            exchange, self.dtype.itemsize, lambda peer: manager.segment.link(peer).memory is not None
+        )
+        self.sends, self.receives = lanes.sends, lanes.receives
+        self._sends, self._receives = lanes.outgoing, lanes.incoming
         self._sent = [piece.box.slices(own) for piece in self.sends]
-        receives, sends = by_peer(self.receives), by_peer(self.sends)
-        flags = count()
-        end = 0
-        self._receives: list[_Lane] = []
-        self._sends: list[_Lane] = []
-        for lanes, groups in ((self._receives, receives), (self._sends, sends)):
-            for peer, pieces in groups:
-                nbytes = item * sum(piece.box.volume for piece in pieces)
-                lane = _Lane(peer, pieces, nbytes, end, next(flags), _ends(pieces, item))
-                lanes.append(lane)
-                if lanes is self._receives or manager.segment.link(peer).memory is None:
-                    end += _SLOTS * lane.stride
-        self._buffer: SegmentBuffer = manager.get_segment_buffer(end, len(receives) + len(sends), name)
-        self._connected = not receives and not sends
+        self._buffer: SegmentBuffer = manager.get_segment_buffer(lanes.nbytes, lanes.flags, name)
+        self._connected = self.idle
         self._operation = manager.operation(name)
         # Of a recording: epochs under way, and what to call when everything of one has arrived.
         self._flights: dict[int, Callable[[], bool]] = {}
@@ -123,39 +85,50 @@ class Channel:
 
     def count(self, pieces: int) -> int:
         """Number of pieces that the first so many of the exchange arrive in."""
-        return len(_steps(self.exchange.receives[:pieces], self.dtype.itemsize))
+        return len(in_steps(self.exchange.receives[:pieces], self.dtype.itemsize))
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with the neighbours, and only with these; once, blocking.
 
-        The first ``start`` calls it. Raises ``MismatchError`` on both sides if a neighbour connects
-        another exchange, ``ExchangeTimeout`` if it does not come.
+        The first ``start`` calls it.
+
+        Raises
+        ------
+        MismatchError
+            On both sides, if a neighbour connects another exchange.
+        ShapeError
+            On both sides, if a neighbour moves elements of another type.
+        ExchangeTimeout
+            If a neighbour does not come; the call can be repeated.
         """
         self._check()
         if self._connected:
             return
         receive = {lane.peer: lane for lane in self._receives}
         send = {lane.peer: lane for lane in self._sends}
+        # Of types that are not built in, such as those of foreign byte order, the number says too little.
+        kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
         # What a peer must know: where its data goes, which flag announces it, which flag acknowledges.
         notes: dict[int, tuple[int, ...]] = {
             peer: (
                 receive[peer].offset if peer in receive else -1,
                 receive[peer].notification if peer in receive else -1,
                 send[peer].notification if peer in send else -1,
-                self.dtype.num,
+                kind,
             )
             for peer in self.exchange.peers
         }
         remotes = self._buffer.exchange(notes, self.name, self.exchange.fingerprint, timeout)
+        others = sorted(peer for peer, remote in remotes.items() if remote.note[3] != kind)
+        if others:
+            raise ShapeError(
+                f"{self.name!r}: rank {self._manager.rank} moves {self.dtype}, but rank(s) {others} another"
+                " dtype: it must be the same on all ranks of a channel"
+            )
         for lane in self._sends:
-            lane.remote = remotes[lane.peer]
-            if lane.remote.note[3] != self.dtype.num:
-                raise ShapeError(f"{self.name!r}: rank {lane.peer} moves another dtype than {self.dtype}")
-            self._lay_out(lane, remotes[lane.peer].note[0])
+            lane.tie_target(remotes[lane.peer], self._buffer, self.dtype)
         for lane in self._receives:
-            lane.remote = remotes[lane.peer]
-            slots = [self._slot(lane, parity) for parity in range(_SLOTS)]
-            lane.views = tuple(_cut(slot, lane.pieces) for slot in slots)
+            lane.tie_source(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
 
     def cut(self, x: Array) -> list[Array]:
@@ -174,10 +147,11 @@ class Channel:
         ProtocolError
             If two epochs are already started and not received.
         ExchangeTimeout
-            If a peer two epochs behind does not acknowledge in time.
+            If a peer two epochs behind does not acknowledge in time. Nothing was put; the call can be
+            repeated.
         """
         self._check()
-        if self._started - self._finished >= _SLOTS:
+        if self._started - self._finished >= SLOTS:
             raise ProtocolError(
                 f"{self.name!r}: third start without a receive (epochs {self._finished + 1} and"
                 f" {self._started} are in flight)"
@@ -186,23 +160,28 @@ class Channel:
             self.connect()
         epoch = self._started + 1
         self._manager.begin(self._operation, epoch)
-        if self._manager.trace.recording is not None and self._receives:
-            self._record(epoch)
-        source = iter(parts)
+        # A slot is free again when its reader has acknowledged the epoch before the last. All are, before
+        # the first is written: who gives up waiting has told nobody of this epoch.
         for lane in self._sends:
-            # The slot is free again when the reader has acknowledged the epoch before the last.
             self._buffer.wait_flag(
                 lane.notification,
-                epoch - _SLOTS,
+                epoch - SLOTS,
                 lambda lane=lane: self._about(lane, epoch, "acknowledge"),  # type: ignore[misc]
             )
+        if self._manager.trace.recording is not None and self._receives:
+            self._record(epoch)
+        source, counters = iter(parts), self._manager.counters
+        for lane in self._sends:
             step = 0
-            for at, view in enumerate(lane.views[epoch % _SLOTS]):
+            for at, view in enumerate(lane.views[epoch % SLOTS]):
                 np.copyto(view, next(source), casting="equiv")
                 if at == lane.ends[step] and step + 1 < len(lane.ends):
                     step += 1
-                    self._announce_step(lane, epoch, step)
-            self._announce(lane, epoch)
+                    lane.announce_step(epoch, step)
+            lane.announce(epoch)
+            if not lane.staged:
+                counters.puts += 1
+                counters.bytes_put += lane.nbytes
         self._started = epoch
         return epoch
 
@@ -213,18 +192,20 @@ class Channel:
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
 
-        The arrays lie in the segment and are valid until the next piece is asked for: the slot is then
-        acknowledged. The epoch counts as received when the iterator is exhausted; after a timeout the
-        call can be repeated.
+        The arrays lie in the segment and are valid until the iterator is exhausted: then all slots are
+        acknowledged, and the epoch counts as received. After a timeout, or when an iterator was left
+        before its end, the call can be repeated: it hands out the same pieces from the first one on.
+
+        Raises
+        ------
+        ProtocolError
+            If the epoch was not started, is not the next one, or was received meanwhile by another call.
+        ExchangeTimeout
+            If a peer does not send in time, or does not take what was put for it.
         """
-        self._check()
-        if not self._finished < epoch <= self._started or epoch != self._finished + 1:
-            raise ProtocolError(
-                f"{self.name!r}: epoch {epoch} cannot be received, started are {self._started},"
-                f" received {self._finished}"
-            )
+        self._check_next(epoch)
         for lane in self._receives:
-            begin, views = 0, lane.views[epoch % _SLOTS]
+            begin, views = 0, lane.views[epoch % SLOTS]
             for step, end in enumerate(lane.ends, 1):
                 self._buffer.wait_flag(
                     lane.notification,
@@ -236,13 +217,9 @@ class Channel:
                     self._flights[epoch]()
                 yield from zip(lane.pieces[begin : end + 1], views[begin : end + 1], strict=True)
                 begin = end + 1
-            self._acknowledge(lane, epoch)
-        for lane in self._sends:
-            if lane.staged and lane.remote is not None:
-                # Nothing would send this rank's notification on if it now left for something else.
-                lane.remote.flush(timeout)
-        self._finished = epoch
-        self._flights.pop(epoch, None)
+                # Not by two: an iterator that was left may be taken up again after its epoch is over.
+                self._check_next(epoch)
+        self._finish(epoch, timeout)
 
     def missing(self, epoch: int) -> Waiting:
         """Which peer an epoch still waits for; for messages."""
@@ -255,19 +232,18 @@ class Channel:
         """Give up one epoch, started or not, on all ranks of the exchange alike.
 
         For when every rank learned that the movement does not take place: what peers may have put for it
-        is dropped. Each rank calls it exactly once for that epoch.
+        is dropped. Each rank calls it exactly once for that epoch. Blocking until this rank's own puts are
+        over; after a timeout the call can be repeated.
         """
         self._check()
         epoch = self._finished + 1
         if self._connected:
-            for lane in self._receives:
-                self._acknowledge(lane, epoch)
-            for lane in self._sends:
-                if lane.staged and lane.remote is not None:
-                    # Acknowledged without being read: the put must be over before its memory is used again.
-                    lane.remote.flush()
-        self._started = self._finished = epoch
-        self._flights.pop(epoch, None)
+            if self._started < epoch:
+                # Receivers keep their memory until they know that nothing more comes.
+                for lane in self._sends:
+                    lane.announce_nothing(epoch)
+            self._finish(epoch)
+        self._started, self._finished = max(self._started, epoch), epoch
 
     def move(self, x: Array) -> Array:
         """Carry out the whole movement, ``y[box] += x[box]``; blocking. Returns an array of its own."""
@@ -296,41 +272,26 @@ class Channel:
                 self._manager.retire(self._buffer, self._quiet)
 
     def _quiet(self) -> bool:
-        # A reader's acknowledgement is the last thing that it writes here.
-        acknowledged = all(self._buffer.flag(lane.notification) >= self._started for lane in self._sends)
-        return acknowledged and self._finished == self._started
+        # An acknowledgement is the last thing that a reader writes here; a data flag follows what a sender
+        # put, or says that it puts nothing: of a void it may come later than this rank's own.
+        flag = self._buffer.flag
+        return (
+            self._finished == self._started
+            and all(flag(lane.notification) >= self._started for lane in self._sends)
+            and all(flag(lane.notification) >= lane.risen(self._finished) for lane in self._receives)
+        )
 
-    def _lay_out(self, lane: _Lane, offset: int) -> None:
-        remote = lane.remote
-        if remote is None:
-            raise ProtocolError(f"{self.name!r}: not connected to rank {lane.peer}")
-        count_ = lane.nbytes // self.dtype.itemsize
-        there = [offset + parity * lane.stride for parity in range(_SLOTS)]
-        direct = [remote.direct(self.dtype, count_, at) for at in there]
-        slots = [self._slot(lane, p) if slot is None else slot for p, slot in enumerate(direct)]
-        lane.views = tuple(_cut(slot, lane.pieces) for slot in slots)
-        lane.staged = () if direct[0] is not None else tuple(slots)
-
-    def _slot(self, lane: _Lane, parity: int) -> Array:
-        count_ = lane.nbytes // self.dtype.itemsize
-        return self._buffer.view(self.dtype, (count_,), lane.offset + parity * lane.stride)
-
-    def _announce(self, lane: _Lane, epoch: int) -> None:
-        if lane.remote is None:
-            raise ProtocolError(f"{self.name!r}: not connected to rank {lane.peer}")
-        offset, flag = lane.remote.note[0], lane.remote.note[1]
-        if lane.staged:
-            parity = epoch % _SLOTS
-            lane.remote.put_stable(lane.staged[parity].view(np.uint8), offset + parity * lane.stride)
-        else:
-            self._manager.counters.puts += 1
-            self._manager.counters.bytes_put += lane.nbytes
-        lane.remote.raise_flag(flag, lane.risen(epoch))
-
-    def _announce_step(self, lane: _Lane, epoch: int, step: int) -> None:
-        # A message to another node travels as a whole.
-        if lane.remote is not None and not lane.staged:
-            lane.remote.raise_flag(lane.remote.note[1], lane.risen(epoch, step))
+    def _finish(self, epoch: int, timeout: float | None = None) -> None:
+        # Nothing would send this rank's notification on if it now left for something else. And what a peer
+        # acknowledged unread, in a void, must be over before the slot is written again.
+        for lane in self._sends:
+            if lane.staged:
+                lane.there.flush(timeout)
+        # Last: until here everything can be handed out once more.
+        for lane in self._receives:
+            lane.acknowledge(epoch)
+        self._finished = epoch
+        self._flights.pop(epoch, None)
 
     def _record(self, epoch: int) -> None:
         # Every wait and the progress engine look whether it is there; ``receive`` at the latest.
@@ -340,11 +301,7 @@ class Channel:
         self._flights[epoch] = self._manager.trace.watched("exchange", self.name, over)
         self._manager.defer(self._flights[epoch])
 
-    def _acknowledge(self, lane: _Lane, epoch: int) -> None:
-        if lane.remote is not None:
-            lane.remote.acknowledge(lane.remote.note[2], epoch)
-
-    def _about(self, lane: _Lane, epoch: int, verb: str) -> Waiting:
+    def _about(self, lane: Lane, epoch: int, verb: str) -> Waiting:
         # Of the data flag only whole epochs count; the flag of an acknowledgement counts nothing else.
         steps = len(lane.ends) if verb == "send" else 1
         seen = self._buffer.flag(lane.notification) // steps
@@ -358,41 +315,10 @@ class Channel:
         if self._closed or self._manager.closed:
             raise ClosedError(f"channel of {self.name!r}: already closed")
 
-
-def _steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
-    """Pieces, the large ones cut along their first dimension; alike for whoever sends and receives them."""
-    found = []
-    for piece in pieces:
-        count = -(-piece.box.volume * itemsize // _STEP_NBYTES)
-        dim = next((d for d, extent in enumerate(piece.box.shape) if extent > 1), 0)
-        if count <= 1:
-            found.append(piece)
-            continue
-        start, stop = piece.box.bounds[dim]
-        blocks = Balanced(stop - start, min(count, stop - start))
-        for part in range(blocks.parts):
-            low, high = blocks.interval(part)
-            found.append(Piece(piece.peer, piece.box.replace(dim, start + low, start + high)))
-    return tuple(found)
-
-
-def _ends(pieces: tuple[Piece, ...], itemsize: int) -> tuple[int, ...]:
-    """Last piece of each step of a message."""
-    ends, nbytes = [], 0
-    for at, piece in enumerate(pieces):
-        nbytes += piece.box.volume * itemsize
-        if nbytes >= _STEP_NBYTES:
-            ends.append(at)
-            nbytes = 0
-    if not ends or ends[-1] != len(pieces) - 1:
-        ends.append(len(pieces) - 1)
-    return tuple(ends)
-
-
-def _cut(slot: Array, pieces: tuple[Piece, ...]) -> tuple[Array, ...]:
-    # A slot holds the pieces of one message one behind the other, each row-major.
-    views, at = [], 0
-    for piece in pieces:
-        views.append(slot[at : at + piece.box.volume].reshape(piece.box.shape))
-        at += piece.box.volume
-    return tuple(views)
+    def _check_next(self, epoch: int) -> None:
+        self._check()
+        if epoch != self._finished + 1 or epoch > self._started:
+            raise ProtocolError(
+                f"{self.name!r}: epoch {epoch} cannot be received, started are {self._started},"
+                f" received {self._finished}"
+            )

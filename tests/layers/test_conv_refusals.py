@@ -1,10 +1,14 @@
 """What distributed convolutions refuse, and that all ranks hear of it."""
 
+import gc
+import time
+
 import pytest
 import torch
 
-from distdl_rma import PartitionError, ShapeError, UnsupportedError
+from distdl_rma import Machine, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d
+from distdl_rma.layers.halo import HaloPlan
 
 pytestmark = pytest.mark.mpi
 
@@ -89,3 +93,43 @@ def test_input_that_no_window_fits_is_refused(P_world, comm):
     layer = DistributedConv1d(P_x, 1, 1, 9)
     with pytest.raises(ShapeError, match=r"global input \(\d,\) is too small for kernel \(9,\)"):
         layer(torch.randn(1, 1, 1))
+
+
+def refused(layer, x):
+    """Whether a call is refused; what it raised holds no layer afterwards."""
+    try:
+        layer(x)
+    except ShapeError:
+        return True
+    return False
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_dropped_after_a_refused_call_keeps_its_memory_until_late_edges_came(
+    P_world, comm, monkeypatch
+):
+    # With two taps each rank reads the edge of the next one. The last has told its shape, and is late.
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    segments, start = Machine.of(P_x).segments, HaloPlan.start
+    layer = DistributedConv1d(P_x, 1, 1, 2, name="dropped")
+    x = torch.randn(1, 1, 8)
+    layer(x)
+
+    def late(plan, shard):
+        comm.Barrier()
+        return start(plan, shard)
+
+    with monkeypatch.context() as patched:
+        if comm.rank == comm.size - 1:
+            patched.setattr(HaloPlan, "start", late)
+        was_refused = refused(layer, x.double() if comm.rank == 0 else x)
+    del layer
+    gc.collect()
+    kept = "dropped" in segments.stats().owners
+    if comm.rank < comm.size - 1:
+        comm.Barrier()
+    assert was_refused and (kept or comm.rank != comm.size - 2)
+    deadline = time.monotonic() + 10
+    while "dropped" in segments.stats().owners and time.monotonic() < deadline:
+        segments.progress()
+    assert "dropped" not in segments.stats().owners

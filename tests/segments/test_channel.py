@@ -6,64 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, ProtocolError, ShapeError
+from distdl_rma import ClosedError, MismatchError, ProtocolError, ShapeError
 from distdl_rma.geometry import Box, Decomposition, Exchange
 from distdl_rma.segments import Channel
+from tests.segments.exchanges import NAMES, expected, halo, movements, values
 
 pytestmark = pytest.mark.mpi
-
-
-def line(machine):
-    return machine.partition((machine.size,))
-
-
-def halo(machine, extent=23):
-    """Each rank needs its block and two elements on either side."""
-    own = Decomposition.balanced(line(machine), (extent,))
-    need = Decomposition.from_local_shapes(line(machine), {r: (own.box(r).shape) for r in machine.ranks})
-    from distdl_rma.geometry.split import Balanced
-    from distdl_rma.geometry.stencil import Window, WindowSplit
-
-    wide = WindowSplit(Balanced(extent, machine.size), Window(5, left=2, right=2), extent)
-    return Exchange(machine.rank, own, need.with_splits({0: wide}))
-
-
-def movements(machine):
-    P = line(machine)
-    root = P.create_partition_inclusive([0])
-    whole, blocks = Decomposition.replicated(P, (12,)), Decomposition.balanced(P, (12,))
-    at_root = Decomposition.replicated(root, (12,))
-    pairs = {
-        "broadcast": (at_root, whole),
-        "sum_reduce": (whole, at_root),
-        "all_gather": (blocks, whole),
-        "reduce_scatter": (whole, blocks),
-        "all_sum_reduce": (whole, whole),
-    }
-    made = {name: Exchange(machine.rank, *pair) for name, pair in pairs.items()}
-    return {**made, "halo": halo(machine)}
-
-
-NAMES = ["broadcast", "sum_reduce", "all_gather", "reduce_scatter", "all_sum_reduce", "halo"]
-
-
-def values(exchange, rank, epoch):
-    """Integers that tell rank and epoch, as local tensor x of a rank."""
-    box = (exchange.target if exchange.transposed else exchange.source).box(rank)
-    return np.arange(box.volume).reshape(box.shape) + 100 * rank + 1000 * epoch
-
-
-def expected(exchange, epoch):
-    """y = 0; y[box] += x[box] for all ranks, by brute force."""
-    source = exchange.target if exchange.transposed else exchange.source
-    need = exchange.need
-    y = np.zeros(need.shape, np.int64)
-    for rank in source.partition.ranks:
-        own = source.box(rank)
-        common = own & need
-        if not common.empty:
-            y[common.slices(need)] += values(exchange, rank, epoch)[common.slices(own)]
-    return y
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,39 +91,14 @@ def test_epochs_are_received_in_order(machine):
     channel.close()
 
 
-def test_voided_epoch_leaves_no_trace(machine, comm):
-    exchange = halo(machine)
-    channel = Channel(machine.segments, exchange, np.int64, "void")
-    for epoch in range(1, 60):
-        if epoch % 3 == 0:
-            # Some ranks had started already, others had not.
-            if machine.rank % 2:
-                channel.start(channel.cut(values(exchange, machine.rank, -1)))
-            comm.Barrier()
-            channel.void()
-        y = channel.move(values(exchange, machine.rank, epoch))
-        assert (y == expected(exchange, epoch)).all(), epoch
-    channel.close()
-
-
 @pytest.mark.mpi(min_size=2)
-def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machine, comm):
-    exchange = movements(machine)["broadcast"]
-    channel = Channel(machine.segments, exchange, np.int64, "slow layer")
-    channel.connect()
-    x = values(exchange, machine.rank, 1)
-    if machine.rank == 0:
-        comm.Barrier()
-        channel.move(x)
-    else:
-        epoch = channel.start([])
-        with pytest.raises(
-            ExchangeTimeout,
-            match=r"waited .* s for rank 0 to send in 'slow layer' \(epoch 1, last seen 0\)",
-        ):
-            list(channel.receive(epoch, timeout=0.02))
-        comm.Barrier()
-        assert (channel.gather(x, epoch, np.add) == expected(exchange, 1)).all()
+@pytest.mark.parametrize("name", ["broadcast", "sum_reduce"])
+@pytest.mark.parametrize("other", [np.int32, ">f4"])
+def test_another_dtype_is_refused_by_those_who_send_and_by_those_who_receive(machine, name, other):
+    dtype = np.dtype(other if machine.rank == 0 else np.float32)
+    channel = Channel(machine.segments, movements(machine)[name], dtype, "bits")
+    with pytest.raises(ShapeError, match=rf"'bits': rank {machine.rank} moves {dtype}, .* another dtype"):
+        channel.connect()
     channel.close()
 
 

@@ -1,0 +1,57 @@
+"""Exchanges of all kinds, local tensors that tell rank and epoch, and what becomes of them."""
+
+import numpy as np
+
+from distdl_rma.geometry import Decomposition, Exchange
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.stencil import Window, WindowSplit
+
+
+def line(machine):
+    return machine.partition((machine.size,))
+
+
+def halo(machine, extent=23):
+    """Each rank needs its block and two elements on either side."""
+    own = Decomposition.balanced(line(machine), (extent,))
+    need = Decomposition.from_local_shapes(line(machine), {r: (own.box(r).shape) for r in machine.ranks})
+    wide = WindowSplit(Balanced(extent, machine.size), Window(5, left=2, right=2), extent)
+    return Exchange(machine.rank, own, need.with_splits({0: wide}))
+
+
+def movements(machine):
+    P = line(machine)
+    root = P.create_partition_inclusive([0])
+    whole, blocks = Decomposition.replicated(P, (12,)), Decomposition.balanced(P, (12,))
+    at_root = Decomposition.replicated(root, (12,))
+    pairs = {
+        "broadcast": (at_root, whole),
+        "sum_reduce": (whole, at_root),
+        "all_gather": (blocks, whole),
+        "reduce_scatter": (whole, blocks),
+        "all_sum_reduce": (whole, whole),
+    }
+    made = {name: Exchange(machine.rank, *pair) for name, pair in pairs.items()}
+    return {**made, "halo": halo(machine)}
+
+
+NAMES = ["broadcast", "sum_reduce", "all_gather", "reduce_scatter", "all_sum_reduce", "halo"]
+
+
+def values(exchange, rank, epoch):
+    """Integers that tell rank and epoch, as local tensor x of a rank."""
+    box = (exchange.target if exchange.transposed else exchange.source).box(rank)
+    return np.arange(box.volume).reshape(box.shape) + 100 * rank + 1000 * epoch
+
+
+def expected(exchange, epoch):
+    """y = 0; y[box] += x[box] for all ranks, by brute force."""
+    source = exchange.target if exchange.transposed else exchange.source
+    need = exchange.need
+    y = np.zeros(need.shape, np.int64)
+    for rank in source.partition.ranks:
+        own = source.box(rank)
+        common = own & need
+        if not common.empty:
+            y[common.slices(need)] += values(exchange, rank, epoch)[common.slices(own)]
+    return y
