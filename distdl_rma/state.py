@@ -10,9 +10,8 @@ from torch import nn
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.layers.layer import DistributedLayer
-from distdl_rma.layers.movement import Movement
+from distdl_rma.layers.passes import gather_whole
 from distdl_rma.layers.weights import one_copy
 from distdl_rma.machine import Machine
 
@@ -22,7 +21,8 @@ __all__ = ["gather_state_dict", "load_global_state_dict"]
 def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
     """State of a model with the keys and global shapes of its sequential twin.
 
-    Collective over the machine of the model's layers, blocking.
+    Collective over the machine of the model's layers, blocking. Tensors travel in passes: the segment of a
+    rank holds at most a MiB of what comes in, and of what is staged for other nodes.
 
     Parameters
     ----------
@@ -129,11 +129,4 @@ def _whole(
 ) -> torch.Tensor:
     everyone = machine.partition()
     takers = everyone if rank is None else everyone.create_partition_inclusive([machine.ranks.index(rank)])
-    givers = one_copy(layout)
-    exchange = Exchange(machine.rank, givers, Decomposition.replicated(takers, layout.shape))
-    movement = Movement(machine, exchange, part.dtype, f"state of {key!r}")
-    try:
-        with torch.no_grad():
-            return movement(part if givers.partition.active else part.new_empty(0))
-    finally:
-        movement.close()
+    return gather_whole(machine, one_copy(layout), takers, part, f"state of {key!r}")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import chain, islice
-from math import prod
 from typing import Any
 
 import torch
 
-from distdl_rma.errors import ProtocolError
-from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.autograd import anchor, first_derivative
 from distdl_rma.layers.memory import result
 from distdl_rma.layers.tensors import as_tensor, as_words, numpy_dtype, sum_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
-__all__ = ["Direction", "Flight", "Movement", "broadcast"]
+__all__ = ["Direction", "Flight", "Movement"]
 
 
 class Flight:
@@ -88,6 +87,19 @@ class Direction:
         with self._trace.span("wait", self.channel.name, self.backward):
             return self._arrive(x, epoch)
 
+    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Move one local shard after another; yield what arrives, in order. Blocking.
+
+        The next one travels while a result is used.
+        """
+        under_way: deque[tuple[torch.Tensor, int]] = deque()
+        for part in parts:
+            under_way.append(self.depart(part))
+            if len(under_way) == 2:
+                yield self.arrive(*under_way.popleft())
+        while under_way:
+            yield self.arrive(*under_way.popleft())
+
     def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
         y = result(self._need.shape, self._wide)
         parts = chain(islice(theirs := self._received(epoch), self._before), self._local(x), theirs)
@@ -121,6 +133,9 @@ class Movement:
     Starting and waiting are two autograd operations, each the adjoint of the other: a forward ``start,
     compute, wait`` becomes a backward ``start^T, compute^T, wait^T`` with the same overlap.
 
+    Construction is local, and allocates slots for one direction. Those of the adjoint are allocated by the
+    first backward, or by ``connect``: what only moves forward never has any.
+
     Parameters
     ----------
     machine
@@ -137,11 +152,30 @@ class Movement:
         kind = numpy_dtype(dtype, name)
         self.machine, self.name, self.dtype = machine, name, dtype
         self.forward = Channel(machine.segments, exchange, kind, name)
-        self.adjoint = Channel(machine.segments, exchange.T, kind, f"{name} (adjoint)")
         self.forwards = Direction(machine, self.forward, dtype, backward=False)
-        self.backwards = Direction(machine, self.adjoint, dtype, backward=True)
+        self._made = [self.forward]
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
-        self._finalizer = weakref.finalize(self, _close_both, self.forward, self.adjoint)
+        self._finalizer = weakref.finalize(self, _close_all, self._made)
+
+    @cached_property
+    def adjoint(self) -> Channel:
+        """Channel of the adjoint movement; asking for it allocates its slots, once. Local."""
+        if not self._finalizer.alive:
+            raise ClosedError(f"movement of {self.name!r}: already closed")
+        forward = self.forward
+        adjoint = Channel(self.machine.segments, forward.exchange.T, forward.dtype, f"{self.name} (adjoint)")
+        self._made.append(adjoint)
+        return adjoint
+
+    @cached_property
+    def backwards(self) -> Direction:
+        """The adjoint, and where its pieces lie."""
+        return Direction(self.machine, self.adjoint, self.dtype, backward=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of segment that the movement holds now."""
+        return sum(channel.nbytes for channel in self._made)
 
     def start(self, x: torch.Tensor, needs_grad: bool = False) -> Flight:
         """Put the pieces of ``x`` on their way; does not wait for the transfer.
@@ -182,9 +216,9 @@ class Movement:
         self._finalizer()
 
 
-def _close_both(forward: Channel, adjoint: Channel) -> None:
-    forward.close()
-    adjoint.close()
+def _close_all(channels: list[Channel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
 class _Start(torch.autograd.Function):
@@ -227,16 +261,3 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         ctx.flight.depart(ctx.flight.movement.backwards, gradient)
         return ctx.flight.gradient(), None, None
-
-
-def broadcast(
-    machine: Machine, ranks: Sequence[int], shape: Sequence[int], dtype: torch.dtype, name: str
-) -> Movement:
-    """Movement of a flattened tensor of the given shape from the first of some ranks to all of them."""
-    flat = (prod(shape),)
-    everyone = Partition(tuple(ranks), (len(ranks),), machine.rank)
-    root = Partition(tuple(ranks[:1]), (1,), machine.rank)
-    exchange = Exchange(
-        machine.rank, Decomposition.replicated(root, flat), Decomposition.replicated(everyone, flat)
-    )
-    return Movement(machine, exchange, dtype, name)

@@ -10,12 +10,12 @@ import torch
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.autograd import first_derivative
-from distdl_rma.layers.movement import broadcast
+from distdl_rma.layers.passes import broadcast_from_first
 from distdl_rma.layers.tensors import as_tensor, reduction_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
-__all__ = ["Replica", "Sink", "broadcast_from_first", "idle", "tied"]
+__all__ = ["Replica", "Sink", "idle", "tied"]
 
 Sink = Callable[[], "torch.Tensor | None"]
 
@@ -157,15 +157,3 @@ def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor
         if other is not None:
             y = y + other.flatten()[:0].sum()
     return y
-
-
-def broadcast_from_first(
-    machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], name: str
-) -> None:
-    """Overwrite tensors on all ranks by those of the first one; collective over ``ranks``, blocking."""
-    for tensor in tensors:
-        movement = broadcast(machine, ranks, tensor.shape, tensor.dtype, f"{name} (initial weights)")
-        with torch.no_grad():
-            flat = tensor.reshape(-1) if machine.rank == ranks[0] else tensor.new_empty(0)
-            tensor.copy_(movement(flat).view(tensor.shape))
-        movement.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,13 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Needs
 from distdl_rma.layers.autograd import anchor, first_derivative
-from distdl_rma.layers.movement import Direction, Flight, Movement
+from distdl_rma.layers.movement import Direction, Movement
+from distdl_rma.layers.passes import PASS_NBYTES
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
 __all__ = ["Shards", "sharded_linear"]
 
-_PASS_NBYTES = 1 << 19
 # Columns are moved in bundles, so that the copies read and write more than single elements.
 _RUN_NBYTES = 256
 
@@ -31,7 +30,7 @@ class Shards:
 
     Each pass moves a stripe of the matrix of half a MiB at most, or a row or 256 bytes of each row if that
     is more. The segment is staging memory: of a group of D ranks it holds on each ``2 (D-1)/D`` stripes to
-    gather and ``2 (D-1)/D`` to scatter, whatever the size of the matrix.
+    gather and, from the first gradient on, ``2 (D-1)/D`` to scatter, whatever the size of the matrix.
 
     Parameters
     ----------
@@ -56,7 +55,7 @@ class Shards:
     @property
     def nbytes_staged(self) -> int:
         """Bytes of segment that this rank holds to move stripes."""
-        return sum(m.forward.nbytes + m.adjoint.nbytes for m in self._movements.values())
+        return sum(movement.nbytes for movement in self._movements.values())
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole matrix, in memory of its own; collective over the group, blocking."""
@@ -67,25 +66,13 @@ class Shards:
         return self._move(matrix, lambda movement: movement.backwards)
 
     def _move(self, x: torch.Tensor, way: Callable[[Movement], Direction]) -> torch.Tensor:
-        movement = self._movement(x.dtype)
-        direction = way(movement)
+        direction = way(self._movement(x.dtype))
         y = self._empty_like(x, direction.channel)
         height, starts = self._stripes(x.dtype)
-        under_way: deque[tuple[int, Flight]] = deque()
-
-        def land() -> None:
-            start, flight = under_way.popleft()
-            y.narrow(1 - self.dim, start, height).copy_(flight.arrive(direction))
-
-        for start in starts:
-            flight = Flight(movement, x)
-            flight.depart(direction, x.narrow(1 - self.dim, start, height))
-            under_way.append((start, flight))
-            # The next stripe travels while this one is put in its place.
-            if len(under_way) == 2:
-                land()
-        while under_way:
-            land()
+        across = 1 - self.dim
+        stripes = direction.stream(x.narrow(across, start, height) for start in starts)
+        for start, stripe in zip(starts, stripes, strict=True):
+            y.narrow(across, start, height).copy_(stripe)
         return y
 
     def _empty_like(self, x: torch.Tensor, channel: Channel) -> torch.Tensor:
@@ -100,7 +87,7 @@ class Shards:
         if not extent * width:
             return 0, []
         least = 1 if self.dim else _RUN_NBYTES // dtype.itemsize
-        count = -(-extent // max(least, _PASS_NBYTES // (width * dtype.itemsize)))
+        count = -(-extent // max(least, PASS_NBYTES // (width * dtype.itemsize)))
         height = -(-extent // count)
         return height, [min(start, extent - height) for start in range(0, extent, height)]
 

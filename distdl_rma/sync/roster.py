@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.layers.callbacks import answer
 from distdl_rma.layers.layer import DistributedLayer
-from distdl_rma.layers.replica import broadcast_from_first
+from distdl_rma.layers.passes import broadcast_from_first
 from distdl_rma.machine import Machine
 from distdl_rma.sync.bucket import Group, Kind, Slot
 from distdl_rma.sync.checking import check
@@ -128,8 +129,7 @@ class Roster:
                 vars(module).update(before)
             raise
         elsewhere = {id(e.parameter): cover.ranks for cover in self._covers for e in cover.entries}
-        for cover in new:
-            self._equalise(cover, elsewhere)
+        self._equalise(new, elsewhere)
         self._covers, self._names = kept + new, names
         self._entries = {id(e.parameter): e for cover in self._covers for e in cover.entries}
         for path, part in () if module is None else module.named_modules(prefix=prefix):
@@ -168,18 +168,21 @@ class Roster:
                 groups.append(Group(kind, slots))
         return groups
 
-    def _equalise(self, cover: Cover, elsewhere: Mapping[int, tuple[int, ...]]) -> None:
+    def _equalise(self, covers: Sequence[Cover], elsewhere: Mapping[int, tuple[int, ...]]) -> None:
         # Parameters and buffers become those of the first of their ranks. Layers of this library are equal on
         # their holders from the start, and may have gone their own way since, if their user said so.
-        if len(cover.ranks) < 2:
-            return
-        for entry in cover.entries:
-            before = elsewhere.get(id(entry.parameter), cover.ranks)
-            if cover.layer is None or cover.stated_by_user or before != cover.ranks:
-                broadcast_from_first(self._machine, cover.ranks, [entry.parameter.data], entry.name)
-        for name, buffer in cover.buffers:
-            if buffer.numel():
-                broadcast_from_first(self._machine, cover.ranks, [buffer], name)
+        together: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for cover in covers:
+            tensors = together.setdefault(cover.ranks, [])
+            for entry in cover.entries:
+                before = elsewhere.get(id(entry.parameter), cover.ranks)
+                if cover.layer is None or cover.stated_by_user or before != cover.ranks:
+                    tensors.append(entry.parameter.data)
+            tensors.extend(buffer for _, buffer in cover.buffers)
+        # What the same ranks hold comes in the same order on all of them; the order of the rest is free.
+        for ranks, tensors in sorted(together.items(), key=lambda item: item[0]):
+            if len(ranks) > 1:
+                broadcast_from_first(self._machine, ranks, tensors, "GradientSync")
 
 
 def unfit(module: nn.Module, machine: Machine) -> str:
