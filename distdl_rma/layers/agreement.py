@@ -14,6 +14,7 @@ import torch
 
 from distdl_rma.errors import DistdlError, ProtocolError, ShapeError
 from distdl_rma.geometry.fingerprint import fingerprint
+from distdl_rma.layers.loose import loosely
 from distdl_rma.layers.tensors import DTYPES
 from distdl_rma.machine import Machine
 from distdl_rma.segments.round import Round
@@ -130,10 +131,16 @@ class Plans(Generic[P]):
     name
         Name of the layer.
     build
-        Makes a plan from the facts of all ranks, by rank id; alike on all ranks, errors included.
+        Makes a plan from the facts of all ranks, by rank id; alike on all ranks, errors included. Called
+        outside of inference mode: what a plan keeps is used in training too.
     arguments
         Asked in the first call for what the layer was built with; ranks that differ in it raise
         ``MismatchError`` when they meet there.
+
+    Notes
+    -----
+    Of methods the plans hold no object, which must live as long as they are used: a layer that its own
+    plans referred to would be freed late, and its memory too.
     """
 
     def __init__(
@@ -144,8 +151,9 @@ class Plans(Generic[P]):
         build: Callable[[dict[int, Facts]], P],
         arguments: Callable[[], str] = str,
     ) -> None:
-        self._ranks, self._name, self._build = tuple(ranks), name, build
-        self._trace, self._segments, self._arguments = machine.trace, machine.segments, arguments
+        self._ranks, self._name = tuple(ranks), name
+        self._build, self._arguments = loosely(build), loosely(arguments)
+        self._trace, self._segments = machine.trace, machine.segments
         self._round: Round | None = None
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None
@@ -179,7 +187,7 @@ class Plans(Generic[P]):
         return plan if before.key == mine.key else None
 
     def _meet(self) -> Round:
-        title = f"{self._name} (shapes, {fingerprint(self._arguments()):014x})"
+        title = f"{self._name} (shapes, {fingerprint(self._arguments()()):014x})"
         met = Round(self._segments, self._ranks, _WORDS, np.int64, title)
         weakref.finalize(self, met.close)
         return met
@@ -213,7 +221,8 @@ class Plans(Generic[P]):
         if plan is None:
             try:
                 _check_types(facts)
-                plan = self._build(facts)
+                with torch.inference_mode(False):
+                    plan = self._build()(facts)
             except DistdlError as error:
                 raise type(error)(f"{self._name!r}: {error}") from None
             self._cache[key] = plan

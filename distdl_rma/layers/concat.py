@@ -89,15 +89,13 @@ class DistributedConcat(DistributedLayer):
 
     @cached_property
     def _plans(self) -> list[Plans[_Source]]:
-        # Not the method: a layer that its own plans refer to is freed late, and its memory too.
-        arguments = partial(str, self.built_with())
         return [
             Plans(
                 self.machine,
                 self.members,
                 f"{self.name} (input {at})",
                 partial(_Source.of, P_x, len(self.P_xs)),
-                arguments,
+                self.built_with,
             )
             for at, P_x in enumerate(self.P_xs)
         ]

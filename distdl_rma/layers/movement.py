@@ -28,7 +28,7 @@ class Flight:
     def __init__(self, movement: Movement, x: torch.Tensor) -> None:
         self.movement = movement
         self.shape, self.dtype = x.shape, x.dtype
-        self.token = _NOTHING
+        self.token: torch.Tensor | None = None
         self._sent: tuple[torch.Tensor, int] | None = None
 
     def depart(self, direction: Direction, x: torch.Tensor) -> None:
@@ -49,7 +49,6 @@ class Flight:
         return gradient if gradient.numel() else gradient.new_empty(self.shape, dtype=self.dtype)
 
 
-_NOTHING = torch.empty(0)
 _Place = tuple[slice, ...]
 
 
@@ -194,7 +193,9 @@ class Movement:
 
     def wait(self, flight: Flight) -> torch.Tensor:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
-        y: torch.Tensor = _Wait.apply(flight.token, flight)  # type: ignore[no-untyped-call]
+        # Of a flight that kept it, the token's graph would keep the flight.
+        token, flight.token = flight.token, None
+        y: torch.Tensor = _Wait.apply(token, flight)  # type: ignore[no-untyped-call]
         return y
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
@@ -237,7 +238,7 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _token: torch.Tensor, flight: Flight) -> torch.Tensor:
+    def forward(ctx: Any, _token: torch.Tensor | None, flight: Flight) -> torch.Tensor:
         ctx.flight, ctx.machine = flight, flight.movement.machine
         return flight.arrive(flight.movement.forwards)
 

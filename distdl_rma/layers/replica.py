@@ -10,6 +10,7 @@ import torch
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.autograd import first_derivative
+from distdl_rma.layers.loose import loosely
 from distdl_rma.layers.passes import broadcast_from_first
 from distdl_rma.layers.tensors import as_tensor, reduction_dtype
 from distdl_rma.machine import Machine
@@ -36,7 +37,8 @@ class Replica:
     name
         Name of the layer.
     ask
-        Over which of the holders gradients are summed, this rank included; empty if over none.
+        Over which of the holders gradients are summed, this rank included; empty if over none. Of a method
+        only a graph holds the object.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Replica:
         ask: Callable[[], Sequence[int]],
     ) -> None:
         self.holders, self.name = tuple(holders), name
-        self._ask = ask
+        self.ask = loosely(ask)
         self.taken_over = False
         self.sinks: dict[str, Sink] = {}
         self.adopted: dict[str, torch.Tensor] = {}
@@ -81,7 +83,7 @@ class Replica:
         ConfigurationError
             If the user's callback names a rank without a copy, or twice, or leaves this rank out.
         """
-        ranks = tuple(self._ask()) or (self.machine.rank,)
+        ranks = tuple(self.ask()()) or (self.machine.rank,)
         if ranks != self.holders:
             alien = set(ranks) - set(self.holders)
             if alien or len(set(ranks)) != len(ranks) or self.machine.rank not in ranks:
@@ -133,7 +135,8 @@ class _Tie(torch.autograd.Function):
     # Identity forward; backward sums over the ranks: a parameter used on all of them.
     @staticmethod
     def forward(ctx: Any, replica: Replica, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.replica, ctx.machine = replica, replica.machine
+        # Whom the backward asks lives as long as the graph.
+        ctx.replica, ctx.machine, ctx.ask = replica, replica.machine, replica.ask()
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,7 @@ from distdl_rma.layers.movement import Flight, Movement
 from distdl_rma.layers.replica import Replica
 from distdl_rma.machine import Machine
 
-__all__ = ["Initial", "Placement", "Weights", "register"]
+__all__ = ["Initial", "Placement", "Weights", "lasting", "register"]
 
 
 class Initial(Protocol):
@@ -83,7 +84,9 @@ class Weights:
         ask: Callable[[], Sequence[int]],
     ) -> None:
         self.placements = dict(placements)
-        self._layer, self._machine, self._name = layer, machine, name
+        # The layer has this, not the other way round: otherwise it would be freed late.
+        self._layer = weakref.ref(layer)
+        self._machine, self._name = machine, name
         self._movements: dict[tuple[str, torch.dtype], Movement] = {}
         # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
         stores = [p.store for p in self.placements.values() if machine.rank in p.store.partition]
@@ -92,11 +95,11 @@ class Weights:
 
     def equalise(self) -> None:
         """Make copies equal: the values of the first of their ranks count; collective, blocking."""
-        self.replica.equalise([getattr(self._layer, key) for key in self.placements])
+        self.replica.equalise([self._kept(key) for key in self.placements])
 
     def use(self) -> dict[str, torch.Tensor]:
         """Parameters as this rank uses them in a forward; blocking where they travel."""
-        kept: list[torch.Tensor] = [getattr(self._layer, key) for key in self.placements]
+        kept = [self._kept(key) for key in self.placements]
         # Copies are tied before one of them travels: its gradient comes back to all.
         used: dict[str, torch.Tensor] = dict(zip(self.placements, self.replica.tie(*kept), strict=True))  # type: ignore[arg-type]
         flights = {
@@ -110,7 +113,11 @@ class Weights:
         """Exchange addresses for the values that travel, and for their gradients; blocking."""
         for key, place in self.placements.items():
             if place.use is not None:
-                self._movement(key, getattr(self._layer, key).dtype, place.use).connect()
+                self._movement(key, self._kept(key).dtype, place.use).connect()
+
+    def _kept(self, key: str) -> torch.Tensor:
+        parameter: torch.Tensor = getattr(self._layer(), key)
+        return parameter
 
     def _movement(self, key: str, dtype: torch.dtype, use: Decomposition) -> Movement:
         movement = self._movements.get((key, dtype))
@@ -132,7 +139,7 @@ def register(
     values: Mapping[str, nn.Parameter | Initial | None],
     placements: Mapping[str, Placement],
 ) -> None:
-    """Give a layer this rank's parts of its parameters; local.
+    """Give a layer this rank's parts of its parameters, which training can use wherever they are made; local.
 
     Parameters
     ----------
@@ -149,8 +156,17 @@ def register(
             layer.register_parameter(key, None)
             continue
         store = placements[key].store
-        shard = cut(store, value.detach()) if isinstance(value, torch.Tensor) else value.cut(store)
-        layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
+        with torch.inference_mode(False):
+            shard = cut(store, value.detach()) if isinstance(value, torch.Tensor) else value.cut(store)
+            layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
+
+
+def lasting(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; of one that was made in inference mode a copy that was not, so that training can use it."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def cut(store: Decomposition, whole: torch.Tensor) -> torch.Tensor:

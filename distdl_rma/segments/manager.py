@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -159,6 +160,12 @@ class SegmentManager(Unique):
         if isinstance(size, bool) or nbytes < 0 or words < 0:
             raise SegmentError(f"a buffer's size is at least 0 bytes, got {size!r}")
         self._reclaim()
+        try:
+            return SegmentBuffer(self, nbytes, words, owner)
+        except SegmentError:
+            # What only a reference cycle holds, in the user's program say, may have memory to give back.
+            gc.collect()
+            self._reclaim()
         return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:

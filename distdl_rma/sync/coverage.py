@@ -245,7 +245,10 @@ def covers_of(module: nn.Module, name: str, machine: Machine, known: dict[int, s
     seen: dict[int, tuple[Cover, Entry]] = {}
     covers: list[Cover] = []
 
-    def walk(part: nn.Module, path: str, above: Cover | None) -> None:
+    # By a list, not by a function that calls itself: its cycle would hold the modules until a collection.
+    ahead: list[tuple[nn.Module, str, Cover | None]] = [(module, name, None)]
+    while ahead:
+        part, path, above = ahead.pop()
         states = any(hasattr(part, name) for name in Callbacks.__annotations__)
         if states or above is None:
             called = part.name if isinstance(part, DistributedLayer) else path or type(part).__name__
@@ -266,10 +269,9 @@ def covers_of(module: nn.Module, name: str, machine: Machine, known: dict[int, s
             entry = Entry(parameter, full, [(part, key)])
             seen[id(parameter)] = cover, entry
             cover.entries.append(entry)
-        for key, child in part.named_children():
-            walk(child, f"{path}.{key}" if path else key, cover if states else above)
-
-    walk(module, name, None)
+        below = cover if states else above
+        children = [(child, f"{path}.{key}" if path else key, below) for key, child in part.named_children()]
+        ahead += reversed(children)
     for cover in covers:
         cover.ask()
     return [cover for cover in covers if cover.says_anything]
