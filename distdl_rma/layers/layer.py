@@ -20,7 +20,7 @@ from distdl_rma.layers.announced import Announced, look_alike
 from distdl_rma.layers.callbacks import Callbacks, answer
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica
-from distdl_rma.layers.weights import Initial, Placement, Weights, register
+from distdl_rma.layers.weights import Initial, Placement, Weights, lasting, register
 from distdl_rma.machine import Machine
 
 __all__ = ["DistributedLayer", "deliver", "input_dtype", "movement_of", "source_of"]
@@ -96,6 +96,10 @@ class DistributedLayer(nn.Module):
         y = super().__call__(*inputs, **named)
         self.shard_nbytes = self.nbytes_in((*inputs, *named.values())), nbytes_of(y)
         return y
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """As of every module; training can use the buffer, wherever the layer is built."""
+        super().register_buffer(name, None if tensor is None else lasting(tensor), persistent)
 
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
         """Bytes of the input among the arguments of a call."""
