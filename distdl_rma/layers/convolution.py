@@ -16,6 +16,7 @@ from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.agreement import Plans
 from distdl_rma.layers.autograd import first_derivative
 from distdl_rma.layers.halo import HaloPlan
+from distdl_rma.layers.kernels import Steps, convolution, convolution_adjoint
 from distdl_rma.layers.replica import Replica
 from distdl_rma.layers.tile import Patch, Tile
 from distdl_rma.machine import Machine
@@ -39,9 +40,10 @@ class LocalConvolution:
     groups: int
 
     @cached_property
-    def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    def _unpadded(self) -> Steps:
         windows = self.stencil.windows
-        return tuple(w.stride for w in windows), tuple(w.dilation for w in windows), (0,) * len(windows)
+        stride, dilation = tuple(w.stride for w in windows), tuple(w.dilation for w in windows)
+        return Steps(stride, (0,) * len(windows), dilation, self.groups)
 
     def _operand(self, patch: Patch, block: torch.Tensor, data: Box) -> tuple[torch.Tensor, tuple[int, ...]]:
         # Tensor to convolve and its symmetric padding, exact for the outputs of the patch.
@@ -62,18 +64,14 @@ class LocalConvolution:
         transposed: bool = False,
     ) -> torch.Tensor:
         """Convolve a block without any padding; under autograd, which ``convolve`` is not made for."""
-        stride, dilation, zeros = self._steps
-        return torch.convolution(block, weight, bias, stride, zeros, dilation, transposed, zeros, groups)
+        return convolution(block, weight, bias, self._unpadded._replace(groups=groups, transposed=transposed))
 
     def convolve(
         self, patch: Patch, block: torch.Tensor, data: Box, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Outputs of a patch from a block that holds the box ``data``."""
         operand, padding = self._operand(patch, block, data)
-        stride, dilation, zeros = self._steps
-        return torch.convolution(
-            operand, weight[patch.weight], bias, stride, padding, dilation, False, zeros, self.groups
-        )
+        return convolution(operand, weight[patch.weight], bias, self._unpadded._replace(padding=padding))
 
     def convolve_adjoint(
         self,
@@ -86,25 +84,14 @@ class LocalConvolution:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of a patch's block, in the shape of the block, and of its part of the weight."""
         operand, padding = self._operand(patch, block, data)
-        stride, dilation, zeros = self._steps
-        inner, taps, _ = torch.ops.aten.convolution_backward(
-            gradient,
-            operand,
-            weight[patch.weight],
-            None,
-            stride,
-            padding,
-            dilation,
-            False,
-            zeros,
-            self.groups,
-            (*needs, False),
-        )
-        if not needs[0] or data == patch.region:
+        steps = self._unpadded._replace(padding=padding)
+        inner, taps = convolution_adjoint(gradient, operand, weight[patch.weight], steps, needs)
+        if inner is None or data == patch.region:
             return inner, taps
         if inner.shape[2:] == patch.region.shape:
             inside = data & patch.region
-            inner = inner[(..., *inside.slices(patch.region))]
+            place: tuple[Any, ...] = (..., *inside.slices(patch.region))
+            inner = inner[place]
         if inner.shape == block.shape:
             return inner, taps
         outer = torch.zeros_like(block)

@@ -1,0 +1,149 @@
+"""Convolutions of blocks that are narrower than their windows, in the types that oneDNN computes."""
+
+import random
+
+import pytest
+import torch
+
+from distdl_rma.layers import DistributedConv1d, DistributedConv2d, DistributedConv3d
+from distdl_rma.layers.kernels import Steps, convolution, convolution_adjoint
+from tests.layers import sequential
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def near(found, expected, dtype, what):
+    """Equal but for the rounding of the result to its type, nowhere infinite."""
+    assert found is not None and found.dtype == dtype, what
+    assert bool(found.isfinite().all()), what
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    assert float((found.double() - expected).abs().max()) <= TOLERANCE[dtype] * scale + 1e-6, what
+
+
+def dirty():
+    """Leave memory behind that nobody may take for zeros."""
+    for nbytes in range(64, 1 << 13, 64):
+        torch.full((nbytes,), 255, dtype=torch.uint8)
+
+
+def random_narrow(rng):
+    """Steps, extents of input and output and channels of a convolution, few of which fill their windows."""
+    dims = rng.choice([1, 2, 3])
+    while True:
+        kernel, stride = ([rng.randint(1, high) for _ in range(dims)] for high in (5, 3))
+        dilation, padding = ([rng.choice(some) for _ in range(dims)] for some in ((1, 1, 2), (0, 1, 2, 3)))
+        extents = [rng.choice([1, 1, 2, 3, 4, 6]) for _ in range(dims)]
+        spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+        outputs = [
+            (n + 2 * p - span) // s + 1 for n, p, span, s in zip(extents, padding, spans, stride, strict=True)
+        ]
+        if min(outputs) > 0:
+            break
+    groups = rng.choice([1, 1, 2])
+    channels = [groups * rng.choice([1, 3, 16, 17]) for _ in range(2)]
+    return Steps(tuple(stride), tuple(padding), tuple(dilation), groups), kernel, extents, channels
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
+    rng, narrow = random.Random(3), 0
+    for seed in range(60):
+        steps, kernel, extents, (inner, outer) = random_narrow(rng)
+        steps = steps._replace(transposed=transposed)
+        sizes = (inner, outer // steps.groups) if transposed else (outer, inner // steps.groups)
+        torch.manual_seed(seed)
+        x, weight = torch.randn(2, inner, *extents).to(dtype), torch.randn(*sizes, *kernel).to(dtype)
+        zeros = (0,) * len(extents)
+        arguments = steps.stride, steps.padding, steps.dilation, transposed, zeros, steps.groups
+        if transposed and min(transposed_extents(extents, kernel, steps)) < 1:
+            continue
+        exact = torch.convolution(x.double(), weight.double(), None, *arguments)
+        gradient = torch.randn(exact.shape).to(dtype)
+        block = exact.shape[2:] if transposed else extents
+        narrow += not steps.fills(block, kernel, dtype != torch.float32)
+        expected = torch.ops.aten.convolution_backward(
+            gradient.double(), x.double(), weight.double(), None, *arguments, (True, True, False)
+        )
+        what = f"{seed}: {steps}, kernel {kernel}, input {tuple(x.shape)}"
+        near(convolution(x, weight, None, steps), exact, dtype, what)
+        for found, wanted in zip(
+            convolution_adjoint(gradient, x, weight, steps, (True, True)), expected[:2], strict=True
+        ):
+            near(found, wanted, dtype, what)
+        x.requires_grad_()
+        weight.requires_grad_()
+        bias = torch.zeros(outer, dtype=dtype, requires_grad=True)
+        convolution(x, weight, bias, steps).backward(gradient)
+        offset = gradient.double().sum((0, *range(2, gradient.dim())))
+        for found, wanted in zip((x.grad, weight.grad, bias.grad), (*expected[:2], offset), strict=True):
+            near(found, wanted, dtype, what)
+    assert narrow > 10
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (3, 3, 2), (4, 2, 3), (5, 3, 3)])
+def test_taps_that_meet_padding_only_have_no_gradient(dims, kernel, stride, padding):
+    steps = Steps((1,) * (dims - 1) + (stride,), (0,) * (dims - 1) + (padding,), (1,) * dims, 1)
+    for _ in range(3):
+        x = torch.randn(2, 16, *(3,) * (dims - 1), 1).bfloat16()
+        weight = torch.randn(17, 16, *(1,) * (dims - 1), kernel).bfloat16()
+        gradient = torch.randn_like(convolution(x, weight, None, steps))
+        dirty()
+        _, taps = convolution_adjoint(gradient, x, weight, steps, (False, True))
+        # The outputs that read the one input do so through these.
+        read = {padding - o * stride for o in range(gradient.shape[-1])}
+        for tap in range(kernel):
+            assert bool(taps[..., tap].isfinite().all())
+            assert bool(taps[..., tap].any()) == (tap in read)
+
+
+def transposed_extents(extents, kernel, steps):
+    """Extents of the output of a transposed convolution."""
+    return [
+        (n - 1) * s - 2 * p + d * (k - 1) + 1
+        for n, k, s, p, d in zip(extents, kernel, steps.stride, steps.padding, steps.dilation, strict=True)
+    ]
+
+
+def test_images_are_left_to_the_fast_kernels():
+    for kernel, stride, padding, dilation, n in (
+        (3, 1, 1, 1, 4),
+        (3, 2, 1, 1, 6),
+        (5, 1, 2, 2, 11),
+        (7, 2, 3, 1, 12),
+    ):
+        steps = Steps((stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
+        assert steps.fills((n, n), (kernel, kernel), short=True)
+        # Rows that come from a neighbour, as many as windows reach over.
+        rows = dilation * (kernel - 1)
+        assert steps._replace(padding=(0, padding)).fills((rows, n), (kernel - 1, kernel), short=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_blocks_of_one_output_are_convolved_as_the_whole(P_world, comm, dtype, dims, padding):
+    kinds = {1: DistributedConv1d, 2: DistributedConv2d, 3: DistributedConv3d}
+    grid = (1, 1, *(1,) * (dims - 1), comm.size)
+    P_x = P_world.create_cartesian_topology_partition(grid)
+    arguments = {"kernel_size": 3, "stride": 2, "padding": padding}
+    torch.manual_seed(4)
+    layer = kinds[dims](P_x, 6, 17, **arguments).to(dtype)
+    module = sequential.CONV[dims](6, 17, **arguments, dtype=torch.float64)
+    for mine, other in zip(module.parameters(), layer.parameters(), strict=True):
+        mine.data.copy_(other.data)
+    # One column of outputs per rank, from two or three columns of inputs; with padding of a single row.
+    extents = (*(1 if padding else 4,) * (dims - 1), 2 * comm.size + 1 - 2 * padding)
+    x = torch.randn(2, 6, *extents).to(dtype)
+    inputs, whole = sequential.shard(P_x, x).requires_grad_(), x.double().requires_grad_()
+    y, expected = layer(inputs), module(whole)
+    near(y.detach(), sequential.shard(P_x, expected.detach()), dtype, "output")
+    gradient = torch.randn(expected.shape).to(dtype)
+    dirty()
+    y.backward(sequential.shard(P_x, gradient))
+    expected.backward(gradient.double())
+    near(inputs.grad, sequential.shard(P_x, whole.grad), dtype, "input gradient")
+    for name, parameter in layer.named_parameters():
+        near(parameter.grad, module.get_parameter(name).grad, dtype, name)
