@@ -40,10 +40,12 @@ class Allreduce(Collective):
     count
         Number of elements; 0 is legal.
     dtype
-        float32, float64, float16, int32, int64, or the text ``"bfloat16"``: ``active`` and ``result`` are
-        then uint16 arrays that hold the bits.
+        float16 to 64, complex64 or 128, int8 to 64, uint8 to 64, bool, or the text ``"bfloat16"``:
+        ``active`` and ``result`` are then uint16 arrays that hold the bits.
     op
-        ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
+        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``. Integers wrap around, as in numpy and
+        torch. There is no mean of integers, no order of complex numbers, and no sum of bool: ``"max"`` is
+        whether any is true, ``"min"`` and ``"prod"`` whether all are.
     name
         For messages, alike on all ranks.
     one_round
@@ -55,7 +57,7 @@ class Allreduce(Collective):
     Raises
     ------
     ShapeError
-        If count, dtype, op or divisor is none of these.
+        If count, dtype, op or divisor is none of these, or they do not go together.
     PartitionError
         If ranks are listed twice, not of the machine, or without this one.
 

@@ -24,10 +24,20 @@ _BLOCK_BYTES = 256 << 10
 _UFUNCS: dict[str, Callable[..., Any]] = {
     "sum": np.add,
     "mean": np.add,
+    "prod": np.multiply,
     "min": np.minimum,
     "max": np.maximum,
 }
-_MPI_OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+_MPI_OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+# What an operation would mean is open for these kinds of numpy's types: why, and what to do instead.
+_REFUSED = {
+    ("mean", "i"): "a mean of integers is not exact; use sum, or a floating dtype",
+    ("mean", "u"): "a mean of integers is not exact; use sum, or a floating dtype",
+    ("mean", "b"): "a mean of bool counts nothing; reduce them as floats",
+    ("sum", "b"): "a sum of bool counts nothing; use max for any of them, or an integer dtype to count",
+    ("min", "c"): "complex numbers have no order; reduce real and imaginary parts, or magnitudes",
+    ("max", "c"): "complex numbers have no order; reduce real and imaginary parts, or magnitudes",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Element:
             out[...] = wide
 
 
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _ELEMENTS = {
     name: Element(name, np.dtype(storage), np.dtype(wide))
     for name, storage, wide in (
@@ -62,8 +73,11 @@ _ELEMENTS = {
         ("float64", np.float64, np.float64),
         ("float16", np.float16, np.float32),
         ("bfloat16", np.uint16, np.float32),
-        ("int32", np.int32, np.int32),
-        ("int64", np.int64, np.int64),
+        ("complex64", np.complex64, np.complex64),
+        ("complex128", np.complex128, np.complex128),
+        *((name, name, name) for name in _INTEGERS),
+        # MPI has no arithmetic of its truth values: as numbers 0 and 1.
+        ("bool", np.bool_, np.uint8),
     )
 }
 
@@ -83,6 +97,15 @@ def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:
     if name not in _ELEMENTS:
         raise ShapeError(f"{who!r}: a reduction takes one of {list(_ELEMENTS)}, got {dtype!r}")
     return _ELEMENTS[name]
+
+
+def _product(first: Array, second: Array, out: Array) -> Array:
+    # numpy rounds a complex product in another way where its memory lies in another way: by hand, each
+    # operation is rounded on its own, alike on all ranks.
+    real = first.real * second.real - first.imag * second.imag
+    out.imag = first.real * second.imag + first.imag * second.real
+    out.real = real
+    return out
 
 
 def calmly(function: Callable[..., object]) -> Callable[..., object]:
@@ -107,9 +130,9 @@ class Reduction:
     Parameters
     ----------
     op
-        ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
+        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``.
     element
-        Type of the elements; 16-bit floats are reduced in float32 and rounded once.
+        Type of the elements; 16-bit floats are reduced in float32 and rounded once, integers wrap around.
     divisor
         What a mean divides by, at least 1.
     who
@@ -118,18 +141,20 @@ class Reduction:
     Raises
     ------
     ShapeError
-        If the operation is unknown, the divisor is below 1, or it is a mean of integers.
+        If the operation is unknown or has no meaning for the elements, as a mean of integers or the largest
+        of complex numbers, or the divisor is below 1.
     """
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
         if op not in _UFUNCS:
             raise ShapeError(f"{who!r}: operation is one of {list(_UFUNCS)}, got {op!r}")
-        if op == "mean" and element.storage.kind == "i":
-            raise ShapeError(f"{who!r}: a mean of integers is not exact; use sum, or a floating dtype")
+        kind = "f" if element.name == "bfloat16" else element.storage.kind
+        if (op, kind) in _REFUSED:
+            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}")
         if divisor < 1:
             raise ShapeError(f"{who!r}: a mean divides by at least 1, got {divisor}")
         self.op, self.element, self.divisor = op, element, divisor
-        self.ufunc = _UFUNCS[op]
+        self.ufunc = _product if (op, kind) == ("prod", "c") else _UFUNCS[op]
         self.divides = op == "mean" and divisor > 1
         self._block = _BLOCK_BYTES // element.wide.itemsize
         self._scratch = np.empty(0, element.wide)

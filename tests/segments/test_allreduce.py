@@ -125,9 +125,16 @@ def test_wrong_arguments_are_named(machine):
     with pytest.raises(ShapeError, match="operation is one of"):
         Allreduce(machine.segments, machine.ranks, 1, op="product")
     with pytest.raises(ShapeError, match="a reduction takes"):
-        Allreduce(machine.segments, machine.ranks, 1, np.complex64)
-    with pytest.raises(ShapeError, match="a mean of integers is not exact"):
-        Allreduce(machine.segments, machine.ranks, 1, np.int64, "mean")
+        Allreduce(machine.segments, machine.ranks, 1, np.longdouble)
+    for dtype in (np.int64, np.uint8):
+        with pytest.raises(ShapeError, match="a mean of integers is not exact"):
+            Allreduce(machine.segments, machine.ranks, 1, dtype, "mean")
+    for op in ("min", "max"):
+        with pytest.raises(ShapeError, match="complex numbers have no order"):
+            Allreduce(machine.segments, machine.ranks, 1, np.complex64, op)
+    for op in ("sum", "mean"):
+        with pytest.raises(ShapeError, match=f"a {op} of bool counts nothing"):
+            Allreduce(machine.segments, machine.ranks, 1, bool, op)
     with pytest.raises(PartitionError, match="hold this rank"):
         Allreduce(machine.segments, (machine.rank + 1,), 1)
 

@@ -13,11 +13,16 @@ from tests.matrix import over_seeds
 pytestmark = pytest.mark.mpi
 
 REDUCE = {
-    "sum": lambda rows: rows.sum(0),
+    # As numpy does it in the type itself: integers wrap around.
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
     "mean": lambda rows: rows.sum(0) / len(rows),
+    "prod": lambda rows: rows.prod(0, dtype=rows.dtype),
     "min": lambda rows: rows.min(0),
     "max": lambda rows: rows.max(0),
 }
+KINDS = ["f2", "f4", "f8", "c8", "c16", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
+# Operations that mean nothing for a kind of numbers.
+MEANINGLESS = {"i": {"mean"}, "u": {"mean"}, "b": {"sum", "mean"}, "c": {"min", "max"}, "f": set()}
 COUNTS = [0, 1, 2, 3, 5, 7, 100, 3001, 40_000]
 
 
@@ -33,8 +38,8 @@ class Case:
         everyone = segments.ranks
         self.ranks = rng.sample(everyone, rng.randint(1, len(everyone)))
         self.kind = rng.choice(["allreduce", "allgather", "reduce_scatter", "broadcast"])
-        self.dtype = np.dtype(rng.choice(["f4", "f8", "f2", "i4", "i8"]))
-        self.op = rng.choice([op for op in REDUCE if op != "mean" or self.dtype.kind == "f"])
+        self.dtype = np.dtype(rng.choice(KINDS))
+        self.op = rng.choice([op for op in REDUCE if op not in MEANINGLESS[self.dtype.kind]])
         self.counts = [rng.choice(COUNTS) // len(everyone) for _ in self.ranks]
         self.count = rng.choice(COUNTS)
         self.root = rng.choice(self.ranks)
@@ -96,12 +101,14 @@ def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, s
 
 
 @pytest.mark.parametrize("count", [1, 5, 700, 50_000])
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_reductions_are_bitwise_equal_on_all_ranks_and_from_run_to_run(segments, comm, count, op):
-    job = Allreduce(segments, segments.ranks, count, np.float32, op, f"bits {count}")
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_reductions_are_bitwise_equal_on_all_ranks_and_from_run_to_run(segments, comm, count, op, dtype):
+    job = Allreduce(segments, segments.ranks, count, dtype, op, f"bits {count}")
     results = []
     for _ in range(3):
-        job.active[:] = np.random.default_rng(comm.rank).standard_normal(count) * 10.0**comm.rank
+        parts = np.random.default_rng(comm.rank).standard_normal(2 * count) * 10.0**comm.rank
+        job.active[:] = parts.view(complex) if dtype == np.complex64 else parts[:count]
         job.start()
         results.append(job.wait().tobytes())
     assert len(set(comm.allgather(results[0]))) == 1 and len(set(results)) == 1
