@@ -97,15 +97,15 @@ class SegmentManager(Unique):
             chosen_timeout(timeout)
             check_progress(progress, has_remote=False)
 
+        self.counters = Counters()
         try:
-            self.segment = Segment(self._comm, self.ranks, nbytes, transport, check, node_size)
+            self.segment = Segment(self._comm, self.ranks, nbytes, transport, check, node_size, self.counters)
         except DistdlError:
             self._comm.Free()
             raise
         self.transport = transport
         self.heap = Heap(self.segment.nbytes)
         self.heap.allocate(HEADER_BYTES, "header")
-        self.counters = Counters()
         self.trace = Tracer()
         # The number in a notification; ranks begin far from each other, so that no two give the same.
         self.sequence = count(random.Random(self.rank).getrandbits(31))

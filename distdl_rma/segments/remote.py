@@ -107,16 +107,19 @@ class RemoteBuffer:
         for source, offset in listed:
             self.put(source, offset, queue)
 
-    def notify(self, index: int, value: int = 1) -> None:
+    def notify(self, index: int, value: int = 1, *, last: bool = False) -> None:
         """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
 
         A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
-        when the next arrives is overwritten.
+        when the next arrives is overwritten. Those of one index become visible in their order, those of
+        different ones in any. With ``last`` this one comes after all earlier notifications from here to
+        that peer, too: who sees it has them all.
         """
         word = self._word(index, value)
         if self._manager.closed:
             raise self._closed()
-        self._link.notify(*word)
+        self._link.notify(*word, last=last)
+        self._counters.notifications += 1
 
     def put_notify(
         self, data: Any, index: int, value: int = 1, offset: int = 0, queue: Queue | None = None
@@ -125,6 +128,7 @@ class RemoteBuffer:
         word = self._word(index, value)
         self.put(data, offset, queue)
         self._link.notify(*word)
+        self._counters.notifications += 1
 
     def get(
         self, out: Any, offset: int = 0, queue: Queue | None = None, timeout: float | None = None

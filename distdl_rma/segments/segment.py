@@ -17,6 +17,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
 from distdl_rma.segments.atomics import Atomics
 from distdl_rma.segments.heap import ALIGNMENT, aligned
+from distdl_rma.segments.patience import Counters
 from distdl_rma.segments.transport import Link, RemoteLink, SharedLink, fence_for
 from distdl_rma.segments.wire import Bytes, Wire
 
@@ -74,6 +75,8 @@ class Segment:
         Raises ``ConfigurationError`` for other options that are wrong on this rank; all ranks then refuse.
     node_size
         For tests: so many consecutive ranks of a node count as a node of their own.
+    counters
+        Where flushes are counted.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class Segment:
         transport: str,
         check: Callable[[], object] = lambda: None,
         node_size: int | None = None,
+        counters: Counters | None = None,
     ) -> None:
+        counters = Counters() if counters is None else counters
         node = _node_of(comm, node_size)
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
         try:
@@ -122,7 +127,7 @@ class Segment:
             if rank in views and (transport == "auto" or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)
             else:
-                self._links[rank] = RemoteLink(Wire(self._window, position), self.lock, self._busy)
+                self._links[rank] = RemoteLink(Wire(self._window, position, counters), self.lock, self._busy)
         self.has_remote = any(isinstance(link, RemoteLink) for link in self._links.values())
         self.atomics = self._choose_atomics(ranks, dict(zip(self.node_ranks, begins, strict=True)))
         # What MPI put here is only visible to loads after a Sync, on any processor.

@@ -18,7 +18,7 @@ __all__ = ["Link", "RemoteLink", "SharedLink", "fence_for"]
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
-# More transfers than these are looked through for those that are over.
+# More transfers or notifications than these are looked through for those that are over.
 _MANY_TRANSFERS = 64
 
 
@@ -49,8 +49,12 @@ class Link(Protocol):
         has the lock.
         """
 
-    def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
-        """Set a word of the peer, after all earlier puts arrived there if ``ordered``."""
+    def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
+        """Set a word of the peer, after all earlier puts arrived there if ``ordered``.
+
+        And after all earlier words are set, if ``last``; otherwise after those that this same word was set
+        to before.
+        """
 
     def close_delivery(self) -> None:
         """Have what was put so far flushed, with no notification behind it."""
@@ -85,8 +89,8 @@ class SharedLink:
             out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
         return []
 
-    def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
-        """Set a word of the peer."""
+    def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
+        """Set a word of the peer; stores become visible in their order."""
         self._fence()
         self._words[word] = value
 
@@ -109,6 +113,8 @@ class _Delivery:
     # Whether there was any: complete at this end is not yet complete at the peer.
     begun: bool = False
     notice: tuple[int, int] | None = None
+    # Whether that one waits for the notifications before it, too.
+    last: bool = False
     upto: int | None = None
 
 
@@ -119,8 +125,9 @@ class RemoteLink:
     the remaining steps to ``advance``, which every wait and the progress engine call and a start never
     does.
 
-    MPI orders nothing here, not even two notifications (its accumulates are ordered word by word), so
-    that what must come later is begun later. The memory of puts is kept here until MPI is done with it.
+    MPI orders nothing here but what sets one word, so that what must come later is begun later. Many
+    notifications are under way at once: one waits for the puts before it, and for other notifications only
+    if it is to be the last of them. The memory of puts is kept here until MPI is done with it.
 
     Parameters
     ----------
@@ -142,7 +149,7 @@ class RemoteLink:
         self._lock = lock
         self._busy = busy
         self._open = _Delivery()
-        self._tidy_at = _MANY_TRANSFERS
+        self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
         self._pending: deque[_Delivery] = deque()
         self._notices: list[_Transfer] = []
         self._gets: list[_Transfer] = []
@@ -175,14 +182,15 @@ class RemoteLink:
                 self._gets += [(request, out) for request in requests]
             return requests
 
-    def notify(self, word: int, value: int, *, ordered: bool = True) -> None:
+    def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
         """Set a word of the peer, at once or when what must be there before it has arrived."""
         with self._lock:
             self._busy.add(self)
-            if not ordered or not (self._open.begun or self._pending or self._noticing()):
+            behind = self._open.begun or self._pending or (last and self._noticing())
+            if not ordered or not behind:
                 self._send_notice(word, value)
                 return
-            self._open.notice = (word, value)
+            self._open.notice, self._open.last = (word, value), last
             self._close_open()
 
     def close_delivery(self) -> None:
@@ -216,9 +224,9 @@ class RemoteLink:
                 delivery.upto = self._wire.begun if delivery.begun else 0
 
     def _arrived(self, delivery: _Delivery) -> bool:
-        # Its puts, and the notifications before its own.
+        # Its puts, and the notifications before its own where that is the last.
         there = delivery.upto is not None and self._wire.arrived(delivery.upto)
-        return there and not self._noticing()
+        return there and not (delivery.last and self._noticing())
 
     def _noticing(self) -> bool:
         # Whether a notification may not be there yet.
@@ -229,6 +237,10 @@ class RemoteLink:
         # What was there before comes back: only then the word is known to be set.
         source, before = np.array([value], np.int64), np.empty(1, np.int64)
         self._notices.append((self._wire.replace(word, source, before), (source, before)))
+        if len(self._notices) > self._tidy_notices_at:
+            # A rank may notify for ever and never wait.
+            self._noticing()
+            self._tidy_notices_at = 2 * len(self._notices) + _MANY_TRANSFERS
 
 
 def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from distdl_rma.segments.patience import Counters
+
 __all__ = ["Bytes", "Runs", "Wire"]
 
 Bytes = npt.NDArray[np.uint8]
@@ -48,6 +50,8 @@ class Wire:
         Window over the segments of all ranks, locked.
     position
         Rank of the peer in the window's group.
+    counters
+        Where flushes are counted.
 
     Attributes
     ----------
@@ -55,8 +59,8 @@ class Wire:
         Number of operations begun so far.
     """
 
-    def __init__(self, window: MPI.Win, position: int) -> None:
-        self._window, self._position = window, position
+    def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
+        self._window, self._position, self._counters = window, position, counters
         # Large puts under way, each with the number that had begun with it.
         self._large: list[tuple[MPI.Request, int]] = []
         # Of the operations begun, how many have arrived for sure.
@@ -80,7 +84,10 @@ class Wire:
         return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
 
     def replace(self, word: int, value: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> MPI.Request:
-        """Begin to set a word of the peer, atomically; complete when it is set and the old one is here."""
+        """Begin to set a word of the peer, atomically; complete when it is set and the old one is here.
+
+        MPI keeps the order of those that set the same word, and of no others.
+        """
         self.begun += 1
         there = word * 8, 1, MPI.INT64_T
         return self._window.Rget_accumulate(value, before, self._position, there, op=MPI.REPLACE)
@@ -109,6 +116,7 @@ class Wire:
             self._ask()
             return
         self._window.Flush(self._position)
+        self._counters.flushes += 1
         self._arrived, self._asked, self._quiet = self.begun, 0, 0
 
     def _under_way(self) -> list[tuple[MPI.Request, int]]:

@@ -4,8 +4,9 @@ For operations from one rank to one peer, on both transports, with and without a
 
 (a) Data that was put before a notification is there when the notification is seen, whatever queue the put
     was posted to: ``test_a_notification_is_seen_after_the_puts_before_it``.
-(b) Notifications become visible in the order in which they were given:
-    ``test_notifications_become_visible_in_order``.
+(b) Notifications of one index become visible in the order in which they were given:
+    ``test_notifications_of_one_index_become_visible_in_order``; one that is given as the last after all
+    before it: ``test_a_last_notification_becomes_visible_after_all_before_it``.
 (c) When ``flush()`` returns, all earlier puts and notifications are there, also for who learns of it in
     another way: ``test_after_a_flush_everything_is_there``.
 (d) When ``queue.wait()`` returns, the sources of the queue's puts may be overwritten, and the arrays of its
@@ -103,24 +104,67 @@ def test_a_notification_is_seen_after_the_puts_before_it(ring, machine, chance):
     flush(after, before)
 
 
-def test_notifications_become_visible_in_order(ring, chance):
+def test_notifications_of_one_index_become_visible_in_order(ring, chance):
+    stream, other, go, number = 0, 1, 2, 60
+    buffer, after, before = ring(8 * LARGE, 3)
+    there = buffer.view(np.int64, (LARGE,))
+    for _ in range(6):
+        there[:number] = 0
+        before.notify(go)
+        buffer.notify_wait(go)
+        seen = 0
+        for value in range(1, number + 1):
+            # Every put has a place of its own, so that what was there stays.
+            after.put(np.array([value]), 8 * (value - 1))
+            if chance.random() < 0.2:
+                after.put(np.zeros(LARGE - number, np.int64), 8 * number)
+            pause(chance)
+            after.notify(stream, value)
+            after.notify(other, value)
+            seen, last = buffer.notification(stream), seen
+            assert seen >= last and there[:seen].all()
+        last = 0
+        while last < number:
+            seen, last = last, buffer.notify_wait(stream)
+            assert seen < last and there[:last].all()
+        while buffer.notify_wait(other) < number:
+            pass
+    flush(after, before)
+
+
+def test_a_last_notification_becomes_visible_after_all_before_it(ring, chance):
     number, go = 30, 30
     buffer, after, before = ring(8 * LARGE, number + 1)
     for _ in range(15):
-        size = chance.choice((TINY, LARGE))
+        lasts = [index for index in range(number) if chance.random() < 0.3 or index == number - 1]
         for index in range(number):
             if chance.random() < 0.1:
-                after.put(np.zeros(size), 0)
+                after.put(np.zeros(chance.choice((TINY, LARGE))), 0)
             pause(chance)
-            after.notify(index, index + 1)
-            # At any moment: what is set is set from the first on.
+            # Which ones are the last of those before them travels along.
+            after.notify(index, 1 + (index in lasts), last=index in lasts)
             visible = [buffer.notification(i) for i in reversed(range(number))][::-1]
-            assert visible == sorted(visible, key=lambda value: value or number + 1)
-        for index in reversed(range(number)):
-            buffer.notify_waitsome(index, 1)
-            assert all(buffer.notification(i) == i + 1 for i in range(index))
+            assert all(all(visible[:i]) for i in range(number) if visible[i] == 2)
+        buffer.notify_waitsome(number - 1, 1)
+        assert all(buffer.notify_reset(i) for i in range(number))
+        before.notify(go)
+        buffer.notify_wait(go)
+    flush(after, before)
+
+
+def test_notifications_given_together_share_their_flushes(ring, machine):
+    number = go = 40
+    buffer, after, before = ring(8 * number, number + 1)
+    for epoch in range(1, 6):
+        counters = machine.segments.counters
+        flushes, notified = counters.flushes, counters.notifications
         for index in range(number):
-            assert buffer.notify_reset(index) == index + 1
+            after.put_notify(np.array([epoch]), index, epoch, 8 * index)
+        for index in reversed(range(number)):
+            assert buffer.notify_wait(index) == epoch and buffer.view(np.int64, (number,))[index] == epoch
+        after.flush()
+        assert counters.notifications - notified == number
+        assert counters.flushes - flushes < number / 2
         before.notify(go)
         buffer.notify_wait(go)
     flush(after, before)

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from distdl_rma.segments.patience import Counters
 from distdl_rma.segments.transport import RemoteLink
 from distdl_rma.segments.wire import Runs, Wire
 
@@ -88,7 +89,7 @@ class WeakWindow:
 
 def link_over(seed):
     window = WeakWindow(seed)
-    return window, RemoteLink(Wire(window, 0), threading.RLock(), set())
+    return window, RemoteLink(Wire(window, 0, Counters()), threading.RLock(), set())
 
 
 def put(link, number):
@@ -97,27 +98,26 @@ def put(link, number):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_notification_is_seen_after_all_earlier_puts_and_notifications(seed):
+def test_a_notification_is_seen_after_all_earlier_puts_and_a_last_one_after_all_notifications(seed):
     window, link = link_over(seed)
     chance = random.Random(-seed)
-    puts, notified, noticed = 0, [], 0
+    puts, notified, together = 0, [], 0
 
     def look():
-        # In the order of sending: whatever is there, what was sent before is there too.
-        nonlocal noticed
-        seen = [word for word, _ in notified if window.words[word]]
-        assert seen == [word for word, _ in notified][: len(seen)]
-        for _, before in notified[: len(seen)]:
-            assert window.words[_WORDS : _WORDS + before].all()
-        noticed = max(noticed, len(seen))
+        nonlocal together
+        for number, (before, last) in enumerate(notified):
+            if window.words[number]:
+                assert window.words[_WORDS : _WORDS + before].all()
+                assert not last or window.words[:number].all()
+        together = max(together, sum(operation.word is not None for operation in window._under_way))
 
     while len(notified) < _WORDS:
         if chance.random() < 0.4:
             put(link, puts)
             puts += 1
         elif chance.random() < 0.5:
-            notified.append((len(notified), puts))
-            link.notify(notified[-1][0], 7)
+            notified.append((puts, chance.random() < 0.3))
+            link.notify(len(notified) - 1, 7, last=notified[-1][1])
         else:
             link.advance()
         window.turn()
@@ -125,7 +125,56 @@ def test_a_notification_is_seen_after_all_earlier_puts_and_notifications(seed):
     while not link.advance():
         look()
     look()
-    assert noticed == _WORDS
+    assert window.words[:_WORDS].all()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_values_of_one_word_become_visible_in_order_whatever_is_put_between(seed):
+    window, link = link_over(seed)
+    chance = random.Random(-seed)
+    seen, before = [0], {0: 0}
+    puts = 0
+    for value in range(1, 40):
+        for _ in range(chance.choice((0, 0, 1, 3))):
+            put(link, puts)
+            puts += 1
+        before[value] = puts
+        link.notify(0, value, last=chance.random() < 0.1)
+        if chance.random() < 0.5:
+            link.advance()
+        window.turn()
+        seen.append(int(window.words[0]))
+        assert window.words[_WORDS : _WORDS + before[seen[-1]]].all()
+    while not link.advance():
+        seen.append(int(window.words[0]))
+    assert seen == sorted(seen) and window.words[0] == 39
+
+
+def test_notifications_given_together_need_one_flush_and_are_under_way_together():
+    window, link = link_over(2)
+    still(window)
+    for number in range(_WORDS):
+        put(link, number)
+        link.notify(number, 5)
+    while not window.flushes:
+        arrive(window)
+        assert not window.words[:_WORDS].any()
+        link.advance()
+    assert window.flushes == 1
+    under_way = [operation.word for operation in window._under_way]
+    assert under_way == [8 * number for number in range(_WORDS)]
+    for operation in reversed(window._under_way[:]):
+        operation.arrive()
+    assert link.advance() and window.flushes == 1 and window.words[:_WORDS].all()
+
+
+def test_notifications_that_are_over_are_forgotten():
+    window, link = link_over(1)
+    still(window)
+    for number in range(1000):
+        link.notify(0, number)
+        arrive(window)
+    assert len(link._notices) <= 128
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -162,6 +211,11 @@ def go_on(link):
     for busy in tuple(link._busy):
         if busy.advance():
             link._busy.discard(busy)
+
+
+def still(window):
+    """Nothing arrives by itself."""
+    window.turn = lambda: None
 
 
 def arrive(window):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from distdl_rma.segments.patience import Counters
 from distdl_rma.segments.wire import Runs, Wire
 
 LARGE = 1 << 17
@@ -43,7 +44,7 @@ def window():
 
 @pytest.fixture
 def wire(window):
-    return Wire(window, 0)
+    return Wire(window, 0, Counters())
 
 
 def put(wire, nbytes=8):
