@@ -114,12 +114,13 @@ def launched(
     command: Sequence[str],
     stdout: IO[bytes] | None = None,
     stderr: IO[bytes] | None = None,
+    cwd: Path | None = None,
     **changes: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the launcher, and end it on the way out: it takes its ranks with it, also when it is killed."""
     env = environment(**changes)
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=cwd, env=env
     ) as launcher:
         try:
             yield launcher
@@ -132,13 +133,15 @@ def launched(
                     launcher.kill()
 
 
-def completed(command: Sequence[str], limit: float = 100, **changes: str) -> subprocess.CompletedProcess[str]:
+def completed(
+    command: Sequence[str], limit: float = 100, cwd: Path | None = None, **changes: str
+) -> subprocess.CompletedProcess[str]:
     """Run a job to its end; past the limit, in seconds, it is ended, and what it said is in the error.
 
     It speaks into files, not pipes: a pipe is open for as long as anything lives that the job has started.
     """
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        with launched(command, stdout, stderr, **changes) as job:
+        with launched(command, stdout, stderr, cwd, **changes) as job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.wait(timeout=limit)
             over = job.returncode is not None

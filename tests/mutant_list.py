@@ -1,0 +1,295 @@
+"""The mutants of ``mutants.py``: careless edits of geometry, protocol, adjoints and callbacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One careless edit.
+
+    Parameters
+    ----------
+    name
+        What the edit does.
+    file
+        The file that it changes.
+    old, new
+        What stands there, exactly once, and what it becomes.
+    command
+        The tests that must notice: ``"plain"``, or a number of ranks, and options of pytest.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    command: tuple[str, ...]
+
+    def applied_to(self, text: str) -> str:
+        """The file with the edit, or ``ValueError`` if it does not fit there exactly once."""
+        if text.count(self.old) != 1 or self.old == self.new:
+            raise ValueError(f"mutant {self.name!r} fits {text.count(self.old)} places of {self.file}")
+        return text.replace(self.old, self.new)
+
+
+def _plain(*files: str) -> tuple[str, ...]:
+    return ("plain", *(f"tests/{file}" for file in files))
+
+
+def _on(ranks: int, *files: str) -> tuple[str, ...]:
+    return (str(ranks), *(f"tests/{file}" for file in files))
+
+
+_SPLIT, _STENCIL = _plain("geometry/test_split.py"), _plain("geometry/test_stencil.py")
+_EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_movements.py")
+_CHANNEL, _CONV = _on(3, "segments/test_channel.py"), _on(3, "layers/test_conv.py")
+_COLLECTIVE, _REMOTE = _on(3, "segments/test_collective.py"), _on(2, "segments/test_remote.py")
+_NORM, _SYNC = _on(3, "layers/test_norm.py"), _on(3, "sync/test_gradients.py")
+_NOTIFY = _on(2, "segments/test_notifications.py")
+
+_GEOMETRY = [
+    Mutant(
+        "blocks are not balanced",
+        "distdl_rma/geometry/split.py",
+        "start + quotient + (part < longer)",
+        "start + quotient + (part <= longer)",
+        _SPLIT,
+    ),
+    Mutant(
+        "the last part that meets an interval is forgotten",
+        "distdl_rma/geometry/split.py",
+        "return range(first, max(first, last))",
+        "return range(first, max(first, last - 1))",
+        _SPLIT,
+    ),
+    Mutant(
+        "windows read without dilation",
+        "distdl_rma/geometry/stencil.py",
+        "(stop - 1) * self.stride - self.left + self.span",
+        "(stop - 1) * self.stride - self.left + self.kernel",
+        _STENCIL,
+    ),
+    Mutant(
+        "the last reader of an input is forgotten",
+        "distdl_rma/geometry/stencil.py",
+        "(stop - 1 + self.left) // self.stride + 1",
+        "(stop - 1 + self.left) // self.stride",
+        _STENCIL,
+    ),
+    Mutant(
+        "a window may begin behind the input",
+        "distdl_rma/geometry/stencil.py",
+        "(count - 1) * self.stride >= extent + self.left",
+        "(count - 1) * self.stride > extent + self.left",
+        _STENCIL,
+    ),
+    Mutant(
+        "the adjoint of the adjoint is the adjoint",
+        "distdl_rma/geometry/exchange.py",
+        "self.target, not self.transposed, self.images)",
+        "self.target, True, self.images)",
+        _EXCHANGE,
+    ),
+    Mutant(
+        "sums count as complete",
+        "distdl_rma/geometry/exchange.py",
+        "return self.disjoint and sum(box.volume for box in boxes) == self.need.volume",
+        "return sum(box.volume for box in boxes) == self.need.volume",
+        _EXCHANGE,
+    ),
+    Mutant(
+        "shapes that form no grid pass",
+        "distdl_rma/geometry/decomposition.py",
+        "elif lengths[d][place] != extent:",
+        "elif lengths[d][place] < extent:",
+        _plain("geometry/test_decomposition.py"),
+    ),
+]
+
+_PROTOCOL = [
+    Mutant(
+        "a slot is written again before it was read",
+        "distdl_rma/segments/channel.py",
+        "                epoch - _SLOTS,\n",
+        "                epoch - _SLOTS - 1,\n",
+        _CHANNEL,
+    ),
+    Mutant(
+        "a receive takes what the epoch before left",
+        "distdl_rma/segments/channel.py",
+        "lane.risen(epoch, step),\n                    lambda",
+        "lane.risen(epoch - 1, step),\n                    lambda",
+        _CHANNEL,
+    ),
+    Mutant(
+        "memory is given back before it was read",
+        "distdl_rma/segments/channel.py",
+        "return acknowledged and self._finished == self._started",
+        "return self._finished == self._started",
+        _CHANNEL,
+    ),
+    Mutant(
+        "a voided put is not waited for",
+        "distdl_rma/segments/channel.py",
+        "                    lane.remote.flush()\n",
+        "                    pass\n",
+        _CHANNEL,
+    ),
+    Mutant(
+        "a round writes to the slot of the epoch before",
+        "distdl_rma/segments/round.py",
+        "self.rows[(self.epoch + 1) & 1][self._me][...] = row",
+        "self.rows[self.epoch & 1][self._me][...] = row",
+        _COLLECTIVE,
+    ),
+    Mutant(
+        "a notification overtakes the put before it",
+        "distdl_rma/segments/wire.py",
+        "return self._arrived >= begun",
+        "return True",
+        _plain("segments/test_wire.py"),
+    ),
+    Mutant(
+        "a rank goes on before all of its node have told it",
+        "distdl_rma/segments/team.py",
+        "silent = [rank for rank in ranks if words[first + self.here.index(rank)] < step]",
+        "silent = [rank for rank in ranks[:1] if words[first + self.here.index(rank)] < step]",
+        _COLLECTIVE,
+    ),
+    Mutant(
+        "a notification is reset without being returned",
+        "distdl_rma/segments/buffer.py",
+        "        word = words[index]\n        reset[index] = word\n",
+        "        word = words[index]\n        reset[index] = word + 1\n",
+        _NOTIFY,
+    ),
+    Mutant(
+        "freed neighbours do not join",
+        "distdl_rma/segments/heap.py",
+        "if at > 0 and sum(self._gaps[at - 1]) == offset:",
+        "if at > 1 and sum(self._gaps[at - 1]) == offset:",
+        _plain("segments/test_heap.py"),
+    ),
+    Mutant(
+        "short types are not summed in a longer one",
+        "distdl_rma/layers/movement.py",
+        "self._wide = dtype if exchange.disjoint else sum_dtype(dtype)",
+        "self._wide = dtype",
+        _on(3, "layers/test_moving.py", "layers/test_reduction.py"),
+    ),
+]
+
+_ADJOINTS = [
+    Mutant(
+        "what neighbours send back replaces the own gradient",
+        "distdl_rma/layers/halo.py",
+        "gradient[piece.box.slices(channel.exchange.need)] += as_tensor",
+        "gradient[piece.box.slices(channel.exchange.need)] = as_tensor",
+        _CONV,
+    ),
+    Mutant(
+        "the last owner wins where owners overlap",
+        "distdl_rma/layers/movement.py",
+        "if fresh or self._disjoint:",
+        "if fresh or not self._disjoint:",
+        _on(3, "layers/test_movement.py", "layers/test_reduction.py"),
+    ),
+    Mutant(
+        "a strip adds nothing to the gradient of the weight",
+        "distdl_rma/layers/convolution.py",
+        "total[patch.weight] += part",
+        "total[patch.weight] += 0 * part",
+        _CONV,
+    ),
+    Mutant(
+        "a halo is sent back only where this rank needs its gradient",
+        "distdl_rma/layers/convolution.py",
+        "        epoch = 0\n        if ctx.needs_halo:",
+        "        epoch = 0\n        if ctx.needs_halo and needs_x:",
+        _on(3, "layers/test_conv.py", "layers/test_conv_general.py"),
+    ),
+    Mutant(
+        "the corners of a tile are read twice",
+        "distdl_rma/layers/tile.py",
+        "            rest = rest.replace(d, low, high)\n",
+        "",
+        _plain("layers/test_tile.py"),
+    ),
+    Mutant(
+        "copies of a weight keep their own gradients",
+        "distdl_rma/layers/replica.py",
+        "return None, *ctx.replica.sum(gradients)",
+        "return None, *gradients",
+        _CONV,
+    ),
+    Mutant(
+        "the backward of a norm does not add up over the ranks",
+        "distdl_rma/layers/statistics.py",
+        "return _start(self._backward, pair) if self._backward is not None else lambda: pair",
+        "return lambda: pair",
+        _NORM,
+    ),
+    Mutant(
+        "variances of ranks are merged without what lies between their means",
+        "distdl_rma/layers/statistics.py",
+        "np.add.reduce(apart * apart * self._counts + squares)",
+        "np.add.reduce(squares)",
+        _NORM,
+    ),
+    Mutant(
+        "the gradient of a mean is not scaled",
+        "distdl_rma/layers/criterion.py",
+        "return gradient.to(ctx.dtype) * ctx.scale, None, None, None, None",
+        "return gradient.to(ctx.dtype), None, None, None, None",
+        _on(3, "layers/test_loss.py"),
+    ),
+]
+
+_CALLBACKS = [
+    Mutant(
+        "a callback of the user is not asked",
+        "distdl_rma/layers/callbacks.py",
+        "        setattr(module, name, callback)\n",
+        "        pass\n",
+        _on(3, "interface/test_callbacks.py"),
+    ),
+    Mutant(
+        "ranks that sum may say different things",
+        "distdl_rma/sync/checking.py",
+        "            elif who_says[rank] != ranks:\n",
+        "            elif who_says[rank] != who_says[rank]:\n",
+        _plain("sync/test_checking.py"),
+    ),
+    Mutant(
+        "a size that the user states wrongly passes",
+        "distdl_rma/sync/checking.py",
+        "    if nbytes != held:\n",
+        "    if nbytes < held:\n",
+        _plain("sync/test_checking.py"),
+    ),
+    Mutant(
+        "a gradient that did not come counts as the last one",
+        "distdl_rma/sync/bucket.py",
+        "                self._view(slot, active).zero_()\n",
+        "                self._view(slot, active)\n",
+        _SYNC,
+    ),
+    Mutant(
+        "accumulated gradients are summed again",
+        "distdl_rma/sync/gradients.py",
+        "            slot.base = gradient.clone()\n",
+        "            slot.base = None\n",
+        _SYNC,
+    ),
+    Mutant(
+        "a rank without a copy may be summed with",
+        "distdl_rma/layers/replica.py",
+        "if alien or len(set(ranks))",
+        "if len(set(ranks))",
+        _on(3, "interface/test_callbacks.py", "layers/test_interface.py"),
+    ),
+]
+
+MUTANTS: tuple[Mutant, ...] = (*_GEOMETRY, *_PROTOCOL, *_ADJOINTS, *_CALLBACKS)
