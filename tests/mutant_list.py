@@ -142,7 +142,7 @@ _PROTOCOL = [
         "distdl_rma/segments/round.py",
         "self.rows[(self.epoch + 1) & 1][self._me][...] = row",
         "self.rows[self.epoch & 1][self._me][...] = row",
-        _COLLECTIVE,
+        _NORM,
     ),
     Mutant(
         "a notification overtakes the put before it",

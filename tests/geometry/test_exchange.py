@@ -218,3 +218,16 @@ def test_planning_for_one_rank_among_thousands_looks_at_few(source, target, rank
         for other in range(4096)
         if other != rank and not (source.box(other) & plan.need).empty
     )
+
+
+def test_an_exchange_is_complete_only_if_every_element_gets_exactly_one():
+    line, here = Partition((0, 1), (2,), 0), Partition((0,), (1,), 0)
+    blocks = Decomposition.balanced(line, (4,))
+    # Windows on [-1:3] and [1:5], as many elements as there are in [0:7], but two get none and two get two.
+    windows = blocks.with_splits({0: WindowSplit(blocks.splits[0], Window(3, left=1, right=1), extent=4)})
+    overlapping = Exchange(0, windows, Decomposition.replicated(here, (7,)))
+    assert sum(p.box.volume for p in (*overlapping.local, *overlapping.receives)) == overlapping.need.volume
+    assert not overlapping.disjoint
+    assert not overlapping.complete
+    assert Exchange(0, blocks, Decomposition.replicated(here, (4,))).complete
+    assert not Exchange(0, blocks, Decomposition.replicated(here, (5,))).complete

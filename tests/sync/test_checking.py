@@ -56,6 +56,7 @@ def test_what_fits_together_is_no_problem(changes):
         (({}, None), r"'head' \(head.weight\): .* over ranks \[0, 1\], but rank 1 does not hold it"),
         (({"ranks": []}, {"ranks": []}), r"no callback covers it, but ranks \[0, 1\] hold it"),
         (({"nbytes": [40, 48]}, {}), r"gave 40 bytes on rank 0, its gradients are 48 bytes"),
+        (({"nbytes": [56, 48]}, {}), r"gave 56 bytes on rank 0, its gradients are 48 bytes"),
         (({}, {"complaint": "it raised"}), r"'head': on rank 1, it raised"),
         (
             ({}, {"parameters": {"head.weight": [[3, 4], "float32", True]}}),
