@@ -44,7 +44,8 @@ def _on(ranks: int, *files: str) -> tuple[str, ...]:
 
 _SPLIT, _STENCIL = _plain("geometry/test_split.py"), _plain("geometry/test_stencil.py")
 _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_movements.py")
-_CHANNEL, _CONV = _on(3, "segments/test_channel.py"), _on(3, "layers/test_conv.py")
+_CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
+_CONV = _on(3, "layers/test_conv.py")
 _COLLECTIVE, _REMOTE = _on(3, "segments/test_collective.py"), _on(2, "segments/test_remote.py")
 _NORM, _SYNC = _on(3, "layers/test_norm.py"), _on(3, "sync/test_gradients.py")
 _NOTIFY = _on(2, "segments/test_notifications.py")
@@ -112,8 +113,8 @@ _PROTOCOL = [
     Mutant(
         "a slot is written again before it was read",
         "distdl_rma/segments/channel.py",
-        "                epoch - _SLOTS,\n",
-        "                epoch - _SLOTS - 1,\n",
+        "                epoch - SLOTS,\n",
+        "                epoch - SLOTS - 1,\n",
         _CHANNEL,
     ),
     Mutant(
@@ -124,18 +125,25 @@ _PROTOCOL = [
         _CHANNEL,
     ),
     Mutant(
-        "memory is given back before it was read",
+        "memory is given back before a late put has come",
         "distdl_rma/segments/channel.py",
-        "return acknowledged and self._finished == self._started",
-        "return self._finished == self._started",
-        _CHANNEL,
+        "            and all(flag(lane.notification) >= lane.risen(self._finished) for lane in self._receives)\n",
+        "",
+        _GIVEN_UP,
     ),
     Mutant(
-        "a voided put is not waited for",
+        "a put that nobody reads is not waited for",
         "distdl_rma/segments/channel.py",
-        "                    lane.remote.flush()\n",
-        "                    pass\n",
-        _CHANNEL,
+        "                lane.there.flush(timeout)\n",
+        "                pass\n",
+        _GIVEN_UP,
+    ),
+    Mutant(
+        "slots are acknowledged before all of an epoch was handed out",
+        "distdl_rma/segments/channel.py",
+        "                begin = end + 1\n",
+        "                begin = end + 1\n                lane.acknowledge(epoch)\n",
+        _GIVEN_UP,
     ),
     Mutant(
         "a round writes to the slot of the epoch before",
