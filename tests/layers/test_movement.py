@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine
+from distdl_rma import ClosedError, Machine, gather_state_dict
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Window, WindowSplit
 from distdl_rma.layers import DistributedConv2d, Movement
+from distdl_rma.segments.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
@@ -66,3 +67,74 @@ def test_overlap_mirrors_itself(P_world, comm):
     assert order == ["start", "compute", "wait"]
     counts = np.asarray(x.grad)
     assert counts.min() >= 2.0
+
+
+def held(machine, what):
+    """Bytes of this rank's segment by who holds them, of those with something in their name."""
+    return {name: nbytes for name, (_, nbytes) in machine.segments.stats().owners.items() if what in name}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_adjoint_takes_memory_when_a_backward_needs_it(comm):
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        P_x = machine.partition((1, 1, comm.size, 1))
+        layer = DistributedConv2d(P_x, 2, 3, 5, padding=(2, 0), dtype=torch.float64)
+        x = shard(P_x, torch.randn(1, 2, 11, 9, dtype=torch.float64))
+        with torch.no_grad():
+            layer(x)
+        gather_state_dict(layer)
+        assert held(machine, layer.name)
+        assert not held(machine, "adjoint")
+        y = layer(x.requires_grad_())
+        assert not held(machine, "adjoint")
+        y.sum().backward()
+        assert held(machine, "adjoint")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_connecting_a_movement_is_for_both_directions(P_world, comm, monkeypatch):
+    P_x = partition(P_world, range(comm.size), (1, 1, comm.size, 1))
+    movement = halo_movement(P_x, (1, 1, 8, 3), 1)
+    before = movement.nbytes
+    movement.connect()
+    assert movement.nbytes > before > 0
+    x = torch.randn(movement.forward.exchange.own.shape, dtype=torch.float64, requires_grad=True)
+    calls, exchange = [], SegmentBuffer.exchange
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return exchange(*arguments)
+
+    monkeypatch.setattr(SegmentBuffer, "exchange", counted)
+    movement(x, needs_grad=True).sum().backward()
+    assert not calls
+
+
+def test_a_closed_movement_makes_no_adjoint(P_world, comm):
+    P_x = partition(P_world, range(comm.size), (1, 1, comm.size, 1))
+    movement = halo_movement(P_x, (1, 1, 8, 3), 1)
+    movement.close()
+    with pytest.raises(ClosedError, match="'halo': already closed"):
+        _ = movement.backwards
+    with pytest.raises(ClosedError, match="'halo': already closed"):
+        movement.connect()
+
+
+def test_a_stream_moves_shards_in_their_order(P_world, comm):
+    P_x = partition(P_world, range(comm.size), (1, 1, comm.size, 1))
+    movement = halo_movement(P_x, (1, 1, 8, 3), 1)
+    shape = movement.forward.exchange.own.shape
+    for count in (0, 1, 2, 5):
+        made = []
+
+        def shards(count=count, made=made):
+            for number in range(count):
+                made.append(number)
+                yield torch.full(shape, float(number), dtype=torch.float64)
+
+        for number, y in enumerate(movement.forwards.stream(shards())):
+            assert y.max() == number
+            # The next one is on its way.
+            assert len(made) == min(count, number + 2)
+        assert len(made) == count
+    movement.close()
