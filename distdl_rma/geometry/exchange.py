@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
@@ -13,7 +13,8 @@ from distdl_rma.geometry.fingerprint import fingerprint
 
 __all__ = ["Exchange", "Piece"]
 
-# More boxes than this are not compared with each other; the sum over them is right in any case.
+# More boxes than this are not compared with each other, but in one dimension at a time; where that does not
+# tell, the sum over them is right in any case.
 _COMPARED = 64
 
 
@@ -133,7 +134,10 @@ class Exchange:
         """Whether every element of this rank's ``y`` gets one element of ``x`` at most: no sums."""
         boxes = [piece.target for piece in self.local] + [piece.box for piece in self.receives]
         if len(boxes) > _COMPARED:
-            return False
+            return any(
+                all(before[1] <= after[0] for before, after in pairwise(sorted(intervals)))
+                for intervals in zip(*(box.bounds for box in boxes), strict=True)
+            )
         return all((a & b).empty for a, b in combinations(boxes, 2))
 
     @cached_property

@@ -231,3 +231,17 @@ def test_an_exchange_is_complete_only_if_every_element_gets_exactly_one():
     assert not overlapping.complete
     assert Exchange(0, blocks, Decomposition.replicated(here, (4,))).complete
     assert not Exchange(0, blocks, Decomposition.replicated(here, (5,))).complete
+
+
+@pytest.mark.parametrize("ranks", [64, 65, 200])
+def test_what_many_ranks_give_is_known_to_be_no_sum(ranks):
+    # Sums are not what is copied, bit by bit: of a negative zero, or of short types.
+    line = Partition(tuple(range(ranks)), (ranks,), 0)
+    whole = Decomposition.replicated(line, (2 * ranks + 1,))
+    gather = Exchange(0, Decomposition.balanced(line, (2 * ranks + 1,)), whole)
+    assert gather.disjoint
+    assert gather.complete
+    assert not Exchange(0, whole, whole).disjoint
+    columns = Partition(tuple(range(ranks)), (1, ranks), 0)
+    parts = Decomposition.balanced(columns, (3, 2 * ranks))
+    assert Exchange(0, parts, Decomposition.replicated(columns, (3, 2 * ranks))).complete
