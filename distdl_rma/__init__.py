@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from distdl_rma.geometry.partition import Partition
     from distdl_rma.layers.tensors import zero_volume_tensor
     from distdl_rma.machine import Machine, MPIPartition
-    from distdl_rma.state import gather_state_dict, load_global_state_dict
+    from distdl_rma.state import gather_state_dict, load_global_state_dict, whole_parameters
     from distdl_rma.sync import DistributedGradScaler, GradientSync
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ _HOMES = {
     "geometry.partition": ("Partition",),
     "layers.tensors": ("zero_volume_tensor",),
     "machine": ("Machine", "MPIPartition"),
-    "state": ("gather_state_dict", "load_global_state_dict"),
+    "state": ("gather_state_dict", "load_global_state_dict", "whole_parameters"),
     "sync": ("DistributedGradScaler", "GradientSync"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -74,6 +74,7 @@ __all__ = [
     "__version__",
     "gather_state_dict",
     "load_global_state_dict",
+    "whole_parameters",
     "zero_volume_tensor",
 ]
 

@@ -1,8 +1,9 @@
-"""The state of a model as one machine would have it: saved, loaded, and moved between partitions."""
+"""The state of a model as one machine would have it: initialised, saved, loaded, moved between partitions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.layer import DistributedLayer
 from distdl_rma.layers.passes import gather_whole
-from distdl_rma.layers.weights import one_copy
+from distdl_rma.layers.weights import as_whole, one_copy
 from distdl_rma.machine import Machine
 
-__all__ = ["gather_state_dict", "load_global_state_dict"]
+__all__ = ["gather_state_dict", "load_global_state_dict", "whole_parameters"]
 
 
 def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
@@ -96,6 +97,29 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: 
     return module.load_state_dict(mine, strict=strict)
 
 
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """Context in which parameters have their global shape on every rank, to initialise them; local.
+
+    For functions such as ``torch.nn.init.kaiming_normal_`` that draw as many random numbers as there are
+    elements, and look at the shape. Within it every rank calls the same of them, so that equally seeded
+    generators stay equal, and each draws the numbers of the sequential model; afterwards it keeps its part.
+    ``model.apply(function)`` needs no context: it opens one for each layer in turn.
+
+    Elements that other ranks keep are zero at first. Nothing may be computed with the model meanwhile, whose
+    parameters take the memory of the whole ones.
+
+    Parameters
+    ----------
+    module
+        A distributed layer, or a model with some.
+    """
+    with ExitStack() as stack:
+        for _, layer in _layers(module):
+            stack.enter_context(as_whole(layer, layer.scattered))
+        yield
+
+
 def _own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
@@ -108,11 +132,9 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, DistributedLayer]]:
 
 def _layouts(module: nn.Module) -> dict[str, Decomposition]:
     """Who keeps which part, of everything in the state that is not whole on every rank."""
-    found = {}
+    found: dict[str, Decomposition] = {}
     for prefix, layer in _layers(module):
-        for key, layout in layer.layouts.items():
-            if layout.partition.size < layer.machine.size or any(axis is not None for axis in layout.axes):
-                found[prefix + key] = layout
+        found |= {prefix + key: layout for key, layout in layer.scattered.items()}
     return found
 
 

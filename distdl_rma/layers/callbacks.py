@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import index as as_int
 from typing import Any, TypedDict
 
 from torch import nn
 
 from distdl_rma.errors import ConfigurationError
 
-__all__ = ["Callbacks", "answer", "callbacks_among"]
+__all__ = ["Callbacks", "answer", "callbacks_among", "check_answers"]
 
 
 class Callbacks(TypedDict, total=False):
@@ -45,6 +46,41 @@ def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
         if not callable(callback):
             raise ConfigurationError(f"{who}: {name} is a function without arguments, got {callback!r}")
         setattr(module, name, callback)
+
+
+def check_answers(module: nn.Module, who: str, truths: Mapping[str, Callable[[], object]]) -> None:
+    """Ask the callbacks that the user of a module gave, and compare with what is true; local.
+
+    Parameters
+    ----------
+    module
+        The module.
+    who
+        For messages.
+    truths
+        Name to what holds: a number, or ranks in any order. Asked for what the user gave only.
+
+    Raises
+    ------
+    ConfigurationError
+        If an answer is another one, or none.
+    """
+    given = vars(module)
+    for name in truths:
+        if name not in given:
+            continue
+        try:
+            said, true = _plain(given[name]()), _plain(truths[name]())
+        except Exception as error:
+            raise ConfigurationError(f"{who}: {name}() gives no such thing: {error!r}") from error
+        if said != true:
+            raise ConfigurationError(
+                f"{who}: {name}() gave {said}, it is {true}; leave it out, or correct it"
+            )
+
+
+def _plain(said: Any) -> int | list[int]:
+    return as_int(said) if hasattr(said, "__index__") else sorted(as_int(rank) for rank in said)
 
 
 def callbacks_among(options: dict[str, Any]) -> Callbacks:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import PartitionError, ProtocolError, ShapeError
+from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, common_dtype
 from distdl_rma.layers.announced import Announced, look_alike
-from distdl_rma.layers.callbacks import Callbacks, answer
+from distdl_rma.layers.callbacks import Callbacks, answer, check_answers
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import Replica
-from distdl_rma.layers.weights import Initial, Placement, Weights, lasting, register
+from distdl_rma.layers.weights import Initial, Placement, Weights, as_whole, lasting, register
 from distdl_rma.machine import Machine
 
 __all__ = ["DistributedLayer", "deliver", "input_dtype", "movement_of", "source_of"]
 
 _COPY = " (copy "
+_CALLBACKS = frozenset(Callbacks.__annotations__)
 
 
 class DistributedLayer(nn.Module):
@@ -92,14 +93,44 @@ class DistributedLayer(nn.Module):
         return twin
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Call ``forward``, and remember the sizes of the local shards."""
+        """Call ``forward``, and remember the sizes of the local shards.
+
+        What the user of the layer says of it by callbacks is compared with what holds, and refused with a
+        ``ConfigurationError``; the other ranks hear of it.
+        """
+        before = self.nbytes_in((*inputs, *named.values()))
+        self._check_answers(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
         y = super().__call__(*inputs, **named)
-        self.shard_nbytes = self.nbytes_in((*inputs, *named.values())), nbytes_of(y)
+        self.shard_nbytes = before, nbytes_of(y)
+        self._check_answers(get_sizeof_output_tensor=self.shard_nbytes[1])
         return y
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """As of every module; training can use the buffer, wherever the layer is built."""
         super().register_buffer(name, None if tensor is None else lasting(tensor), persistent)
+
+    def _check_answers(self, **sizes: int) -> None:
+        if _CALLBACKS.isdisjoint(vars(self)):
+            return
+        truths: dict[str, Any] = {name: partial(int, nbytes) for name, nbytes in sizes.items()}
+        truths["get_sizeof_gradients"] = partial(type(self).get_sizeof_gradients, self)
+        if not self.statistics_told:
+            truths["get_ranks_synch_norm"] = partial(type(self).get_ranks_synch_norm, self)
+            truths["get_sizeof_norm"] = partial(type(self).get_sizeof_norm, self)
+        if self.replica is None:
+            # Without weights any ranks of the machine will do; those that have some ask in their forward.
+            Replica(self.machine, self.machine.ranks, self.name, self._asked).summing()
+        try:
+            check_answers(self, f"{self.name!r} on rank {self.machine.rank}", truths)
+        except ConfigurationError as error:
+            if not self.machine.closed:
+                self.machine.fail(error)
+            raise
+
+    @property
+    def statistics_told(self) -> bool:
+        """Whether the ranks tell each other in each call what their users say of statistics."""
+        return False
 
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
         """Bytes of the input among the arguments of a call."""
@@ -155,6 +186,28 @@ class DistributedLayer(nn.Module):
         """Which box of each parameter, and of each buffer that is cut, a rank keeps, by key."""
         placements = self.placements or {}
         return {key: place.store for key, place in placements.items()} | self.buffer_layouts
+
+    @property
+    def scattered(self) -> dict[str, Decomposition]:
+        """Those of the layouts that are not whole on every rank of the machine."""
+        everyone = self.machine.size
+        return {
+            key: layout
+            for key, layout in self.layouts.items()
+            if layout.partition.size < everyone or any(axis is not None for axis in layout.axes)
+        }
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Apply ``fn`` as torch does, to the layer as it is on one machine: with whole parameters.
+
+        So what initialises them draws the same random numbers on every rank, those of the sequential layer,
+        and sees the global shape. Each rank keeps its part.
+        """
+        for child in self.children():
+            child.apply(fn)
+        with as_whole(self, self.scattered):
+            fn(self)
+        return self
 
     @property
     def replica(self) -> Replica | None:

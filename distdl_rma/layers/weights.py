@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +19,11 @@ from distdl_rma.layers.movement import Flight, Movement
 from distdl_rma.layers.replica import Replica
 from distdl_rma.machine import Machine
 
-__all__ = ["Initial", "Placement", "Weights", "lasting", "register"]
+__all__ = ["Initial", "Placement", "Weights", "as_whole", "lasting", "register"]
+
+
+# Machines on which somebody was told that gradients of plain modules stay local.
+_warned: WeakSet[Machine] = WeakSet()
 
 
 class Initial(Protocol):
@@ -100,6 +107,8 @@ class Weights:
     def use(self) -> dict[str, torch.Tensor]:
         """Parameters as this rank uses them in a forward; blocking where they travel."""
         kept = [self._kept(key) for key in self.placements]
+        if any(type(values) is not nn.Parameter for values in kept):
+            self._warn_of_replaced(kept)
         # Copies are tied before one of them travels: its gradient comes back to all.
         used: dict[str, torch.Tensor] = dict(zip(self.placements, self.replica.tie(*kept), strict=True))  # type: ignore[arg-type]
         flights = {
@@ -108,6 +117,23 @@ class Weights:
             if place.use is not None
         }
         return used | {key: flight.movement.wait(flight) for key, flight in flights.items()}
+
+    def _warn_of_replaced(self, kept: Sequence[torch.Tensor]) -> None:
+        # What is computed from other parameters is no parameter of the layer's own; this is one by its name.
+        own = vars(self._layer())["_parameters"]
+        replaced = any(
+            values.requires_grad and not isinstance(values, nn.Parameter) and key in own
+            for key, values in zip(self.placements, kept, strict=True)
+        )
+        alone = self._machine.size == 1 or self._machine in _warned
+        if replaced and torch.is_grad_enabled() and not self.replica.taken_over and not alone:
+            _warned.add(self._machine)
+            warnings.warn(
+                f"{self._name!r}: its parameters are replaced in this call, as torch.func.functional_call"
+                " does. The gradients of distributed layers are summed over their ranks; those of plain"
+                " modules are each rank's own, and are to be summed by the program",
+                stacklevel=2,
+            )
 
     def connect(self) -> None:
         """Exchange addresses for the values that travel, and for their gradients; blocking."""
@@ -174,6 +200,47 @@ def cut(store: Decomposition, whole: torch.Tensor) -> torch.Tensor:
     if not store.partition.active:
         return whole.new_empty(0)
     return whole[store.slices()].clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def as_whole(layer: nn.Module, stores: Mapping[str, Decomposition]) -> Iterator[None]:
+    """Context in which parameters and buffers have their global shape, on every rank; local.
+
+    What this rank keeps is in its place, the rest is zero. Afterwards each rank keeps its part of what is
+    there then, in the memory that it was in. Takes the memory of the whole tensors meanwhile.
+
+    Parameters
+    ----------
+    layer
+        The module that has them.
+    stores
+        Which box of each a rank keeps, by key.
+    """
+    parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for key, store in stores.items():
+        kept = _tensor_of(layer, key)
+        # A rank that keeps all of it has nothing to do; nor has a tensor that is whole by another name.
+        if kept is not None and tuple(kept.shape) != store.shape:
+            parts[key] = kept, kept.data
+            whole = kept.data.new_zeros(store.shape)
+            if store.partition.active:
+                whole[store.slices()] = kept.data
+            kept.data = whole
+    try:
+        yield
+    finally:
+        for key, (kept, part) in parts.items():
+            mine = cut(stores[key], kept.data)
+            kept.data = part.copy_(mine) if mine.dtype == part.dtype else mine
+            now = _tensor_of(layer, key)
+            if now is not None and now is not kept and tuple(now.shape) == stores[key].shape:
+                # Another one was put in its place.
+                now.data = cut(stores[key], now.data)
+
+
+def _tensor_of(layer: nn.Module, key: str) -> torch.Tensor | None:
+    found = layer._parameters.get(key)
+    return layer._buffers.get(key) if found is None else found
 
 
 def copies_of(store: Decomposition) -> tuple[int, ...]:
