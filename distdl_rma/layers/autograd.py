@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 
 from distdl_rma.errors import (
     ClosedError,
+    ConfigurationError,
     MismatchError,
     PartitionError,
     ProtocolError,
@@ -24,6 +25,7 @@ __all__ = ["anchor", "first_derivative", "tells_peers"]
 # Raised on every rank of a layer alike, or before it told its peers anything.
 _REFUSALS: tuple[type[BaseException], ...] = (
     ClosedError,
+    ConfigurationError,
     MismatchError,
     PartitionError,
     ProtocolError,

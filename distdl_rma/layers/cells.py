@@ -129,6 +129,9 @@ class Cells:
         Who owns what of it.
     rank
         Rank id of this process, a member.
+    ranks
+        Those of the ranks with elements of the same cells that are to share them, in row-major order of the
+        grid, this one included; all of them if None.
 
     Attributes
     ----------
@@ -144,9 +147,16 @@ class Cells:
         Number of elements of each cell.
     """
 
-    def __init__(self, layout: Layout, P_x: Partition, source: Decomposition, rank: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        P_x: Partition,
+        source: Decomposition,
+        rank: int,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         channels = source.splits[_CHANNELS] if layout.groups else None
-        self.ranks = layout.sharing(P_x, rank, channels)
+        self.ranks = layout.sharing(P_x, rank, channels) if ranks is None else tuple(ranks)
         boxes, box = [source.box(r) for r in self.ranks], source.box(rank)
         self.shape = tuple(1 if d in layout.reduced else n for d, n in enumerate(box.shape))
         self.bands: tuple[Band, ...] = (Band(),)

@@ -137,7 +137,8 @@ def InstanceNorm(  # noqa: N802
     """Instance normalisation from global parameters; a ``DistributedInstanceNorm1d``, ``2d`` or ``3d``.
 
     Local input and output: the balanced shard of the global tensor, without elements on idle ranks.
-    Weights are on all ranks of the machine. The global shape is announced, not prescribed. Collective over
+    Weights and running statistics are whole on all ranks of the machine. The global shape is announced, not
+    prescribed. Collective over
     the machine.
 
     Parameters

@@ -11,7 +11,7 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.cells import Layout
-from distdl_rma.layers.normalisation import DistributedNorm, check_extents
+from distdl_rma.layers.normalisation import DistributedNorm, NormPlan, check_extents
 from distdl_rma.layers.running import DistributedRunningNorm
 
 __all__ = [
@@ -110,12 +110,12 @@ class DistributedBatchNorm(DistributedRunningNorm):
         self.num_batches_tracked.add_(1)
         return 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, plan: NormPlan) -> None:
         """More than one value per channel, as in torch."""
-        if self.by_batch and prod(shape[d] for d in self.layout.reduced) == 1:
+        if self.by_batch and plan.fewest == 1:
             raise ShapeError(
                 f"{self.name!r}: more than 1 value per channel is needed in training, the global input is"
-                f" {shape}"
+                f" {plan.shape}"
             )
 
 
@@ -151,7 +151,8 @@ class DistributedInstanceNorm(DistributedRunningNorm):
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
         As in torch.
     weights
-        Where P_x cuts channels: ``"cut"`` with them, or ``"replicated"``, whole on all ranks of the machine.
+        Where P_x cuts channels: ``"cut"`` with them, or ``"replicated"``, whole on all ranks of the machine;
+        running statistics too.
     name
         For messages.
 
@@ -220,11 +221,11 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         """``momentum``; batches are not counted."""
         return self.momentum or 0.0
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, plan: NormPlan) -> None:
         """More than one spatial element, as in torch."""
-        if self.by_batch and prod(shape[d] for d in self.layout.reduced) == 1:
+        if self.by_batch and plan.fewest == 1:
             raise ShapeError(
-                f"{self.name!r}: more than 1 spatial element is needed, the global input is {shape}"
+                f"{self.name!r}: more than 1 spatial element is needed, the global input is {plan.shape}"
             )
 
 
@@ -304,8 +305,9 @@ class DistributedGroupNorm(DistributedNorm):
         """One line for ``print(model)``."""
         return f"{self.num_groups}, {super().extra_repr()}"
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, plan: NormPlan) -> None:
         """More than one value per group, as in torch."""
+        shape = plan.shape
         count = shape[0] * shape[1] // self.num_groups * prod(shape[2:])
         if count == 1:
             raise ShapeError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import NamedTuple, Unpack
 
 import torch
@@ -21,6 +22,7 @@ from distdl_rma.layers.layer import DistributedLayer, movement_of, source_of
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import idle
 from distdl_rma.layers.scaling import Job, normalise, widened
+from distdl_rma.layers.sharing import groups_of, said
 from distdl_rma.layers.statistics import Shifted, Statistics, message_nbytes
 from distdl_rma.layers.tensors import plainly, sum_dtype
 from distdl_rma.layers.weights import Placement
@@ -48,29 +50,45 @@ class NormPlan:
         The layer.
     source
         Who owns what of the input.
+    groups
+        Ranks that share statistics, per rank of P_x, where users say it; None where nobody does.
 
     Attributes
     ----------
     shape
         Global shape of the input.
+    fewest
+        Elements of the smallest cell that has any.
     statistics
         Of this rank's cells; None outside of P_x.
+    portion
+        Weight of this rank's cells among those of the same elements: one by their number.
     moves
         Whether parameters travel, since the input is not cut where they are.
     """
 
-    def __init__(self, layer: DistributedNorm, source: Decomposition) -> None:
-        self.shape = source.shape
+    def __init__(
+        self,
+        layer: DistributedNorm,
+        source: Decomposition,
+        groups: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.shape, self.channels = source.shape, source.splits[layer.layout.weighted[0]]
+        self.fewest = prod(source.shape[d] for d in layer.layout.reduced)
         self.statistics: Statistics | None = None
+        self.portion = 1.0
         self.moves = False
         self._fetch: dict[str, Movement | None] = {}
         self._home: Movement | None = None
         # This rank's part of parameters that are whole; None where they are cut as the input is.
         self.part: tuple[slice, ...] | None = None
         P_x, layout, rank = layer.P_x, layer.layout, layer.machine.rank
+        self._weighted = layout.weighted
+        if groups is not None:
+            self._divide(layer, source, groups)
         if not P_x.active:
             return
-        cells = Cells(layout, P_x, source, rank)
+        cells = Cells(layout, P_x, source, rank, None if groups is None else groups[rank])
         self.statistics = Statistics(layer.machine, layout, cells, layer.centred, layer.name)
         splits = tuple(source.splits[d] for d in layout.weighted)
         mine = source.box(rank).bounds
@@ -91,6 +109,21 @@ class NormPlan:
             if layer.buffer_layouts
             else None
         )
+
+    def _divide(
+        self, layer: DistributedNorm, source: Decomposition, groups: Mapping[int, tuple[int, ...]]
+    ) -> None:
+        # Each group has a cell of its own where the plan has one; those without elements have nothing to say.
+        counts = {
+            group: int(Cells(layer.layout, layer.P_x, source, group[0], group).total.max())
+            for group in set(groups.values())
+        }
+        self.fewest = min((count for count in counts.values() if count), default=self.fewest)
+        rank = layer.machine.rank
+        if rank in groups and not layer.layout.groups:
+            sharing = layer.layout.sharing(layer.P_x, rank)
+            beside = {groups[other] for other in sharing if counts[groups[other]]}
+            self.portion = 1 / len(beside) if groups[rank] in beside else 0.0
 
     def void(self) -> None:
         """Nothing was started before all ranks agreed."""
@@ -113,7 +146,14 @@ class NormPlan:
         return self.fetch(key, values) if self.part is None else values[self.part]
 
     def bring_home(self, values: torch.Tensor) -> torch.Tensor:
-        """Values per channel from where the input is cut to where the buffers are; blocking."""
+        """Values per channel from where the input is cut to where the buffers are; blocking.
+
+        Where buffers are whole, zeros beside this rank's part.
+        """
+        if self.part is not None:
+            whole = values.new_zeros([self.shape[d] for d in self._weighted])
+            whole[self.part] = values
+            return whole
         return values if self._home is None else self._home(values)
 
 
@@ -187,8 +227,8 @@ class DistributedNorm(DistributedLayer):
         self.bias: nn.Parameter | None
         # Whether parameters are whole where the input is cut.
         self.whole = bool(self.cuts) and weights == "replicated"
-        kept = everywhere if self.whole else Placement(self.store)
-        self.place(values, {key: kept for key, value in values.items() if value is not None})
+        self.kept = everywhere if self.whole else Placement(self.store)
+        self.place(values, {key: self.kept for key, value in values.items() if value is not None})
         self._agreeing = self.agreeing()
 
     @cached_property
@@ -214,17 +254,20 @@ class DistributedNorm(DistributedLayer):
                 f"input of global shape {source.shape} has extents {extents} in dimensions"
                 f" {self.layout.weighted}, the layer takes {self.store.shape}"
             )
-        return NormPlan(self, source)
+        return NormPlan(self, source, groups_of(self.P_x, self.layout, source, facts))
 
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
 
         Where groups of channels straddle ranks: those of the last call, and before it of a balanced input.
+        A user who gives this callback decides it: any of these ranks that all name each other. It is asked
+        in every call.
         """
         if not self.P_x.active:
             return []
-        last, rank = self._last_statistics, self.machine.rank
-        ranks = last.cells.ranks if last else self.layout.sharing(self.P_x, rank, self.store.splits[0])
+        last = self._plans.last if self._plans is not None else None
+        channels = self.store.splits[0] if last is None else last.channels
+        ranks = self.layout.sharing(self.P_x, self.machine.rank, channels)
         return list(ranks) if len(ranks) > 1 else []
 
     def get_sizeof_norm(self) -> int:
@@ -256,7 +299,7 @@ class DistributedNorm(DistributedLayer):
         """Plan for an input before it is there, as of :class:`ComposedLayer`."""
         x = self.expected(self.P_x, shape, dtype)
         if self._plans is not None:
-            self._plans.agree(x, self._typed(), idle=not self.P_x.active)[0].connect()
+            self._plans.agree(x, self._typed(), self._said(), idle=not self.P_x.active)[0].connect()
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -264,8 +307,8 @@ class DistributedNorm(DistributedLayer):
         weights = {} if self.placed is None else self.placed.use()
         if self._plans is None:
             return idle(input, weights.values())
-        plan, needs = self._plans.agree(input, self._typed(), idle=not self.P_x.active)
-        self.check(plan.shape)
+        plan, needs = self._plans.agree(input, self._typed(), self._said(), idle=not self.P_x.active)
+        self.check(plan)
         with plainly():
             if plan.statistics is None:
                 self.stand_by(plan)
@@ -286,7 +329,16 @@ class DistributedNorm(DistributedLayer):
         # A tensor of the type of the parameters.
         return next((t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()), None)
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    @property
+    def statistics_told(self) -> bool:
+        """Wherever this rank takes part in calls."""
+        return self._plans is not None
+
+    def _said(self) -> tuple[int, ...]:
+        # What the user of this rank says of the statistics of this call.
+        return said(vars(self), self.machine.rank)
+
+    def check(self, plan: NormPlan) -> None:
         """Refuse an input that the kind of layer has no statistics of; alike on all ranks of a call."""
 
     def moments(self, plan: NormPlan, statistics: Statistics, x: torch.Tensor) -> Moments:

@@ -67,7 +67,7 @@ class Replica:
         used = [p for p in parameters if p is not None]
         if self.taken_over:
             self._check_adopted(used)
-        alone = self.taken_over or len(self.holders) == 1 or len(self.summing()) == 1
+        alone = self.taken_over or len(self.summing()) == 1
         # What has no elements may be left out by the computation, and then by some of the copies only.
         learning = [p for p in used if p.requires_grad and p.numel()]
         if alone or not torch.is_grad_enabled() or not learning:
@@ -87,10 +87,13 @@ class Replica:
         if ranks != self.holders:
             alien = set(ranks) - set(self.holders)
             if alien or len(set(ranks)) != len(ranks) or self.machine.rank not in ranks:
-                raise ConfigurationError(
+                error = ConfigurationError(
                     f"{self.name!r}: get_ranks_synch_weights() gave rank {self.machine.rank} {list(ranks)},"
                     f" the copies are on {list(self.holders)}: each rank once, the caller among them"
                 )
+                # The others were told nothing yet, and would wait for this one.
+                self.machine.fail(error)
+                raise error
         return ranks
 
     def _check_adopted(self, used: list[torch.Tensor]) -> None:

@@ -29,8 +29,8 @@ _PAIR = ("running_mean", "running_var")
 class DistributedRunningNorm(DistributedNorm):
     """Normalisation per channel that may keep running statistics.
 
-    The buffers are torch's. Where P_x splits channels they are cut as the parameters are; otherwise they
-    are the same on every rank of the machine, those outside of P_x included. In training the statistics of
+    The buffers are torch's. Where parameters are cut, so are they; otherwise they are whole, and the same on
+    every rank of the machine, those outside of P_x included. In training the statistics of
     the batch travel once more where not all of these ranks have computed them together. In evaluation
     nothing travels but shapes.
 
@@ -72,34 +72,38 @@ class DistributedRunningNorm(DistributedNorm):
             for key in (*_PAIR, "num_batches_tracked"):
                 self.register_buffer(key, None)
             return
+        kept = self.kept.store
         for key, make in zip(_PAIR, (torch.zeros, torch.ones), strict=True):
-            self.register_buffer(key, cut(self.store, make(num_features, device=device, dtype=dtype)))
+            self.register_buffer(key, cut(kept, make(num_features, device=device, dtype=dtype)))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
-        if self.cuts:
+        if self.cuts and not self.whole:
             self.buffer_layouts.update(dict.fromkeys(_PAIR, self.store))
 
     @cached_property
-    def _sums(self) -> Allreduce | None:
-        # Those that keep the same channels agree on the statistics of a batch.
-        if self.running_mean is None:
-            return None
-        rank, P_x, index = self.machine.rank, self.P_x, self.P_x.index
-        keepers = self.machine.ranks
-        if self.cuts:
-            keepers = (rank,) if index is None else P_x.slab({d: index[d] for d in self.cuts}).ranks
-        if index is not None and set(self.layout.sharing(P_x, rank)) == set(keepers):
-            return None
-        count = len(_PAIR) * self.store.box(rank).volume
+    def _keepers(self) -> tuple[int, ...]:
+        # Those that keep the same channels as this rank.
+        index = self.P_x.index
+        if not self.buffer_layouts:
+            return self.machine.ranks
+        if index is None:
+            return (self.machine.rank,)
+        return self.P_x.slab({d: index[d] for d in self.cuts}).ranks
+
+    @cached_property
+    def _sums(self) -> Allreduce:
+        # Where not all of them have computed the statistics of a batch together, they add them up.
+        count = len(_PAIR) * self.kept.store.box(self.machine.rank).volume
         name = f"{self.name} (running statistics)"
-        sums = Allreduce(self.machine.segments, keepers, count, np.float64, name=name)
+        sums = Allreduce(self.machine.segments, self._keepers, count, np.float64, name=name)
         weakref.finalize(self, sums.close)
         return sums
 
-    @property
-    def _speaks(self) -> bool:
-        # One of those that share a cell speaks for it.
-        index = self.P_x.index
-        return index is not None and all(index[d] == 0 for d in self.layout.reduced)
+    def _sums_for(self, plan: NormPlan) -> Allreduce | None:
+        if self.running_mean is None:
+            return None
+        if plan.statistics is not None and set(plan.statistics.cells.ranks) == set(self._keepers):
+            return None
+        return self._sums
 
     def agreeing(self) -> tuple[int, ...]:
         """All ranks of the machine where statistics are tracked: they all keep some."""
@@ -119,8 +123,10 @@ class DistributedRunningNorm(DistributedNorm):
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
         """Plan for an input before it is there, as of :class:`DistributedNorm`."""
         super().connect(shape, dtype)
-        if self._sums is not None:
-            self._sums.connect()
+        plan = None if self._plans is None else self._plans.last
+        sums = None if plan is None else self._sums_for(plan)
+        if sums is not None:
+            sums.connect()
 
     def reset_running_stats(self) -> None:
         """Start the running statistics anew; local, to be called on all ranks."""
@@ -148,7 +154,7 @@ class DistributedRunningNorm(DistributedNorm):
         """Those of the batch, which may change the running ones, or the running ones."""
         if not self.by_batch:
             mean, variance = (
-                plan.fetch(key, getattr(self, key).to(torch.float64)).view(self._column(x)) for key in _PAIR
+                plan.used(key, getattr(self, key).to(torch.float64)).view(self._column(x)) for key in _PAIR
             )
             return Moments(mean, variance, of_input=False)
         mean, variance, shifted = statistics.of(widened(x.detach()))
@@ -176,12 +182,14 @@ class DistributedRunningNorm(DistributedNorm):
         return (values.sum(instances) / max(1, count) if instances else values).flatten()
 
     def _track(self, plan: NormPlan, values: list[torch.Tensor] | None) -> None:
-        rate = self.rate()
+        rate, sums = self.rate(), self._sums_for(plan)
         home = None if values is None else torch.cat([plan.bring_home(v) for v in values])
-        if self._sums is not None:
-            self._sums.active[:] = as_array(home) if home is not None and self._speaks else 0
-            self._sums.start()
-            home = as_tensor(self._sums.wait())
+        if sums is not None:
+            # One of those that share a cell speaks for it.
+            speaks = plan.statistics is not None and plan.statistics.cells.ranks[0] == self.machine.rank
+            sums.active[:] = as_array(home * plan.portion) if home is not None and speaks else 0
+            sums.start()
+            home = as_tensor(sums.wait())
         counted = [n for d, n in enumerate(plan.shape) if d not in self.layout.weighted]
         if home is None or 0 in counted:
             # An empty batch says nothing, nor does any where nothing is kept.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -76,11 +76,14 @@ def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
     claims: dict[str, dict[tuple[int, ...], list[int]]] = {}
     covers: dict[tuple[str, int], Words] = {}
     orders: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    norms: dict[str, dict[int, list[list[int]]]] = {}
     for rank, theirs in said.items():
         for cover in theirs:
             ranks = everyone if cover["ranks"] is None else tuple(cover["ranks"])
             for problem in (*_of_ranks(rank, cover, ranks, everyone), *_of_sizes(rank, cover)):
                 yield f"{cover['name']!r}: {problem}"
+            if _NORM in cover["answers"]:
+                norms.setdefault(cover["name"], {})[rank] = cover["answers"][_NORM]
             for parameter in cover["parameters"]:
                 if (parameter, rank) in covers:
                     yield f"two modules on rank {rank} have a parameter {parameter!r}: give them other names"
@@ -91,6 +94,8 @@ def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
         yield from _together(parameter, lists, covers)
     for ranks, names in orders.items():
         yield from _in_order(ranks, names)
+    for name, answers in norms.items():
+        yield from _of_statistics(name, answers)
 
 
 def _of_ranks(rank: int, cover: Words, ranks: tuple[int, ...], everyone: tuple[int, ...]) -> Iterator[str]:
@@ -118,12 +123,31 @@ def _of_sizes(rank: int, cover: Words) -> Iterator[str]:
     if nbytes != held:
         yield f"get_sizeof_gradients() gave {nbytes} bytes on rank {rank}, its gradients are {held} bytes"
     for name, (theirs, ours) in cover["answers"].items():
-        both = isinstance(theirs, list) and isinstance(ours, list)
-        if sorted(theirs) != sorted(ours) if both else theirs != ours:
-            what = "the ranks that share its statistics are" if isinstance(ours, list) else "it is"
-            yield f"{name}() gave {theirs} on rank {rank}, {what} {ours}"
+        if name != _NORM:
+            if theirs != ours:
+                yield f"{name}() gave {theirs} on rank {rank}, it is {ours}"
+        elif not isinstance(theirs, list) or (theirs and not _fits(theirs, rank, {*ours, rank})):
+            yield f"{name}() gave {theirs} on rank {rank}, the ranks that share its statistics are {ours}"
 
 
+def _fits(ranks: Sequence[int], rank: int, among: Collection[int]) -> bool:
+    return len(set(ranks)) == len(ranks) and rank in ranks and set(ranks) <= set(among)
+
+
+def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) -> Iterator[str]:
+    # Ranks that share statistics all name each other; where nobody says anything, all that can share them.
+    for rank, (theirs, ours) in answers.items():
+        mine = set(theirs or [rank])
+        for other in ours:
+            said = answers[other][0] or [other] if other in answers else ours
+            if set(said) != mine and not mine.isdisjoint(said):
+                yield (
+                    f"{name!r}: {_NORM}() gave {list(theirs)} on rank {rank} but {list(said)} on rank"
+                    f" {other}: ranks that share statistics all name each other, and nobody else"
+                )
+
+
+_NORM = "get_ranks_synch_norm"
 _HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
 
 

@@ -52,10 +52,10 @@ def test_a9_ranks_that_hold_copies_of_the_same_weights_are_listed_in_the_order_o
 
 
 def test_a9_the_callback_may_be_given_and_wins(P_world, comm):
-    layer = DistributedConv2d(rows(P_world), 1, 1, 3, get_ranks_synch_weights=lambda: [comm.rank])
+    layer = DistributedConv2d(rows(P_world), 1, 1, 1, get_ranks_synch_weights=lambda: [comm.rank])
     assert layer.get_ranks_synch_weights() == [comm.rank]
-    loss = DistributedMSELoss(rows(P_world), get_sizeof_norm=lambda: 12)
-    assert loss.get_sizeof_norm() == 12
+    layer(torch.full((1, 1, 2, 3), float(comm.rank))).sum().backward()
+    assert layer.weight.grad == 6 * comm.rank
     with pytest.raises(TypeError, match="unexpected keyword argument 'get_ranks_synch_weight'"):
         Repartition(rows(P_world), rows(P_world), get_ranks_synch_weight=list)
     with pytest.raises(ConfigurationError, match="get_sizeof_norm is a function without arguments, got 3"):

@@ -65,8 +65,12 @@ def test_what_fits_together_is_no_problem(changes):
         (({"ranks": [0, 1], "holders": [0]}, {}), r"copies of this rank's weights are on \[0\]"),
         (({"ranks": [], "holders": None}, {}), r"weights are held by \[0, 1\] and would drift apart"),
         (
+            ({"answers": {"get_ranks_synch_norm": [[0, 7], [0, 1]]}}, {}),
+            r"get_ranks_synch_norm\(\) gave \[0, 7\] on rank 0, the ranks that share .* are \[0, 1\]",
+        ),
+        (
             ({"answers": {"get_ranks_synch_norm": [[0], [0, 1]]}}, {}),
-            r"get_ranks_synch_norm\(\) gave \[0\] on rank 0, the ranks that share .* are \[0, 1\]",
+            r"get_ranks_synch_norm\(\) gave \[0\] on rank 0 but \[0, 1\] on rank 1: ranks that share",
         ),
         (({"answers": {"get_sizeof_norm": [8, 32]}}, {}), r"get_sizeof_norm\(\) gave 8 on rank 0, it is 32"),
     ],

@@ -15,6 +15,7 @@ from distdl_rma import (
     ProtocolError,
     UnsupportedError,
 )
+from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConv1d, DistributedEmbedding, DistributedLinear, DistributedMaxPool1d
 from tests.layers.sequential import agree, shard
 
@@ -215,7 +216,8 @@ def test_statistics_of_what_has_none_are_refused(P_world, P_x, callbacks, messag
 def test_sizes_of_tensors_that_a_user_states_are_compared_once_they_are_known(P_world, P_x, comm):
     layer = conv(P_x, get_sizeof_input_tensor=lambda: 7)
     GradientSync(layer, P_world).close()
-    layer(shard(P_x, ones(1, 1, 2 * comm.size)))
+    blocks = Decomposition.balanced(P_x, (1, 1, 2 * comm.size))
+    layer.announce((blocks,), blocks, torch.float64)
     with pytest.raises(ConfigurationError, match=r"get_sizeof_input_tensor\(\) gave 7 on rank 0, it is 16"):
         GradientSync(layer, P_world)
 

@@ -1,5 +1,7 @@
 """Ranks of gradients as users state them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -165,13 +167,22 @@ def test_shapes_that_differ_are_reported(P_world, comm):
 @pytest.mark.mpi(min_size=2)
 def test_statistics_cannot_be_shared_with_others_than_they_are(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    layer = DistributedInstanceNorm1d(P_x, 2, affine=True, get_ranks_synch_norm=lambda: [comm.rank])
-    with pytest.raises(ConfigurationError, match=r"get_ranks_synch_norm\(\) gave \[0\] on rank 0, the ranks"):
-        GradientSync(layer, P_world)
-    right = DistributedInstanceNorm1d(
-        P_x, 2, affine=True, get_ranks_synch_norm=lambda: list(reversed(range(comm.size)))
-    )
-    GradientSync(right, P_world).close()
+    P_b = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
+    everyone = list(reversed(range(comm.size)))
+    for grid, ranks, fits in (
+        (P_x, everyone, True),
+        (P_x, [comm.rank], True),
+        (P_x, [], True),
+        (P_x, everyone if comm.rank else [0], False),
+        (P_b, everyone, False),
+        (P_b, [comm.rank], True),
+    ):
+        layer = DistributedInstanceNorm1d(grid, 2, affine=True, get_ranks_synch_norm=partial(list, ranks))
+        if fits:
+            GradientSync(layer, P_world).close()
+            continue
+        with pytest.raises(ConfigurationError, match=r"get_ranks_synch_norm\(\) gave"):
+            GradientSync(layer, P_world)
 
 
 def test_registering_needs_summed_gradients_and_an_open_sync(P_world, comm):
