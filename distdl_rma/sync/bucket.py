@@ -50,7 +50,6 @@ class Slot:
         # The view of the segment that was handed out last.
         self.lent: torch.Tensor | None = None
         self.handles: list[Any] = []
-        entry.take()
 
     @property
     def pending(self) -> bool:
@@ -122,24 +121,33 @@ class Bucket:
     def __init__(self, machine: Machine, name: str, groups: Sequence[Group]) -> None:
         self.kind, self.name = groups[0].kind, name
         self.slots = [slot for group in groups for slot in group.slots]
+        # A complex number travels as two real ones.
+        dtype, self._words = self.kind.dtype, 1
+        if dtype.is_complex:
+            dtype, self._words = dtype.to_real(), 2
+        self._dtype = dtype
         self.numel = 0
         for slot in self.slots:
             slot.start = self.numel
-            self.numel += slot.parameter.numel()
+            self.numel += slot.parameter.numel() * self._words
         # Bytes of gradients that were found in the segment, and of those that had to be copied there.
         self.in_place_nbytes = self.copied_nbytes = 0
         # Behind the gradients one flag per parameter: on how many ranks it had a gradient at all.
         words = self.numel + len(self.slots)
+        # Vectors of several ranks lie one behind the other, and complex numbers want whole pairs before them.
+        words += -words % self._words
         ranks, divisor = self.kind.ranks, self.kind.divisor
-        element, op = reduction_dtype(self.kind.dtype), "sum" if divisor == 1 else "mean"
+        element, op = reduction_dtype(dtype), "sum" if divisor == 1 else "mean"
         self.allreduce = Allreduce(machine.segments, ranks, words, element, op, name, divisor=divisor)
-        # Now, in one order: ranks may complete their buckets in different ones.
+
+    def connect(self) -> None:
+        """Meet the other ranks; blocking. All buckets in one order: they may be complete in another."""
         self.allreduce.connect()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all gradients in it."""
-        return self.numel * self.kind.dtype.itemsize
+        return self.numel * self._dtype.itemsize
 
     @property
     def complete(self) -> bool:
@@ -152,12 +160,12 @@ class Bucket:
         if slot.claimed or not fresh or not slot.parameter.requires_grad:
             return None
         slot.claimed = True
-        return self._view(slot, as_tensor(self.allreduce.active, slot.dtype))
+        return self._view(slot, as_tensor(self.allreduce.active, self._dtype))
 
     def put(self, slot: Slot) -> None:
         """Make sure that a gradient lies in the active buffer."""
         gradient = slot.parameter.grad
-        place = self._view(slot, as_tensor(self.allreduce.active, slot.dtype))
+        place = self._view(slot, as_tensor(self.allreduce.active, self._dtype))
         if gradient is not None:
             if gradient.data_ptr() == place.data_ptr():
                 self.in_place_nbytes += slot.entry.nbytes
@@ -168,7 +176,7 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the allreduce; gradients that did not come count as zero."""
-        active = as_tensor(self.allreduce.active, self.slots[0].dtype)
+        active = as_tensor(self.allreduce.active, self._dtype)
         for i, slot in enumerate(self.slots):
             if not slot.ready and slot.pending:
                 # Accumulated under no_sync, and not touched by this backward.
@@ -180,8 +188,8 @@ class Bucket:
 
     def land(self) -> None:
         """Wait, and hand the sums to the parameters."""
-        result = as_tensor(self.allreduce.wait(), self.slots[0].dtype)
-        present = result[self.numel :].tolist()
+        result = as_tensor(self.allreduce.wait(), self._dtype)
+        present = result[self.numel : self.numel + len(self.slots)].tolist()
         for slot, ranks_with_gradient in zip(self.slots, present, strict=True):
             if ranks_with_gradient:
                 if not slot.ready and slot.parameter.grad is not None:
@@ -206,10 +214,11 @@ class Bucket:
             slot.release()
         self.allreduce.close()
 
-    @staticmethod
-    def _view(slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-        count = slot.parameter.numel()
-        return flat[slot.start : slot.start + count].view(slot.parameter.shape)
+    def _view(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+        part = flat[slot.start : slot.start + slot.parameter.numel() * self._words]
+        if self._words == 2:
+            part = torch.view_as_complex(part.view(-1, 2))
+        return part.view(slot.parameter.shape)
 
 
 def bucketed(groups: Sequence[Group], limit: int) -> list[list[Group]]:

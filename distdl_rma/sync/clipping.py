@@ -40,6 +40,8 @@ class Norms:
         if not order > 0:
             raise ConfigurationError(f"norm_type must be positive, got {norm_type!r}")
         mine = [gradient.detach() for gradient in gradients if gradient is not None and gradient.numel()]
+        # As torch, of the magnitudes of complex numbers.
+        mine = [gradient.abs() if gradient.is_complex() else gradient for gradient in mine]
         norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
         if order == math.inf:
             # A maximum might lose what is no number.
@@ -55,7 +57,8 @@ class Norms:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             if gradient is not None:
-                gradient.mul_(factor.to(torch.float64 if gradient.dtype == torch.float64 else torch.float32))
+                wide = gradient.dtype in (torch.float64, torch.complex128)
+                gradient.mul_(factor.to(torch.float64 if wide else torch.float32))
 
     def close(self) -> None:
         """Give the memory back; local, idempotent."""

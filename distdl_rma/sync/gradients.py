@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from typing import Any, Unpack
 from weakref import ref
 
@@ -18,8 +16,10 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.segments.unique import Unique
-from distdl_rma.sync.bucket import Bucket, Group, Kind, Slot, bucketed
+from distdl_rma.sync.assembly import Assembly
+from distdl_rma.sync.bucket import Bucket, Group, Slot
 from distdl_rma.sync.clipping import Norms
+from distdl_rma.sync.plain import warn_of_shortsighted
 from distdl_rma.sync.roster import Options, Roster
 
 __all__ = ["GradientSync"]
@@ -84,20 +84,23 @@ class GradientSync(Unique):
         bucket_nbytes: int = _BUCKET_NBYTES,
     ) -> None:
         self._machine = Machine.of(machine)
-        self._bucket_nbytes = bucket_nbytes
         self._paused = self._closed = self._in_backward = False
         self._roster = Roster(self._machine, Options(reduction, replicas, bucket_nbytes))
+        self._assembly = Assembly(self._machine, bucket_nbytes)
         self._buckets: list[Bucket] = []
         # Parameters that no other rank holds.
         self._alone: list[Slot] = []
-        # Buckets are counted per kind: what is alike on their ranks.
-        self._numbers: defaultdict[Kind, Iterator[int]] = defaultdict(count)
         self._norms = Norms(self._machine)
         # What the running backward will end with; dead if it failed.
         self._ending: Callable[[], object] = lambda: None
         # The gradients must leave the segment before it goes.
         self._machine.segments.before_close(self)
-        self.register(model)
+        try:
+            self.register(model)
+        except BaseException:
+            # Nobody could close this one.
+            self.release()
+            raise
 
     def register(
         self, module: nn.Module | None, *, name: str | None = None, **callbacks: Unpack[Callbacks]
@@ -121,13 +124,28 @@ class GradientSync(Unique):
         ConfigurationError
             As at construction, or if gradients of ``no_sync`` wait to be summed on some rank; nothing has
             changed then.
+        SegmentError
+            On all ranks, if the gradients do not fit into the segment of one; nothing has changed then.
         """
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
         refusal = "register between steps, with no gradients from no_sync left" if busy else ""
-        moved, groups = self._roster.admit(module, name, callbacks, refusal)
-        self._drop(moved)
-        self._build(groups)
+        admission = self._roster.admit(module, name, callbacks, refusal)
+        leaving = [b for b in self._buckets if any(id(s.parameter) in admission.moved for s in b.slots)]
+        try:
+            rows = [_travelling(self._left_of(leaving, admission.moved)), _travelling(admission.groups)]
+            made = self._assembly.make(rows)
+        except BaseException:
+            admission.undo()
+            raise
+        try:
+            admission.equalise()
+            self._drop(leaving, admission.moved)
+            self._adopt_all(made, admission.groups)
+        except BaseException:
+            self.release()
+            raise
+        warn_of_shortsighted(module, self._machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,32 +258,33 @@ class GradientSync(Unique):
         if self._closed:
             raise ClosedError("GradientSync: already closed")
 
-    def _build(self, groups: Sequence[Group]) -> None:
-        travelling = [group for group in groups if len(group.kind.ranks) > 1]
-        for members in bucketed(travelling, self._bucket_nbytes):
-            kind = members[0].kind
-            bucket = Bucket(self._machine, f"gradients {next(self._numbers[kind])}", members)
+    def _left_of(self, leaving: Sequence[Bucket], moved: set[int]) -> list[Group]:
+        # What travelled with parameters that move elsewhere is put together anew.
+        rest: list[Group] = []
+        for bucket in leaving:
+            kept = [Slot(s.entry, s.kind) for s in bucket.slots if id(s.parameter) not in moved]
+            # The first to come in a backward is the last of the model.
+            rest = [*([Group(bucket.kind, kept)] if kept else []), *rest]
+        return rest
+
+    def _drop(self, leaving: Sequence[Bucket], moved: set[int]) -> None:
+        for bucket in leaving:
+            bucket.close()
+            self._buckets.remove(bucket)
+        for slot in [s for s in self._alone if id(s.parameter) in moved]:
+            slot.release()
+            self._alone.remove(slot)
+
+    def _adopt_all(self, made: Sequence[Bucket], groups: Sequence[Group]) -> None:
+        for bucket in made:
             self._buckets.append(bucket)
+            bucket.connect()
             for slot in bucket.slots:
                 self._adopt(bucket, slot)
         for group in groups:
-            if group not in travelling:
+            if not _travelling([group]):
                 for slot in group.slots:
                     self._adopt_alone(slot)
-
-    def _drop(self, parameters: set[int]) -> None:
-        # Parameters that move elsewhere; what travelled with them is put together anew.
-        rest: list[Group] = []
-        for bucket in [b for b in self._buckets if any(id(s.parameter) in parameters for s in b.slots)]:
-            bucket.close()
-            self._buckets.remove(bucket)
-            kept = [Slot(s.entry, s.kind) for s in bucket.slots if id(s.parameter) not in parameters]
-            # The first to come in a backward is the last of the model.
-            rest = [*([Group(bucket.kind, kept)] if kept else []), *rest]
-        for slot in [s for s in self._alone if id(s.parameter) in parameters]:
-            slot.release()
-            self._alone.remove(slot)
-        self._build(rest)
 
     def _adopt(self, bucket: Bucket, slot: Slot) -> None:
         slot.entry.take()
@@ -369,3 +388,7 @@ class GradientSync(Unique):
             raise ProtocolError(
                 "GradientSync: torch.autograd.grad would return local gradients; use backward()"
             )
+
+
+def _travelling(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if len(group.kind.ranks) > 1]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,9 +22,18 @@ from distdl_rma.sync.bucket import Group, Kind, Slot
 from distdl_rma.sync.checking import check
 from distdl_rma.sync.coverage import Cover, Entry, by_module, covers_of
 
-__all__ = ["Options", "Roster"]
+__all__ = ["Admission", "Options", "Roster"]
 
 _REDUCTIONS = ("sum", "mean")
+_learning = attrgetter("requires_grad")
+_SUMMED = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,28 @@ def _at_least(least: int, value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+@dataclass(frozen=True)
+class Admission:
+    """A module that was admitted, and what is still to be done.
+
+    Parameters
+    ----------
+    moved
+        Parameters, by ``id``, that are no longer where they were.
+    groups
+        All parameters of the module that need a gradient, in the order of its layers.
+    equalise
+        Makes parameters and buffers those of the first of their ranks; collective over the machine, blocking.
+    undo
+        Admits it no longer, if nothing else was done yet; local.
+    """
+
+    moved: set[int]
+    groups: list[Group]
+    equalise: Callable[[], None]
+    undo: Callable[[], None]
+
+
 class Roster:
     """The modules of one synchronisation, and who states the ranks of what.
 
@@ -77,10 +111,12 @@ class Roster:
         self._entries: dict[int, Entry] = {}
         # All modules with their paths, by ``id``.
         self._parts: dict[int, tuple[str, nn.Module]] = {}
+        # What their dictionaries held when they were last walked, and which parameters did not learn then.
+        self._seen: list[object] | None = None
+        self._tables: list[dict[str, Any]] = []
+        self._resting: list[nn.Parameter] = []
 
-    def admit(
-        self, module: Any, name: str | None, callbacks: Mapping[str, Any], refusal: str
-    ) -> tuple[set[int], list[Group]]:
+    def admit(self, module: Any, name: str | None, callbacks: Mapping[str, Any], refusal: str) -> Admission:
         """Admit a module with its callbacks, or those given; collective over the machine, blocking.
 
         Parameters
@@ -90,13 +126,6 @@ class Roster:
         refusal
             Why this rank cannot admit anything now; empty if it can.
 
-        Returns
-        -------
-        set of int
-            Parameters, by ``id``, that are no longer where they were.
-        list of Group
-            All parameters of the module that need a gradient, in the order of its layers.
-
         Raises
         ------
         ConfigurationError
@@ -104,11 +133,11 @@ class Roster:
         """
         self._admitted += 1
         prefix = name or ("" if self._admitted == 1 else f"module {self._admitted}")
-        names, new, before = dict(self._names), list[Cover](), dict[str, Any]()
+        names, new = dict(self._names), list[Cover]()
         if module is not None and not isinstance(module, nn.Module):
             refusal, module = refusal or f"a torch.nn.Module is needed, got {module!r}", None
+        undo = self._undoing(module, callbacks)
         if module is not None:
-            before = {key: vars(module)[key] for key in callbacks if key in vars(module)}
             try:
                 answer(module, f"register({prefix or type(module).__name__})", callbacks)
             except (ConfigurationError, TypeError) as error:
@@ -123,21 +152,56 @@ class Roster:
             refusal = self._options.refusal or refusal or self._taken(new)
             check(self._machine, [*kept, *new], asdict(self._options), refusal, title)
         except ConfigurationError:
-            if module is not None:
-                for key in callbacks:
-                    vars(module).pop(key, None)
-                vars(module).update(before)
+            undo()
             raise
         elsewhere = {id(e.parameter): cover.ranks for cover in self._covers for e in cover.entries}
-        self._equalise(new, elsewhere)
         self._covers, self._names = kept + new, names
         self._entries = {id(e.parameter): e for cover in self._covers for e in cover.entries}
         for path, part in () if module is None else module.named_modules(prefix=prefix):
             self._parts[id(part)] = path, part
-        return moved, [group for cover in new for group in self._groups_of(cover)]
+        self._seen = None
+        groups = [group for cover in new for group in self._groups_of(cover)]
+        return Admission(moved, groups, partial(self._equalise, new, elsewhere), undo)
+
+    def _undoing(self, module: nn.Module | None, callbacks: Mapping[str, Any]) -> Callable[[], None]:
+        # What puts everything back that admitting a module changes here and in the module.
+        state = self._covers, self._names, self._entries, dict(self._parts)
+        given = {} if module is None else vars(module)
+        before = {key: given[key] for key in callbacks if key in given}
+
+        def undo() -> None:
+            self._covers, self._names, self._entries, self._parts = state
+            self._seen = None
+            for key in callbacks:
+                given.pop(key, None)
+            given.update(before)
+
+        return undo
 
     def changed(self) -> str:
-        """What is no longer as it was when it was admitted; empty if everything is. Local."""
+        """What is no longer as it was when it was admitted; empty if everything is. Local.
+
+        The modules are walked only if some dictionary of theirs holds something else than it did the last
+        time, or a parameter that did not learn then does now.
+        """
+        now = self._held()
+        seen = self._seen
+        same = seen is not None and len(now) == len(seen) and all(map(is_, now, seen))
+        if same and not any(map(_learning, self._resting)):
+            return ""
+        found = self._walk()
+        self._seen = None if found else now
+        self._resting = [p for p in now if isinstance(p, nn.Parameter) and not p.requires_grad]
+        return found
+
+    def _held(self) -> list[object]:
+        # All parameters and children of the modules; the references keep others from looking the same.
+        if self._seen is None:
+            parts = [part for _, part in self._parts.values()]
+            self._tables = [*(part._parameters for part in parts), *(part._modules for part in parts)]
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _walk(self) -> str:
         for path, part in self._parts.values():
             for key, parameter in part._parameters.items():
                 if parameter is not None and parameter.requires_grad:
@@ -189,8 +253,14 @@ def unfit(module: nn.Module, machine: Machine) -> str:
     """Why a module cannot be synchronised at all; empty if it can."""
     for path, part in module.named_modules():
         name = part.name if isinstance(part, DistributedLayer) else path or type(part).__name__
-        if any(isinstance(parameter, UninitializedParameter) for parameter in part.parameters(recurse=False)):
-            return f"{name!r} has parameters without a shape yet; call the model once before"
+        for key, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, UninitializedParameter):
+                return f"{name!r} has parameters without a shape yet; call the model once before"
+            if parameter.requires_grad and parameter.dtype not in _SUMMED:
+                return (
+                    f"the {key} of {name!r} is {parameter.dtype}, whose gradients cannot be summed: freeze"
+                    f" it, or use one of {[str(dtype) for dtype in _SUMMED]}"
+                )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             return f"{name!r} has sparse gradients, which cannot be summed; build it with sparse=False"
         if not isinstance(part, DistributedLayer):

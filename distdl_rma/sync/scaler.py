@@ -15,6 +15,22 @@ from distdl_rma.segments.allreduce import Allreduce
 __all__ = ["DistributedGradScaler"]
 
 
+class _InReals:
+    """The parameters of an optimizer, complex ones as pairs of real ones: what torch can unscale."""
+
+    def __init__(self, optimizer: Any) -> None:
+        groups = optimizer.param_groups
+        self.param_groups = [{"params": [_in_reals(p) for p in group["params"]]} for group in groups]
+
+
+def _in_reals(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None or not parameter.is_complex():
+        return parameter
+    pairs = torch.view_as_real(parameter.detach())
+    pairs.grad = torch.view_as_real(parameter.grad)
+    return pairs
+
+
 class DistributedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
 
@@ -39,9 +55,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._found = Allreduce(home.segments, home.ranks, 1, np.float32, "max", "GradScaler")
         weakref.finalize(self, self._found.close)
 
-    def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, torch.Tensor]:
+    def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
         # What torch itself overrides for parameters in shards.
-        found = super()._unscale_grads_(*arguments)
+        found = super()._unscale_grads_(_InReals(optimizer), *arguments)  # type: ignore[arg-type]
         self._found.active[:] = max((float(flag) for flag in found.values()), default=0.0)
         self._found.start()
         anywhere = float(self._found.wait()[0])
