@@ -10,20 +10,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 from mpi4py import MPI
 
 from distdl_rma.errors import (
     ClosedError,
     ConfigurationError,
-    ExchangeTimeout,
     PartitionError,
 )
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.group import Group
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.meeting import meet, refuse
 from distdl_rma.segments.patience import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.unique import Shared
 from distdl_rma.trace import Recording, Tracer
@@ -33,7 +32,6 @@ __all__ = ["MPIPartition", "Machine"]
 # How long a rank that fails stays for its peers to notice, and then to say so themselves.
 _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
-_CREATE_TAG, _MEET_TAG = 7, 8
 
 
 class Machine(Shared):
@@ -84,13 +82,10 @@ class Machine(Shared):
         base = MPI.COMM_WORLD if comm is None else comm
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
-        _meet(base, self.ranks, timeout)
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._layers = 0
         self._process = os.getpid()
-        group = base.group.Incl(list(self.ranks))
-        comm = base.Create_group(group, _CREATE_TAG)
-        group.Free()
+        comm = meet(base, self.ranks, _seconds(timeout))
         try:
             self.segments = SegmentManager(comm, self.ranks, segment_size, timeout, transport, progress)
         finally:
@@ -309,61 +304,29 @@ def _machine_key() -> int:
 
 
 def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int, ...]:
-    # Raised on this rank alone: whom else it means cannot be told, and who waits for it says so in time.
     chosen = tuple(range(comm.size)) if ranks is None else integers(ranks, "the ranks of M")
-    for rank in chosen:
-        if not 0 <= rank < comm.size:
-            raise PartitionError(f"rank {rank} of M is out of range: the communicator has {comm.size} ranks")
-        if chosen.count(rank) > 1:
-            raise PartitionError(f"rank {rank} is listed more than once in M = {chosen}")
-    if comm.rank not in chosen:
-        raise PartitionError(f"rank {comm.rank} made this call but is not in M = {chosen}")
+    problem = _problem_with(comm, chosen)
+    if problem:
+        # Those that it names may wait for this rank.
+        refuse(comm, chosen, problem)
+        raise PartitionError(problem)
     return chosen
 
 
-# What was sent must stay as it is until it is received, also if this rank gave up waiting.
-_sent: list[Any] = []
+def _problem_with(comm: MPI.Intracomm, chosen: tuple[int, ...]) -> str:
+    listed: set[int] = set()
+    for rank in chosen:
+        if not 0 <= rank < comm.size:
+            return f"rank {rank} of M is out of range: the communicator has {comm.size} ranks"
+        if rank in listed:
+            return f"rank {rank} is listed more than once in M = {chosen}"
+        listed.add(rank)
+    return "" if comm.rank in listed else f"rank {comm.rank} made this call but is not in M = {chosen}"
 
 
-def _meet(comm: MPI.Intracomm, ranks: tuple[int, ...], timeout: float | None) -> None:
-    """Have all ranks of M agree on M, before any call that would hang if they did not.
-
-    The least rank id asks, compares and answers.
-    """
+def _seconds(timeout: float | None) -> float:
     try:
-        seconds = chosen_timeout(timeout)
+        return chosen_timeout(timeout)
     except ConfigurationError:
         # Said on all ranks, with the other options, once they have met.
-        seconds = DEFAULT_TIMEOUT
-    first = min(ranks)
-    if comm.rank == first:
-        others = [rank for rank in ranks if rank != first]
-        views = {first: ranks} | _received(comm, others, seconds)
-        _sent.extend(comm.isend(views, rank, _MEET_TAG) for rank in others)
-    else:
-        _sent.append(comm.isend(ranks, first, _MEET_TAG))
-        views = _received(comm, [first], seconds)[first]
-    _sent[:] = [request for request in _sent if not request.test()[0]]
-    for rank, theirs in views.items():
-        if theirs != views[first]:
-            raise PartitionError(f"rank {first} was given M = {views[first]} but rank {rank} M = {theirs}")
-
-
-def _received(comm: MPI.Intracomm, ranks: list[int], seconds: float) -> dict[int, Any]:
-    """One message of each of some ranks, by rank."""
-    arrived: dict[int, Any] = {}
-    deadline = time.monotonic() + seconds
-    while len(arrived) < len(ranks):
-        for rank in ranks:
-            # Probed first: a receive that is given up would still be written to.
-            if rank not in arrived and comm.iprobe(rank, _MEET_TAG):
-                arrived[rank] = comm.recv(source=rank, tag=_MEET_TAG)
-        late = [rank for rank in ranks if rank not in arrived]
-        if late and time.monotonic() > deadline:
-            raise ExchangeTimeout(
-                f"rank {comm.rank} waited {seconds:g} s for rank {late[0]} to make the machine: do all ranks"
-                " of M call Machine with the same ranks?"
-            )
-        if late:
-            time.sleep(1e-4)
-    return arrived
+        return DEFAULT_TIMEOUT

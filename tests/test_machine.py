@@ -3,17 +3,22 @@
 import re
 import time
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 from distdl_rma import (
     ClosedError,
     ConfigurationError,
+    ExchangeTimeout,
     Machine,
     MPIPartition,
     PartitionError,
     ProtocolError,
     SegmentError,
 )
+from distdl_rma.segments import meeting
+from distdl_rma.segments.bulletin import Bulletin
 
 pytestmark = pytest.mark.mpi
 
@@ -54,6 +59,80 @@ def test_wrong_list_of_ranks_names_the_entry(comm):
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         with pytest.raises(PartitionError, match=f"rank {comm.rank} made this call but is not in M"):
             Machine(comm, others)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_under_way_on_the_communicator_stay_those_of_their_owner(comm):
+    here = comm.Dup()
+    peer, words = (comm.rank + 1) % comm.size, np.zeros(4096, np.int64)
+    # Taken by whoever receives on this communicator, with any tag; sent before its receive is there.
+    tags = (0, 1, 7, 8, 11, here.Get_attr(MPI.TAG_UB))
+    sent = [here.isend((comm.rank, tag), peer, tag) for tag in tags]
+    with Machine(here, segment_size="1MiB") as machine:
+        for tag in tags:
+            assert here.recv(tag=tag) == ((comm.rank - 1) % comm.size, tag)
+        open_to_all = here.Irecv(words)
+        with Machine(here, segment_size="1MiB"):
+            machine.group().barrier()
+        assert not open_to_all.Test()
+    here.Barrier()
+    assert not open_to_all.Test()
+    here.Barrier()
+    here.Send(np.full(1, comm.rank), peer, 3)
+    open_to_all.Wait()
+    assert words[0] == (comm.rank - 1) % comm.size
+    MPI.Request.waitall(sent)
+    here.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_mean_different_machines_are_refused_alike_and_can_go_on(comm):
+    everyone = tuple(range(comm.size))
+    lists = [everyone, everyone[::-1], (0, 1)]
+    for other in lists[1:] if comm.size > 2 else lists[1:2]:
+        ranks = other if comm.rank == 1 else everyone
+        with pytest.raises(PartitionError) as refused:
+            Machine(comm, ranks, segment_size="1MiB")
+        wanted = f"rank 0 was given M = {everyone} but rank 1 M = {other}"
+        assert str(refused.value) == wanted
+        with Machine(comm, segment_size="1MiB") as machine:
+            assert machine.ranks == everyone
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_impossible_list_of_one_rank_is_an_error_on_all_that_wait_for_it(comm, wrong):
+    ranks = [*range(comm.size), comm.size] if comm.rank == wrong else None
+    with pytest.raises(PartitionError, match=f"rank {comm.size} of M is out of range"):
+        Machine(comm, ranks, segment_size="1MiB")
+    with Machine(comm, segment_size="1MiB") as machine:
+        assert machine.size == comm.size
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("early", [0, -1])
+def test_rank_that_gave_up_waiting_can_make_the_machine_later(comm, early):
+    early %= comm.size
+    if comm.rank == early:
+        with pytest.raises(
+            ExchangeTimeout, match=rf"rank {early} waited 0 s for ranks? \d.* to make the machine"
+        ):
+            Machine(comm, segment_size="1MiB", timeout=0)
+    comm.Barrier()
+    with Machine(comm, segment_size="1MiB") as machine:
+        machine.group().barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_machine_needs_no_name_service(comm, monkeypatch):
+    def unpublished(*_):
+        raise MPI.Exception(MPI.ERR_SERVICE)
+
+    monkeypatch.setattr(MPI, "Publish_name", unpublished)
+    monkeypatch.setattr(meeting, "_bulletin", Bulletin())
+    with Machine(comm, range(comm.size)[::-1], segment_size="1MiB") as machine:
+        assert machine.ranks == tuple(reversed(range(comm.size)))
+        machine.group().barrier()
 
 
 def test_close_is_idempotent_and_use_after_close_says_so(comm):
