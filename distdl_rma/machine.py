@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 from mpi4py import MPI
@@ -83,6 +84,7 @@ class Machine(Shared):
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
         self._origin: tuple[MPI.Intracomm, int] | None = None
+        self._uses = 0
         self._layers = 0
         self._process = os.getpid()
         comm = meet(base, self.ranks, _seconds(timeout))
@@ -218,8 +220,8 @@ class Machine(Shared):
         atexit.unregister(self._close_at_exit)
         if self._origin is not None:
             comm, key = self._origin
+            # The communicator forgets the machine, and the machine the communicator.
             comm.Delete_attr(key)
-            self._origin = None
 
     @property
     def closed(self) -> bool:
@@ -252,9 +254,29 @@ def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     """Partition of all ranks of a communicator, ``P_world`` of the layer documents.
 
     The same communicator gives the same machine, however often it is called; collective the first time.
-    ``deactivate()`` of the partition closes, collectively, what was opened for the communicator.
+    The machine closes when all partitions that this function returned for it were deactivated, or at exit,
+    whatever becomes of the communicator.
     """
-    return Machine.on(comm).partition()
+    machine = Machine.on(comm)
+    return replace(machine.partition(), opened=_Use(machine))
+
+
+class _Use(Shared):
+    """One of the uses of a machine, which ends with the last of them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._over = False
+        machine._uses += 1
+
+    def close(self) -> None:
+        """End the use; idempotent. The last one closes the machine, collectively."""
+        if self._over:
+            return
+        if self._machine._uses == 1:
+            self._machine.close()
+        self._machine._uses -= 1
+        self._over = True
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -299,8 +321,13 @@ _keys: list[int] = []
 def _machine_key() -> int:
     # The communicator itself remembers its machine; the key is made on first use, not at import.
     if not _keys:
-        _keys.append(MPI.Comm.Create_keyval(copy_fn=None, delete_fn=None))
+        _keys.append(MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget))
     return _keys[0]
+
+
+def _forget(_comm: MPI.Comm, _key: int, machine: Machine) -> None:
+    # Its owner may free the communicator before the machine is closed.
+    machine._origin = None
 
 
 def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int, ...]:

@@ -23,17 +23,35 @@ from distdl_rma.segments.bulletin import Bulletin
 pytestmark = pytest.mark.mpi
 
 
-def test_same_communicator_gives_the_same_machine(comm):
+def test_same_communicator_gives_the_same_machine_until_its_last_user_leaves(comm):
     here = comm.Dup()
     first, second = MPIPartition(here), MPIPartition(here)
     assert first.home is second.home and first == second
     first.deactivate()
+    first.deactivate()
+    machine = Machine.of(second)
+    machine.group().barrier()
+    second.create_partition_inclusive([0]).deactivate()
+    assert Machine.of(second) is machine and not machine.closed
+    second.deactivate()
+    assert machine.closed
     again = MPIPartition(here)
     assert again.home is not first.home
     with pytest.raises(ClosedError, match="machine: already closed"):
         Machine.of(first)
+    first.deactivate()
+    assert not Machine.of(again).closed
     again.deactivate()
     here.Free()
+
+
+def test_machine_outlives_the_communicator_that_it_was_made_of(comm):
+    here = comm.Dup()
+    world = MPIPartition(here)
+    here.Free()
+    Machine.of(world).group().barrier()
+    world.deactivate()
+    assert world.home.closed
 
 
 @pytest.mark.mpi(min_size=2)

@@ -19,7 +19,7 @@ class Home(Protocol):
     """What the ranks of a partition belong to; geometry never looks further into it."""
 
     def close(self) -> None:
-        """Release what was opened for these ranks; collective."""
+        """Release it; idempotent."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,11 @@ class Partition:
     shape
         Extents of the grid; their product is the number of ranks.
     me
-        Rank id of the process that looks at the partition; need not be a member.
+        Rank id of the process that looks at the partition; need not be a member. Its position is ``rank``.
     home
         The machine that the ranks belong to, if there is one.
+    opened
+        What ``deactivate`` closes; None unless making it opened something, as ``MPIPartition`` does.
 
     Notes
     -----
@@ -49,6 +51,7 @@ class Partition:
     shape: tuple[int, ...]
     me: int = field(compare=False)
     home: Home | None = field(default=None, compare=False, repr=False)
+    opened: Home | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if any(extent < 1 for extent in self.shape):
@@ -82,7 +85,11 @@ class Partition:
 
     @property
     def rank(self) -> int | None:
-        """Position of this process in the partition, row-major; None if it is not a member."""
+        """Position of this process in the partition, row-major; None if it is not a member.
+
+        A place in the grid, not a rank id: that is ``me``, which is the same in all partitions, and what
+        errors name. The two differ where a partition has not all ranks, or in another order.
+        """
         return self._positions.get(self.me)
 
     @property
@@ -170,9 +177,20 @@ class Partition:
         )
 
     def deactivate(self) -> None:
-        """Close what was opened for the communicator of this partition; collective over the machine."""
-        if self.home is not None:
-            self.home.close()
+        """Close what was opened for this partition, idempotent; the partition stays the value that it is.
+
+        ``MPIPartition`` opens the machine of a communicator, or takes part in it where it is open already:
+        deactivating the last of the partitions that it returned closes the machine, collectively over all
+        its ranks. Deactivating one before the last is local, and so is deactivating a partition made from
+        another one, which opened nothing: the machine stays for the others.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If it closes the machine and not all ranks do in time; call it again.
+        """
+        if self.opened is not None:
+            self.opened.close()
 
 
 def integers(numbers: Iterable[Any], what: str) -> tuple[int, ...]:

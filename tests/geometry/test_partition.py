@@ -155,11 +155,16 @@ def test_derived_partitions_belong_to_the_same_home():
     assert [p.me for p in (part, grid, grid.slab({0: 1}))] == [1] * 3
 
 
-def test_deactivate_closes_the_home_once_for_each_call_and_needs_none():
-    home = Home()
+def test_deactivate_closes_what_was_opened_for_this_partition_alone():
+    home, opened = Home(), Home()
+    root = Partition((0, 1), (2,), 0, home, opened)
+    root.create_partition_inclusive([0, 1]).deactivate()
+    root.create_cartesian_topology_partition((1, 2)).deactivate()
     world(2, home=home).deactivate()
-    assert home.closed == 1
-    world(2).deactivate()
+    assert (opened.closed, home.closed) == (0, 0)
+    root.deactivate()
+    assert (opened.closed, home.closed) == (1, 0)
+    assert root == world(2)
 
 
 @pytest.mark.parametrize(
