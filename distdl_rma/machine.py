@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 
@@ -57,13 +57,17 @@ class Machine(Shared):
     progress
         ``"thread"``: a thread moves data while this rank computes. ``"none"``: data to and from other nodes
         moves when the ranks call the library. None: a thread if the machine spans nodes.
+    reserve
+        Whether all memory of the segments is taken from the node now, which takes as long as writing it. Else
+        it is when it is first used; if others have filled the node's shared memory by then, the process ends
+        with SIGBUS.
 
     Raises
     ------
     PartitionError
         If an entry of M is no integer, out of range or listed twice, or this process is not in M.
     ConfigurationError, SegmentError
-        If an option is unknown, or the segment does not fit into the node's shared memory.
+        If an option is unknown, or the segment does not fit into the node's shared memory; on all ranks.
 
     Notes
     -----
@@ -79,6 +83,7 @@ class Machine(Shared):
         timeout: float | None = None,
         transport: str = "auto",
         progress: str | None = None,
+        reserve: bool = False,
     ) -> None:
         base = MPI.COMM_WORLD if comm is None else comm
         self.ranks = _check_ranks(base, ranks)
@@ -89,7 +94,9 @@ class Machine(Shared):
         self._process = os.getpid()
         comm = meet(base, self.ranks, _seconds(timeout))
         try:
-            self.segments = SegmentManager(comm, self.ranks, segment_size, timeout, transport, progress)
+            self.segments = SegmentManager(
+                comm, self.ranks, segment_size, timeout, transport, progress, reserve=reserve
+            )
         finally:
             # The manager has one of its own.
             comm.Free()
@@ -232,7 +239,7 @@ class Machine(Shared):
         # Closing is collective: only if every rank gets here. A forked process is none of the ranks.
         if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
-        if self.segments.wait_for_all_at_exit():
+        if self.segments.wait_for_all_at_exit(_say):
             self.close()
         self.segments.stop()
 
@@ -277,6 +284,18 @@ class _Use(Shared):
             self._machine.close()
         self._machine._uses -= 1
         self._over = True
+
+
+_said: set[str] = set()
+
+
+def _say(line: str) -> None:
+    # At exit nobody is left to catch an exception, and what follows may not end. Once for all machines.
+    if sys.stderr is not None and line not in _said:
+        _said.add(line)
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"distdl_rma: {line}\n")
+            sys.stderr.flush()
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

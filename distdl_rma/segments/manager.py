@@ -6,7 +6,6 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from operator import index as as_int
@@ -16,15 +15,17 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError, DistdlError, PartitionError, PeerFailedError, SegmentError
 from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.closing import Closing
 from distdl_rma.segments.handshake import Handshake
 from distdl_rma.segments.heap import Heap
-from distdl_rma.segments.patience import Counters, Patience, Waiting, chosen_timeout
-from distdl_rma.segments.progress import ProgressEngine, check_progress
+from distdl_rma.segments.patience import Counters, Patience, chosen_timeout
+from distdl_rma.segments.progress import check_progress
 from distdl_rma.segments.queue import Queue
 from distdl_rma.segments.segment import Segment
 from distdl_rma.segments.status import HEADER_BYTES, operation_name
 from distdl_rma.segments.supervision import Supervision, cause_of
 from distdl_rma.segments.unique import Unique
+from distdl_rma.segments.work import Work
 from distdl_rma.trace import Tracer
 
 __all__ = ["SegmentManager", "SegmentStats"]
@@ -74,6 +75,8 @@ class SegmentManager(Unique):
         a thread if the machine spans nodes.
     node_size
         For tests: so many consecutive ranks of a node count as a node of their own.
+    reserve
+        Whether all of the segment's memory is taken from the node now, not when it is first used.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class SegmentManager(Unique):
         transport: str = "auto",
         progress: str | None = None,
         node_size: int | None = None,
+        reserve: bool = False,
     ) -> None:
         self.ranks = tuple(range(comm.size)) if ranks is None else tuple(ranks)
         if len(set(self.ranks)) != comm.size or len(self.ranks) != comm.size:
@@ -99,7 +103,9 @@ class SegmentManager(Unique):
 
         self.counters = Counters()
         try:
-            self.segment = Segment(self._comm, self.ranks, nbytes, transport, check, node_size, self.counters)
+            self.segment = Segment(
+                self._comm, self.ranks, nbytes, transport, check, node_size, self.counters, reserve
+            )
         except DistdlError:
             self._comm.Free()
             raise
@@ -109,10 +115,10 @@ class SegmentManager(Unique):
         self.trace = Tracer()
         # The number in a notification; ranks begin far from each other, so that no two give the same.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
-        self._work: list[Callable[[], bool]] = []
-        self._advancing = False
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
-        self.supervision = Supervision(self.segment, self._comm.Dup(), self.ranks, self._advance_all)
+        self._work = Work(self.segment, self.counters)
+        self.defer, self.withdraw = self._work.defer, self._work.withdraw
+        self.supervision = Supervision(self.segment, self._comm.Dup(), self.ranks, self._work.advance)
         self.patience = Patience(
             chosen_timeout(timeout),
             0 if self.segment.crowded or self.segment.has_remote else _SPINS,
@@ -121,10 +127,8 @@ class SegmentManager(Unique):
         )
         self.closed = False
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self._meetings: list[MPI.Request] = []
-        self._engine: ProgressEngine | None = None
-        if check_progress(progress, self.segment.has_remote) == "thread":
-            self._engine = ProgressEngine(self._turn, self.segment.crowded)
+        self._closing = Closing(self._comm, self.segment, self.supervision, self.patience)
+        self._work.begin(check_progress(progress, self.segment.has_remote), self.supervision)
 
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
@@ -204,19 +208,6 @@ class SegmentManager(Unique):
         finally:
             group.Free()
 
-    def defer(self, advance: Callable[[], bool]) -> None:
-        """Have ``advance()`` called by every wait and every ``progress()`` until it returns True."""
-        # The progress engine goes through the work, and takes out what is done.
-        with self.segment.lock:
-            if advance not in self._work:
-                self._work.append(advance)
-
-    def withdraw(self, advance: Callable[[], bool]) -> None:
-        """Undo ``defer``; whoever finds its work done early calls it."""
-        with self.segment.lock:
-            if advance in self._work:
-                self._work.remove(advance)
-
     def queue(self, name: str = "queue") -> Queue:
         """Make a queue to post puts and gets to; local."""
         self.check_open()
@@ -244,7 +235,7 @@ class SegmentManager(Unique):
             "MPI standard": ".".join(map(str, MPI.Get_version())),
             "thread level": _THREAD_LEVELS[MPI.Query_thread()],
             "memory model": "unified" if segment.unified else "separate",
-            "progress": "thread" if self._engine is not None else "none",
+            "progress": self._work.engine,
             "timeout seconds": self.patience.timeout,
             "more ranks than cores": segment.crowded,
         }
@@ -264,35 +255,8 @@ class SegmentManager(Unique):
             If a rank of the machine has failed.
         """
         self.check_open()
-        self._advance_all()
+        self._work.advance()
         self.supervision.check()
-
-    def _advance_all(self) -> None:
-        if self._engine is not None and self._engine.error is not None:
-            raise self._engine.error
-        with self.segment.lock:
-            self.segment.progress()
-            self.supervision.poll()
-            if self._work and not self._advancing:
-                # Work may wait itself, and that wait comes back here.
-                self._advancing = True
-                try:
-                    for advance in tuple(self._work):
-                        if advance():
-                            self.withdraw(advance)
-                finally:
-                    self._advancing = False
-
-    def _turn(self) -> int:
-        # Of the progress engine. It leaves the work to a thread that already does it.
-        if self.segment.lock.acquire(blocking=False):
-            try:
-                if not self.closed and not self.supervision.failures:
-                    self._advance_all()
-            finally:
-                self.segment.lock.release()
-        counters = self.counters
-        return counters.puts + counters.gets + counters.waits
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on; they raise ``PeerFailedError`` in their next wait.
@@ -318,40 +282,27 @@ class SegmentManager(Unique):
     def gather_to_close(self, timeout: float | None = None) -> None:
         """Wait until all ranks are about to close; blocking, collective.
 
-        Freeing windows cannot be interrupted, so that nobody begins before all are here.
-
         Raises
         ------
         ExchangeTimeout
             If not all ranks come; nothing is freed, and the call can be repeated.
         """
         self.check_open()
-        if self.failed:
-            return
-        # Peers may still wait for what this rank began to send.
-        self.patience.until(
-            self.segment.progress, lambda: Waiting(self.ranks, "to take its last puts"), timeout
-        )
-        self.patience.until(
-            self._all_here, lambda: Waiting(self.supervision.present(), "to close the machine"), timeout
-        )
+        if not self.failed:
+            self._closing.gather(timeout)
 
-    def wait_for_all_at_exit(self) -> bool:
+    def wait_for_all_at_exit(self, say: Callable[[str], object]) -> bool:
         """Wait until all ranks are about to close, without raising; return whether they are.
 
-        As long as the others live: the end of MPI would wait for them as well.
+        As long as the others live: the end of MPI would wait for them as well. ``say`` is called with a
+        line of text when that takes long, or will not come to an end.
         """
-        with suppress(DistdlError):
-            self.gather_to_close(float("inf"))
-        if self.failed:
-            # Others may already wait for this rank to close as well.
-            self.supervision.fail("its program ended after a failure")
-        return not self.failed
+        return self._closing.gather_at_exit(say)
 
     @property
     def failed(self) -> bool:
         """Whether this rank or another one has failed, so that nothing collective can work any more."""
-        return self.supervision.failed or bool(self.supervision.failures)
+        return self.supervision.in_vain
 
     def close(self, timeout: float | None = None) -> None:
         """Free the segment; collective, idempotent. All buffers and views of them end here.
@@ -364,7 +315,7 @@ class SegmentManager(Unique):
         for tenant in tuple(self._tenants):
             tenant.release()
         self._reclaim()
-        self.stop()
+        self._work.end()
         self.closed = True
         if not self.failed:
             self.supervision.close()
@@ -373,20 +324,7 @@ class SegmentManager(Unique):
 
     def stop(self) -> None:
         """End the progress engine, if there is one; idempotent."""
-        if self._engine is not None:
-            self._engine.stop()
-
-    def _all_here(self) -> bool:
-        # MPI has no way to take back that a rank came. So the ranks meet twice: one that gave up waiting
-        # for the first meeting does not come to the second, unless it calls again.
-        if not self._meetings:
-            self.supervision.leave("closing the machine or ending its program")
-            self._meetings.append(self._comm.Ibarrier())
-        if not self._meetings[0].Test():
-            return False
-        if len(self._meetings) == 1:
-            self._meetings.append(self._comm.Ibarrier())
-        return bool(self._meetings[1].Test())
+        self._work.stop()
 
 
 _THREAD_LEVELS = {

@@ -19,6 +19,7 @@ __all__ = [
     "Waiting",
     "check_timeout",
     "chosen_timeout",
+    "in_seconds",
 ]
 
 TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
@@ -35,13 +36,15 @@ class Waiting:
     """What a rank waits for: ranks, and what they are to do, as in "to send in 'enc1' (epoch 7, ...)".
 
     ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` the ranks are those that
-    may do it, and the wait is in vain only when all of them have left.
+    may do it, and the wait is in vain only when all of them have left. With ``leavers`` also those that have
+    left do it, as long as their processes live.
     """
 
     ranks: tuple[int, ...]
     what: str
     hint: str = ""
     anyone: bool = False
+    leavers: bool = False
 
 
 @dataclass
@@ -161,6 +164,13 @@ class Patience:
         finally:
             if looked:
                 supervisor.done()
+
+
+def in_seconds(seconds: float) -> str:
+    """Time for a message: tenths of a second, less than one to two digits."""
+    if seconds < 1:
+        return f"{float(f'{seconds:.2g}'):g} s"
+    return f"{seconds:.1f}".removesuffix(".0") + " s"
 
 
 def check_timeout(seconds: float) -> float:

@@ -8,7 +8,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -18,19 +17,23 @@ from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
 from distdl_rma.segments.atomics import Atomics
 from distdl_rma.segments.heap import ALIGNMENT, aligned
 from distdl_rma.segments.patience import Counters
+from distdl_rma.segments.reserving import SHARED_MEMORY, take
 from distdl_rma.segments.transport import Link, RemoteLink, SharedLink, fence_for
 from distdl_rma.segments.wire import Bytes, Wire
 
 __all__ = ["SEGMENT_SIZE_VARIABLE", "Segment", "parse_size"]
 
 SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
-_SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_DEFAULT = 4 << 30
 # Less than this by default would only fail later; who wants less says so.
 _SMALLEST_DEFAULT = 32 << 20
 _SMALLEST = 4096
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TRANSPORTS = ("auto", "remote")
+_REMEDY = (
+    f"set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...) to less, or give the node or container more"
+    " shared memory (for example --shm-size)"
+)
 
 
 def parse_size(text: str | int) -> int:
@@ -58,8 +61,8 @@ class Segment:
     """One block of memory per rank, reachable by every rank of the machine.
 
     The same memory has two doors: a shared window gives the ranks of a node direct load and store, a
-    window over the same memory gives every rank of the machine puts and atomics. Memory is reserved at
-    once but consumed only when touched. Collective to create and to close.
+    window over the same memory gives every rank of the machine puts and atomics. Memory is consumed only
+    when touched, unless it is reserved. Collective to create and to close.
 
     Parameters
     ----------
@@ -77,6 +80,8 @@ class Segment:
         For tests: so many consecutive ranks of a node count as a node of their own.
     counters
         Where flushes are counted.
+    reserve
+        Whether all of the memory is taken from the node now.
     """
 
     def __init__(
@@ -88,12 +93,13 @@ class Segment:
         check: Callable[[], object] = lambda: None,
         node_size: int | None = None,
         counters: Counters | None = None,
+        reserve: bool = False,
     ) -> None:
         counters = Counters() if counters is None else counters
         node = _node_of(comm, node_size)
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
         try:
-            self.nbytes = _agree_on_size(comm, node, nbytes, transport, check)
+            self.nbytes = _agree_on_size(comm, node, nbytes, transport, check, reserve)
             _check_room(comm, node, self.nbytes)
         except DistdlError:
             node.Free()
@@ -103,6 +109,8 @@ class Segment:
         self.lock = threading.RLock()
         self._shared = MPI.Win.Allocate_shared(self.nbytes + ALIGNMENT, 1, comm=node)
         memories = [_as_array(self._shared.Shared_query(at)[0]) for at in range(node.size)]
+        if reserve:
+            self._take(comm, ranks, node, memories[node.rank])
         # MPI aligns to less than a cache line; each owner says where its first whole one begins.
         begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
         views = {
@@ -134,6 +142,19 @@ class Segment:
         self.acquire: Callable[[], None] = self._window.Sync if self.has_remote else self.fence
         # Kept until the end: MPICH 5.0 gives its context to the next window and then hangs in Unlock_all.
         self._node = node
+
+    def _take(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node: MPI.Intracomm, memory: Bytes) -> None:
+        # Nobody keeps what it has if one rank cannot have it all.
+        said = dict(zip(ranks, comm.allgather(take(memory, node.size)), strict=True))
+        lacking = [(rank, problem) for rank, problem in said.items() if problem]
+        if lacking:
+            del _reserved[id(self)]
+            self._shared.Free()
+            node.Free()
+            rank, problem = lacking[0]
+            raise SegmentError(f"rank {rank}: the segment could not be reserved: {problem}; {_REMEDY}")
+        # What is taken is seen to be used.
+        _reserved[id(self)] = 0
 
     def _choose_atomics(self, ranks: tuple[int, ...], begins: dict[int, int]) -> Atomics:
         # Shared memory needs no help of the target, but only serves where all ranks can use it.
@@ -203,9 +224,9 @@ _reserved: dict[int, int] = {}
 def _room(node: MPI.Intracomm) -> int | None:
     # Collective over the node. None where shared memory is no file system of its own.
     promised: int = sum(node.allgather(sum(_reserved.values())))
-    if not _SHARED_MEMORY.is_dir():
+    if not SHARED_MEMORY.is_dir():
         return None
-    return max(0, int(shutil.disk_usage(_SHARED_MEMORY).free) - promised)
+    return max(0, int(shutil.disk_usage(SHARED_MEMORY).free) - promised)
 
 
 def _agree_on_size(
@@ -214,6 +235,7 @@ def _agree_on_size(
     nbytes: int | str | None,
     transport: str,
     check: Callable[[], object],
+    reserve: bool,
 ) -> int:
     # A wrong option on one rank only is an error on all of them, before anything is reserved.
     size, problem, room = 0, "", _room(node)
@@ -221,20 +243,24 @@ def _agree_on_size(
         if transport not in _TRANSPORTS:
             raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {transport!r}")
         check()
+        if not isinstance(reserve, bool):
+            raise ConfigurationError(f"reserve is True or False, got {reserve!r}")
         size = aligned(_size_for(room, node.size, nbytes))
         if size < _SMALLEST:
             raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {nbytes!r}")
     except ConfigurationError as error:
         problem = str(error)
-    said = comm.allgather((problem, size, transport))
-    for rank, (theirs, _, _) in enumerate(said):
+    said = comm.allgather((problem, size, transport, reserve))
+    for rank, (theirs, *_) in enumerate(said):
         if theirs:
             raise ConfigurationError(f"rank {rank}: {theirs}")
-    for rank, (_, _, way) in enumerate(said):
+    for rank, (_, _, way, now) in enumerate(said):
         if way != transport:
             raise ConfigurationError(f"transport is {way!r} on rank {rank} and {transport!r} here")
+        if now != reserve:
+            raise ConfigurationError(f"reserve is {now} on rank {rank} and {reserve} here")
     # Different nodes may have different defaults; the smallest fits everywhere.
-    return min(int(size) for _, size, _ in said)
+    return min(int(size) for _, size, *_ in said)
 
 
 def _size_for(free: int | None, ranks: int, nbytes: int | str | None) -> int:
@@ -250,11 +276,7 @@ def _check_room(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int) -> None:
     # Memory is consumed when touched: without this check a full file system ends in SIGBUS, much later.
     free = _room(node)
     wanted = nbytes * node.size
-    short = f"{wanted} bytes ({node.size} ranks x {nbytes}) wanted, {free} bytes free in {_SHARED_MEMORY}"
+    short = f"{wanted} bytes ({node.size} ranks x {nbytes}) wanted, {free} bytes free in {SHARED_MEMORY}"
     lacking = [said for said in comm.allgather(short if free is not None and wanted > free else "") if said]
     if lacking:
-        raise SegmentError(
-            f"not enough shared memory: {lacking[0]}; set {SEGMENT_SIZE_VARIABLE} or"
-            " Machine(segment_size=...) to less, or give the node or container more shared memory"
-            " (for example --shm-size)"
-        )
+        raise SegmentError(f"not enough shared memory: {lacking[0]}; {_REMEDY}")

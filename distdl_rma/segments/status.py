@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import os
-import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from distdl_rma.segments.twin import Twin
 
 __all__ = [
     "HEADER_BYTES",
@@ -22,21 +24,18 @@ __all__ = [
 ]
 
 # The first bytes of every segment.
-HEADER_BYTES = 1024
+HEADER_BYTES = 2048
 _RANKS = 8
 _TEXT, _NAME = 512, 256
-# Version, process, its namespace, state, since when; ranks waited for (number, first few), text, version.
-_STATE = struct.Struct(f"=qqqqdq{_RANKS}q{_TEXT}sq")
+# Process, its namespace, state, since when; ranks waited for (number, first few), text.
+_STATE = Twin(f"qqqdq{_RANKS}q{_TEXT}s", 0)
 # Epoch, begin and name of the operation begun last.
-_OPERATION = struct.Struct(f"=qd{_NAME}s")
-_OPERATION_AT = 704
-_VERSION = struct.Struct("=q")
+_OPERATION = Twin(f"qd{_NAME}s", _STATE.end)
 
 
 class State(enum.IntEnum):
     """What a rank does, as far as others must know."""
 
-    ABSENT = 0
     RUNNING = 1
     WAITING = 2
     FAILED = 3
@@ -69,8 +68,6 @@ class Record:
             return f"left {ago} ago, {self.text}{also}"
         if self.state is State.WAITING:
             return f"waits since {ago} for {numbered(self.waits_for)} {self.text}"
-        if self.state is State.ABSENT:
-            return "has not started yet"
         last = ""
         if self.operation:
             began = max(now - self.operation_since, 0)
@@ -85,21 +82,25 @@ def numbered(ranks: tuple[int, ...]) -> str:
 
 
 class Board:
-    """This rank's header, written by it alone, and a way to read those of others.
+    """This rank's header, written by it alone, and read by others at any moment.
 
     Parameters
     ----------
     header
         The first bytes of this rank's segment.
+    fence
+        Keeps stores before it from being seen after those behind it.
     """
 
-    def __init__(self, header: memoryview) -> None:
-        self._header = header
-        self._version = 0
+    def __init__(self, header: memoryview, fence: Callable[[], None]) -> None:
+        self._header, self._fence = header, fence
+        # Records written so far, of either kind.
+        self._states = self._operations = 0
         self._process = os.getpid()
         self._namespace = namespace()
-        self._state = State.ABSENT
+        self._state: State | None = None
         self._since = 0.0
+        self.begin(b"", 0)
         self.write(State.RUNNING)
 
     def write(self, state: State, text: str = "", ranks: tuple[int, ...] = ()) -> None:
@@ -107,27 +108,24 @@ class Board:
         if state is not self._state:
             self._state, self._since = state, time.time()
         listed = (*ranks[:_RANKS], *[-1] * (_RANKS - len(ranks[:_RANKS])))
-        about = clip(text, _TEXT)
-        # Odd while it changes: who reads it then reads it again.
-        _VERSION.pack_into(self._header, 0, self._version + 1)
-        self._version += 2
-        _STATE.pack_into(
+        self._states += 1
+        _STATE.write(
             self._header,
-            0,
-            self._version,
+            self._states,
+            self._fence,
             self._process,
             self._namespace,
             state,
             self._since,
             len(ranks),
             *listed,
-            about,
-            self._version,
+            clip(text, _TEXT),
         )
 
     def begin(self, name: bytes, epoch: int) -> None:
         """Say which operation this rank begins; ``name`` is ``operation_name`` of it."""
-        _OPERATION.pack_into(self._header, _OPERATION_AT, epoch, time.time(), name)
+        self._operations += 1
+        _OPERATION.write(self._header, self._operations, self._fence, epoch, time.time(), name)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -145,13 +143,14 @@ def clip(text: str, nbytes: int) -> bytes:
 
 
 def parse(header: bytes) -> Record | None:
-    """Record in a header; None if it was being written at that moment."""
-    version, process, space, state, since, number, *ranks, text, again = _STATE.unpack_from(header)
-    if version % 2 or version != again:
+    """Record in a copy of a header; None if it cannot be read, being written for the first time or again."""
+    doing, begun = _STATE.read(header), _OPERATION.read(header)
+    if doing is None or begun is None:
         return None
-    epoch, began, name = _OPERATION.unpack_from(header, _OPERATION_AT)
+    process, space, state, since, number, *ranks, text = doing
+    epoch, began, name = begun
     return Record(
-        State(state) if state in set(State) else State.ABSENT,
+        State(state),
         process,
         space,
         since,

@@ -11,20 +11,10 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
-from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.headers import Headers
+from distdl_rma.segments.patience import Waiting, in_seconds
 from distdl_rma.segments.segment import Segment
-from distdl_rma.segments.status import (
-    HEADER_BYTES,
-    Board,
-    Record,
-    State,
-    clip,
-    is_gone,
-    namespace,
-    numbered,
-    parse,
-)
-from distdl_rma.segments.wire import Bytes, Runs
+from distdl_rma.segments.status import HEADER_BYTES, Board, Record, State, clip, numbered
 
 __all__ = ["Supervision"]
 
@@ -34,7 +24,7 @@ _ANSWER_SECONDS = 1.0
 # What a rank sent before it left must have the time to arrive.
 _SUSPICION_SECONDS = 1.0
 _LONGEST_CHAIN = 16
-# Of many ranks that are waited for, so many are looked at.
+# Of many ranks that are waited for, so many are looked at each time.
 _WATCHED = 8
 
 
@@ -68,16 +58,15 @@ class Supervision:
         self._ranks = ranks
         self.rank = ranks[comm.rank]
         self._advance = advance
-        self.board = Board(segment.memory[:HEADER_BYTES].data)
-        self._namespace = namespace()
+        self.board = Board(segment.memory[:HEADER_BYTES].data, segment.fence)
+        self._headers = Headers(segment)
         self.failures: dict[int, str] = {}
         self.failed = False
         self._left = ""
         self._sent: list[tuple[MPI.Request, object]] = []
-        self._suspects: dict[int, float] = {}
-        # Records of ranks of other nodes, as last seen in this wait.
-        self._seen: dict[int, Record] = {}
-        self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
+        # Ranks that seem to have gone: since when, and why.
+        self._suspects: dict[int, tuple[float, str]] = {}
+        self._watched = 0
 
     def advance(self, waiting: Callable[[], Waiting]) -> None:
         """Make progress for everyone, and raise ``PeerFailedError`` if a rank failed."""
@@ -113,24 +102,38 @@ class Supervision:
             self.board.write(State.LEFT, self._left, waiting.ranks)
         else:
             self.board.write(State.WAITING, waiting.what, waiting.ranks)
-        now, gone = time.monotonic(), []
-        for rank in waiting.ranks[:_WATCHED]:
-            cause, left = self._gone(rank)
+        now = time.monotonic()
+        # This rank itself does nothing while it waits.
+        ranks = [rank for rank in waiting.ranks if rank != self.rank]
+        for rank in self._some(ranks):
+            cause, left = self._gone(rank, waiting)
             if not cause:
                 self._suspects.pop(rank, None)
-            elif now - self._suspects.setdefault(rank, now) > _SUSPICION_SECONDS:
-                gone.append((rank, cause))
-                if not left:
-                    # It failed: nothing that it takes part in can go on.
-                    self.failures.setdefault(rank, cause)
-                    self._raise(rank, cause, waiting)
-        if gone and (not waiting.anyone or len(gone) == len(waiting.ranks)):
+                continue
+            since, _ = self._suspects.setdefault(rank, (now, cause))
+            if now - since > _SUSPICION_SECONDS and not left:
+                # It failed: nothing that it takes part in can go on.
+                self.failures.setdefault(rank, cause)
+                self._raise(rank, cause, waiting)
+        gone = [
+            (rank, self._suspects[rank][1])
+            for rank in ranks
+            if rank in self._suspects and now - self._suspects[rank][0] > _SUSPICION_SECONDS
+        ]
+        if gone and (not waiting.anyone or len(gone) == len(ranks)):
             self._raise(*gone[0], waiting)
+
+    def _some(self, ranks: list[int]) -> list[int]:
+        # Of many ranks some after the others: each costs a look at its header.
+        if len(ranks) <= _WATCHED:
+            return ranks
+        self._watched = (self._watched + _WATCHED) % len(ranks)
+        return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
     def done(self) -> None:
         """Tell others that the wait is over."""
         self._suspects.clear()
-        self._seen.clear()
+        self._headers.forget()
         if self._left:
             self.board.write(State.LEFT, self._left)
         elif not self.failed:
@@ -139,7 +142,7 @@ class Supervision:
     def give_up(self, waiting: Waiting, seconds: float) -> NoReturn:
         """Raise ``ExchangeTimeout`` with the chain of those who wait for each other."""
         self.check(waiting)
-        message = f"rank {self.rank} waited {seconds:g} s {_for(waiting)}"
+        message = f"rank {self.rank} waited {in_seconds(seconds)} {_for(waiting)}"
         # Who only looks once does not want to know why nothing has come yet.
         with self._segment.lock:
             parts = self.chain(waiting, min(seconds, _ANSWER_SECONDS)) if seconds else []
@@ -160,10 +163,13 @@ class Supervision:
             if rank in told:
                 continue
             told.add(rank)
-            record = self.read(rank, deadline)
+            record = self._headers.read(rank, deadline)
             if record is None:
-                said.append(f"rank {rank} is silent: no answer within {seconds:g} s")
-            elif self._process_is_gone(rank, record):
+                why = f"no answer within {in_seconds(seconds)}"
+                if self._segment.link(rank).memory is not None:
+                    why = "its header could not be read"
+                said.append(f"rank {rank} is silent: {why}")
+            elif self._headers.process_is_gone(rank, record):
                 said.append(f"rank {rank} is silent: its process {record.process} has ended")
             else:
                 said.append(f"rank {rank} {record.doing}")
@@ -171,25 +177,9 @@ class Supervision:
                     open_ranks += record.waits_for
         return said
 
-    def read(self, rank: int, deadline: float) -> Record | None:
-        """What a rank is doing; None if it does not answer. Blocking, until the deadline at most."""
-        link = self._segment.link(rank)
-        if link.memory is not None:
-            record = None
-            while record is None:
-                record = parse(bytes(link.memory[:HEADER_BYTES].data))
-            return record
-        requests, header = self._ask(rank)
-        while not MPI.Request.Testall(requests):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(1e-3)
-        self._asked.pop(rank, None)
-        return parse(header.tobytes())
-
     def has_begun(self, rank: int, name: str, epoch: int) -> bool:
         """Whether a rank's header says that it began an operation; False if it has not answered yet."""
-        record = self._glance(rank)
+        record = self._headers.glance(rank)
         return record is not None and record.operation == name and record.epoch >= epoch
 
     def fail(self, cause: str, rank: int | None = None) -> None:
@@ -209,22 +199,58 @@ class Supervision:
                     # Synchronous: complete once the peer has taken it in.
                     self._sent.append((self._comm.Issend([notice, MPI.BYTE], position), notice))
 
+    def pass_on(self) -> None:
+        """Tell all ranks of the first failure that this one has heard of, if they have not been told."""
+        for rank, cause in tuple(self.failures.items())[:1]:
+            self.fail(cause, rank)
+
     def leave(self, text: str) -> None:
         """Say in the header that this rank will do nothing more."""
         if not self.failed:
             self._left = text
             self.board.write(State.LEFT, text)
 
-    def present(self) -> tuple[int, ...]:
-        """Some of the ranks that have not said that they leave; does not block."""
-        there: list[int] = []
-        for rank in self._ranks:
-            record = self._glance(rank) if rank != self.rank else None
-            if rank != self.rank and (record is None or record.state is not State.LEFT):
+    def stay(self) -> None:
+        """Undo ``leave``, as far as others have not yet drawn conclusions."""
+        if self._left:
+            self._left = ""
+            self.done()
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All ranks but this one."""
+        return tuple(rank for rank in self._ranks if rank != self.rank)
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether this rank or another one has failed, so that nothing collective can work any more."""
+        return self.failed or bool(self.failures)
+
+    def missing(self) -> tuple[int, ...]:
+        """Some of the ranks without which all cannot leave together, the worst first; does not block.
+
+        Those whose process has ended, then those that have not said that they leave, then those that do not
+        answer any more.
+        """
+        ended, there, silent = [], [], []
+        for rank in self.others:
+            record = self._headers.glance(rank)
+            if record is None or self._headers.age(rank) > _ANSWER_SECONDS:
+                silent.append(rank)
+            elif self._headers.process_is_gone(rank, record):
+                ended.append(rank)
+            elif record.state is not State.LEFT:
                 there.append(rank)
-            if len(there) == _WATCHED:
-                break
-        return tuple(there)
+        return (*ended, *there, *silent)[:_WATCHED]
+
+    def gone(self) -> list[tuple[int, str]]:
+        """Ranks of this node whose process has ended, and a clause that says so."""
+        found = []
+        for rank in self.others:
+            record = self._headers.glance(rank)
+            if record is not None and self._headers.process_is_gone(rank, record):
+                found.append((rank, _ended(record)))
+        return found
 
     def noticed(self) -> bool:
         """Whether all ranks have taken in the notice of this rank's failure; makes progress."""
@@ -242,42 +268,22 @@ class Supervision:
         here = f"; rank {self.rank} waited {_for(waiting)}" if waiting else ""
         raise PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause)
 
-    def _glance(self, rank: int) -> Record | None:
-        # Record of a rank without waiting for it: None as long as its node has not answered.
-        if self._segment.link(rank).memory is not None:
-            return self.read(rank, 0.0)
-        with self._segment.lock:
-            requests, header = self._ask(rank)
-            if MPI.Request.Testall(requests):
-                self._asked.pop(rank)
-                record = parse(header.tobytes())
-                if record is not None:
-                    self._seen[rank] = record
-            return self._seen.get(rank)
-
-    def _gone(self, rank: int) -> tuple[str, bool]:
+    def _gone(self, rank: int, waiting: Waiting) -> tuple[str, bool]:
         # Why nothing more can come from a rank, "" while it can; and whether it left of its own accord.
-        record = self._glance(rank)
+        record = self._headers.glance(rank)
         if record is None:
             return "", False
         if record.state is State.FAILED:
             return record.text, False
-        if record.state is State.LEFT and rank != self.rank and not self._left:
+        if record.state is State.LEFT and rank != self.rank and not (self._left or waiting.leavers):
             return f"it left, {record.text}", True
-        if self._process_is_gone(rank, record):
-            return f"it is silent, its process {record.process} has ended", False
+        if self._headers.process_is_gone(rank, record):
+            return _ended(record), False
         return "", False
 
-    def _process_is_gone(self, rank: int, record: Record) -> bool:
-        near = rank in self._segment.node_ranks and record.namespace == self._namespace
-        return near and bool(record.namespace) and is_gone(record.process)
 
-    def _ask(self, rank: int) -> tuple[list[MPI.Request], Bytes]:
-        if rank not in self._asked:
-            header = np.empty(HEADER_BYTES, np.uint8)
-            requests = self._segment.link(rank).get(Runs((0,), HEADER_BYTES), header)
-            self._asked[rank] = requests, header
-        return self._asked[rank]
+def _ended(record: Record) -> str:
+    return f"it is silent, its process {record.process} has ended"
 
 
 def _for(waiting: Waiting) -> str:

@@ -1,0 +1,84 @@
+"""Memory that is taken from the node when a machine is made."""
+
+import errno
+
+import numpy as np
+import pytest
+
+from distdl_rma.segments import reserving
+from tests.private_memory import run_alone
+
+FULL = """
+import os, sys
+from mpi4py import MPI
+from distdl_rma import Machine
+from distdl_rma.errors import DistdlError
+from distdl_rma.segments import reserving, segment
+comm = MPI.COMM_WORLD
+
+def fill(*arguments):
+    # Somebody else, between the look at the free memory and the use of it.
+    room(*arguments)
+    if comm.rank == 0:
+        with open("/dev/shm/somebody", "wb") as file:
+            file.write(bytes(114 << 20))
+    comm.Barrier()
+
+room, segment._check_room = segment._check_room, fill
+advise = reserving._advise
+for free, provide in (reserving._free, advise), (lambda: 1e12, advise), (reserving._free, lambda *a, **k: 22):
+    reserving._free, reserving._advise = free, provide
+    try:
+        Machine(segment_size="32MiB", reserve=True)
+    except DistdlError as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}" + chr(10))
+    comm.Barrier()
+    if comm.rank == 0:
+        os.unlink("/dev/shm/somebody")
+    comm.Barrier()
+segment._check_room, reserving._advise = room, advise
+with Machine(segment_size="32MiB", reserve=True) as machine, Machine(segment_size="32MiB") as lazy:
+    fill = os.statvfs("/dev/shm")
+    used = (fill.f_blocks - fill.f_bfree) * fill.f_frsize
+    machine.segments.get_segment_buffer(16 << 20).array[:] = 1
+    sys.stdout.write(f"{used >= 64 << 20 and used < 128 << 20}" + chr(10))
+    comm.Barrier()
+"""
+
+
+def test_memory_that_somebody_else_fills_is_an_error_on_all_ranks_if_it_is_reserved():
+    done, _ = run_alone(2, FULL, size="160m")
+    told = [line for line in done.stdout.splitlines() if line.startswith("SegmentError: rank")]
+    assert done.returncode == 0 and len(told) == 6, (done.stdout, done.stderr)
+    for line in told:
+        assert "the segment could not be reserved" in line and " of 33554496 bytes can be had" in line
+        assert "DISTDL_RMA_SEGMENT_SIZE" in line
+    # By looking, by the kernel's word alone, and on kernels that give none.
+    assert sum("Bad address" in line for line in told) == 2
+    assert sum("too little is left, " in line for line in told) == 4
+    # Nothing of what failed is kept, and what is reserved does not count twice.
+    assert done.stdout.count("True") == 2, (done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("problem", [0, errno.EINVAL])
+def test_memory_that_is_taken_is_zero_as_before(monkeypatch, problem):
+    if problem:
+        monkeypatch.setattr(reserving, "_advise", lambda *arguments, **options: problem)
+    memory = np.zeros((3 << 20) + 100, np.uint8)[7:]
+    assert reserving.take(memory, 1) == "" and not memory.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([True, False], "reserve is (True|False) on rank [01] and (True|False) here"),
+        (["yes", True], "rank 0: reserve is True or False, got 'yes'"),
+    ],
+)
+@pytest.mark.mpi(min_size=2)
+def test_ranks_agree_on_whether_to_reserve(comm, options, message):
+    from distdl_rma.errors import ConfigurationError
+    from distdl_rma.segments import SegmentManager
+
+    with pytest.raises(ConfigurationError, match=message):
+        SegmentManager(comm, None, "8MiB", 15, reserve=options[min(comm.rank, 1)])

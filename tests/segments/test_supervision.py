@@ -1,0 +1,137 @@
+"""Whom a wait gives up, and whom a close misses, on a node of many ranks that are played in one process."""
+
+import os
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from distdl_rma.errors import ExchangeTimeout, PeerFailedError
+from distdl_rma.segments import headers, supervision
+from distdl_rma.segments.patience import Waiting
+from distdl_rma.segments.status import HEADER_BYTES, Board, State
+from distdl_rma.segments.supervision import Supervision
+
+RANKS = tuple(range(20))
+
+
+def board(memory):
+    return Board(memory.data, lambda: None)
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """What rank 0 sees of 20 ranks of its node, and their boards."""
+    monkeypatch.setattr(supervision, "_SUSPICION_SECONDS", -1.0)
+    memories = {rank: np.zeros(HEADER_BYTES, np.uint8) for rank in RANKS}
+    segment = SimpleNamespace(
+        memory=memories[0],
+        fence=lambda: None,
+        lock=threading.RLock(),
+        node_ranks=RANKS,
+        link=lambda rank: SimpleNamespace(memory=memories[rank]),
+    )
+    watch = Supervision(segment, SimpleNamespace(rank=0), RANKS, lambda: None)
+    return watch, {rank: board(memories[rank]) for rank in RANKS[1:]}, memories
+
+
+def ended():
+    """Number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def look(watch, waiting):
+    """As a long wait does."""
+    for _ in range(10):
+        watch.look(waiting)
+
+
+def test_wait_for_any_of_many_ranks_is_in_vain_once_all_have_left(node):
+    watch, boards, _ = node
+    # This rank is among them: it notifies itself never while it waits.
+    waiting = Waiting(RANKS, "to set notification 0", anyone=True)
+    for rank in RANKS[1:-1]:
+        boards[rank].write(State.LEFT, "closing the machine")
+    look(watch, waiting)
+    boards[RANKS[-1]].write(State.LEFT, "closing the machine")
+    with pytest.raises(PeerFailedError, match="rank 1 failed: it left, closing the machine"):
+        look(watch, waiting)
+
+
+def test_rank_that_comes_back_before_all_have_left_is_waited_for(node):
+    watch, boards, _ = node
+    waiting = Waiting(RANKS[1:], "to set notification 0", anyone=True)
+    for rank in RANKS[1:-1]:
+        boards[rank].write(State.LEFT, "closing the machine")
+    look(watch, waiting)
+    boards[3].write(State.RUNNING)
+    look(watch, waiting)
+    boards[19].write(State.LEFT, "closing the machine")
+    look(watch, waiting)
+
+
+@pytest.mark.parametrize("anyone", [False, True])
+@pytest.mark.parametrize("rank", [1, 8, 15, 19])
+def test_process_that_ended_is_noticed_wherever_it_stands_among_many(node, rank, anyone):
+    watch, boards, _ = node
+    boards[rank]._process = ended()
+    boards[rank].write(State.RUNNING)
+    with pytest.raises(PeerFailedError, match=f"rank {rank} failed: it is silent, its process .* has ended"):
+        look(watch, Waiting(RANKS, "to send in 'enc1'", anyone=anyone))
+
+
+def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node):
+    watch, boards, _ = node
+    watch.leave("closing the machine")
+    for rank in RANKS[1:]:
+        boards[rank].write(State.LEFT, "closing the machine")
+    assert watch.missing() == ()
+    boards[4].write(State.RUNNING)
+    boards[17]._process = ended()
+    boards[17].write(State.LEFT, "closing the machine")
+    assert watch.missing() == (17, 4)
+    assert [rank for rank, _ in watch.gone()] == [17]
+    with pytest.raises(PeerFailedError, match="rank 17 failed: it is silent"):
+        look(watch, Waiting(watch.missing(), "to close the machine", leavers=True))
+
+
+def test_ranks_that_left_still_take_puts(node):
+    watch, boards, _ = node
+    boards[1].write(State.LEFT, "closing the machine")
+    look(watch, Waiting((1,), "to take its last puts", leavers=True))
+    with pytest.raises(PeerFailedError, match="it left"):
+        look(watch, Waiting((1,), "to send in 'enc1'"))
+
+
+def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close(node, monkeypatch):
+    watch, _, memories = node
+    answers = [True]
+
+    def get(runs, out, *, keep=False):
+        out[:] = memories[1]
+        return answers
+
+    near = watch._segment.link
+    far = SimpleNamespace(memory=None, get=get)
+    watch._segment.link = lambda rank: far if rank == 1 else near(rank)
+    watch._segment.node_ranks = RANKS[2:]
+    monkeypatch.setattr(headers, "MPI", SimpleNamespace(Request=SimpleNamespace(Testall=all)))
+    monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
+    boards = {rank: board(memories[rank]) for rank in RANKS[1:]}
+    for one in boards.values():
+        one.write(State.LEFT, "closing the machine")
+    assert watch.missing() == ()
+    answers[0] = False
+    watch._headers._answers[1] = watch._headers._answers[1][0], -1e9
+    assert watch.missing() == (1,)
+    with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 6 s for rank 1 to close .*; rank 1 is silent"):
+        watch.give_up(Waiting(watch.missing(), "to close the machine", leavers=True), 5.99)
+
+
+def test_header_of_this_process_is_that_of_a_process_that_lives(node):
+    watch, boards, _ = node
+    assert boards[1]._process == os.getpid() and watch.gone() == []
