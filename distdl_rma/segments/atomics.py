@@ -13,7 +13,7 @@ __all__ = ["Atomics"]
 
 
 class Atomics:
-    """Fetch-and-add and compare-and-swap; atomic towards each other on all ranks of a machine.
+    """Operations on one word; atomic towards each other on all ranks of a machine.
 
     All ranks go through the same window: two kinds of atomic operation on one word would not be atomic
     towards each other. Plain loads and stores of such a word are no part of this.
@@ -66,10 +66,21 @@ class Atomics:
 
     def fetch_add(self, rank: int, offset: int, value: int) -> int:
         """Add to the word at a byte offset of a rank's segment; return what it was before."""
+        return self._fetch(rank, offset, value, MPI.SUM)
+
+    def swap(self, rank: int, offset: int, value: int) -> int:
+        """Set the word; return what it was before."""
+        return self._fetch(rank, offset, value, MPI.REPLACE)
+
+    def load(self, rank: int, offset: int) -> int:
+        """Return the word."""
+        return self._fetch(rank, offset, 0, MPI.NO_OP)
+
+    def _fetch(self, rank: int, offset: int, value: int, op: MPI.Op) -> int:
         target, begin = self._positions[rank]
         operand, before = np.array([value], np.int64), np.empty(1, np.int64)
         with self._lock:
-            self._window.Fetch_and_op(operand, before, target, begin + offset, MPI.SUM)
+            self._window.Fetch_and_op(operand, before, target, begin + offset, op)
             self._window.Flush(target)
         return int(before[0])
 

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.collective import Collective, Schedule
 from distdl_rma.segments.manager import SegmentManager
@@ -65,9 +64,7 @@ class Broadcast(Collective):
     ) -> None:
         self.count, self.dtype = check_count(count, name), np.dtype(dtype)
         layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        self.root = layout.ranks[0] if root is None else root
-        if self.root not in layout.ranks:
-            raise PartitionError(f"{name!r}: the root is one of the ranks {layout.ranks}, got {root!r}")
+        self.root = layout.checked_root(root, name)
         super().__init__(manager, layout.ranks, name, self._plan(manager, layout, name))
 
     def _plan(self, manager: SegmentManager, layout: Layout, name: str) -> Schedule:

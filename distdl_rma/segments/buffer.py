@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ class SegmentBuffer:
     """Block of this rank's segment that peers can put into, with notifications.
 
     Made by :meth:`SegmentManager.get_segment_buffer`. Its memory belongs to the segment and stays valid
-    until ``free()`` or the close of the machine; views of it must not be used afterwards.
+    until ``free()``, the end of a ``with`` statement or the close of the machine; views of it must not be
+    used afterwards.
 
     A notification is 0 until a peer sets it, and again once it was reset; a value is from 1 to 2**32 - 1.
     Who sees a notification also sees what its sender put before.
@@ -284,6 +285,34 @@ class SegmentBuffer:
         if not self._freed:
             self._freed = True
             self._manager.release(self._heap_offset)
+
+    def promise(self, manager: SegmentManager, peer: int, index: int, value: int) -> Callable[[], None]:
+        """Check a notification that this rank will give to itself when a peer has answered; what gives it.
+
+        Nothing is given after the buffer was freed.
+        """
+        here = self.here
+        if manager is not self._manager:
+            raise ShapeError(f"buffer {self.owner!r} is of another machine than what notifies it")
+        here.check_notification(index, value)
+        self._peers = tuple(dict.fromkeys((*self._peers, peer)))
+
+        def give() -> None:
+            if not (self._freed or manager.closed):
+                here.notify(index, value)
+
+        return give
+
+    def __enter__(self) -> Self:
+        self._check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        gone = ", gone" if self._freed or self._manager.closed else ""
+        return f"SegmentBuffer({self.owner!r}, {self.nbytes} bytes, {self.notifications} notifications{gone})"
 
     def _wrong(self, index: int) -> ClosedError | SegmentError:
         if self._freed or self._manager.closed:

@@ -9,9 +9,12 @@ import numpy.typing as npt
 
 from distdl_rma.segments.allgather import AllGather
 from distdl_rma.segments.allreduce import Allreduce
+from distdl_rma.segments.alltoall import AllToAll
 from distdl_rma.segments.barrier import Barrier
 from distdl_rma.segments.broadcast import Broadcast
+from distdl_rma.segments.flush import flush
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.reduce import Reduce
 from distdl_rma.segments.reduce_scatter import ReduceScatter
 from distdl_rma.segments.schedule import Layout
 from distdl_rma.segments.unique import Shared
@@ -79,6 +82,23 @@ class Group(Shared):
             self._barrier = Barrier(self._manager, self.ranks, f"{self.name} (barrier)")
         self._barrier.wait(timeout)
 
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all puts and notifications from here to the ranks of the group have arrived there.
+
+        Blocking, not collective. Costs nothing for ranks that nothing was put to.
+
+        Parameters
+        ----------
+        timeout
+            Seconds for all of them together; None for the machine's default.
+
+        Raises
+        ------
+        ExchangeTimeout
+            At the deadline, naming the ranks that have not taken theirs; the call can be repeated.
+        """
+        flush(self._manager, self.ranks, timeout)
+
     def allreduce(
         self, count: int, dtype: npt.DTypeLike | str = np.float32, op: str = "sum", name: str = "allreduce"
     ) -> Allreduce:
@@ -110,6 +130,26 @@ class Group(Shared):
     ) -> Broadcast:
         """Make a :class:`Broadcast` of the group from a rank id; local."""
         return Broadcast(self._manager, self.ranks, count, dtype, root, name)
+
+    def reduce(
+        self,
+        count: int,
+        dtype: npt.DTypeLike | str = np.float32,
+        op: str = "sum",
+        root: int | None = None,
+        name: str = "reduce",
+    ) -> Reduce:
+        """Make a :class:`Reduce` of the group to a rank id; local."""
+        return Reduce(self._manager, self.ranks, count, dtype, op, root, name)
+
+    def alltoall(
+        self,
+        count: int | Sequence[Sequence[int]],
+        dtype: npt.DTypeLike = np.float32,
+        name: str = "alltoall",
+    ) -> AllToAll:
+        """Make an :class:`AllToAll` of the group; local."""
+        return AllToAll(self._manager, self.ranks, count, dtype, name)
 
     def close(self) -> None:
         """Give the barrier's memory back; local, idempotent."""

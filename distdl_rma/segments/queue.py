@@ -67,6 +67,9 @@ class Queue:
         self._manager.check_open()
         self._manager.patience.until(self.test, self._waiting, timeout)
 
+    def __repr__(self) -> str:
+        return f"Queue({self.name!r}, {len(self)} posted)"
+
     def _waiting(self) -> Waiting:
         peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
         return Waiting(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from mpi4py import MPI
 
 from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.segments.collective import Collective, Schedule
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.reduction import Array, Reduction, element_of
-from distdl_rma.segments.schedule import Layout, Span, check_count, check_lengths
+from distdl_rma.segments.schedule import Layout, Span, check_count, check_lengths, only_node
 from distdl_rma.segments.team import Team
 
 __all__ = ["ReduceScatter"]
@@ -24,7 +25,8 @@ class ReduceScatter(Collective):
     """Reduction of which every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
 
     The parts lie one behind the other in the order of the ranks. Bitwise what :class:`Allreduce` gives on
-    one node; across nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes.
+    one node; across nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce`` where one
+    node gets all.
 
     Parameters
     ----------
@@ -111,8 +113,7 @@ class _Share:
                 reduction.partial([row[span.start : span.stop] for row in rows], sums[at : at + span.size])
                 at += span.size
             part = np.empty(self._counts[layout.my_node], reduction.element.wide)
-            request = team.comm.Ireduce_scatter(sums, part, self._counts, reduction.mpi)
-            yield from team.complete(request, sums.nbytes)
+            yield from team.complete(self._combine(sums, part), sums.nbytes)
             at = 0
             for span in own:
                 target = rows[self._at[span.peer]][span.start : span.stop]
@@ -120,6 +121,13 @@ class _Share:
                 at += span.size
         stored = [span.size for span in own if span.peer != layout.me]
         team.count_puts(len(stored), itemsize * sum(stored))
+
+    def _combine(self, sums: Array, part: Array) -> MPI.Request:
+        # What one node alone gets takes a tree to it.
+        comm, root = self._team.comm, only_node(self._counts)
+        if root is None:
+            return comm.Ireduce_scatter(sums, part, self._counts, self._reduction.mpi)
+        return comm.Ireduce(sums, part, self._reduction.mpi, root)
 
 
 def _lengths(count: int | Sequence[int], size: int, name: str) -> tuple[int, ...]:

@@ -66,20 +66,18 @@ class Element:
 
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_ELEMENTS = {
-    name: Element(name, np.dtype(storage), np.dtype(wide))
-    for name, storage, wide in (
-        ("float32", np.float32, np.float32),
-        ("float64", np.float64, np.float64),
-        ("float16", np.float16, np.float32),
-        ("bfloat16", np.uint16, np.float32),
-        ("complex64", np.complex64, np.complex64),
-        ("complex128", np.complex128, np.complex128),
-        *((name, name, name) for name in _INTEGERS),
-        # MPI has no arithmetic of its truth values: as numbers 0 and 1.
-        ("bool", np.bool_, np.uint8),
-    )
-}
+_TYPES: tuple[tuple[str, npt.DTypeLike, npt.DTypeLike], ...] = (
+    ("float32", np.float32, np.float32),
+    ("float64", np.float64, np.float64),
+    ("float16", np.float16, np.float32),
+    ("bfloat16", np.uint16, np.float32),
+    ("complex64", np.complex64, np.complex64),
+    ("complex128", np.complex128, np.complex128),
+    *((name, name, name) for name in _INTEGERS),
+    # MPI has no arithmetic of its truth values: as numbers 0 and 1.
+    ("bool", np.bool_, np.uint8),
+)
+_ELEMENTS = {name: Element(name, np.dtype(storage), np.dtype(wide)) for name, storage, wide in _TYPES}
 
 
 def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, SegmentError, ShapeError
+from distdl_rma.segments.flush import flush
 from distdl_rma.segments.memory import ArrayLayout, as_bytes, as_offset, as_target
 from distdl_rma.segments.patience import Waiting, check_timeout
 from distdl_rma.segments.queue import Queue, check_queue
 from distdl_rma.segments.remote_array import RemoteArray
+from distdl_rma.segments.remote_words import RemoteWords
 from distdl_rma.segments.wire import Bytes, Runs
 
 if TYPE_CHECKING:
+    from distdl_rma.segments.buffer import SegmentBuffer
     from distdl_rma.segments.manager import SegmentManager
 
 __all__ = ["NOTIFICATION_BITS", "RemoteArray", "RemoteBuffer"]
@@ -27,10 +30,16 @@ _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
 
 
-class RemoteBuffer:
+_Memory = TypeVar("_Memory", memoryview, npt.NDArray[Any])
+# Where in the peer's segment, the same as memory of this process if it can be, and where it is got to.
+_Piece = tuple[Runs, npt.NDArray[Any] | None, npt.NDArray[Any]]
+
+
+class RemoteBuffer(RemoteWords):
     """A peer's :class:`SegmentBuffer`, seen from here.
 
-    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call.
+    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call. Atomic
+    operations are those of :class:`RemoteWords`.
     What is ordered after what is a table in ``docs/one-sided.md``.
 
     Attributes
@@ -46,10 +55,9 @@ class RemoteBuffer:
     def __init__(
         self, manager: SegmentManager, peer: int, place: tuple[int, int, int, int], note: tuple[int, ...]
     ) -> None:
-        self._manager = manager
+        offset, nbytes, self._first_word, self.notifications = place
+        super().__init__(manager, peer, offset, nbytes)
         self._link = manager.segment.link(peer)
-        self.peer = peer
-        self._offset, self.nbytes, self._first_word, self.notifications = place
         self.note = note
         self._counters = manager.counters
         self._sequence = manager.sequence
@@ -94,17 +102,9 @@ class RemoteBuffer:
 
     def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
         """Put several arrays, each given with its offset; all are checked before data moves."""
-        try:
-            pairs = [(data, as_int(offset)) for data, offset in parts]
-        except (TypeError, ValueError) as error:
-            raise ShapeError(f"put_list takes pairs of an array and its offset: {error}") from None
         if queue is not None:
             check_queue(queue, "put_list")
-        listed = [(as_bytes(data, "put_list"), offset) for data, offset in pairs]
-        for source, offset in listed:
-            if offset < 0 or offset + source.nbytes > self.nbytes:
-                raise self._outside(offset, source.nbytes)
-        for source, offset in listed:
+        for source, offset in self._inside(parts, "put_list", as_bytes):
             self.put(source, offset, queue)
 
     def notify(self, index: int, value: int = 1, *, last: bool = False) -> None:
@@ -130,6 +130,14 @@ class RemoteBuffer:
         self._link.notify(*word)
         self._counters.notifications += 1
 
+    def put_list_notify(
+        self, parts: Iterable[tuple[Any, int]], index: int, value: int = 1, queue: Queue | None = None
+    ) -> None:
+        """Put a list, then notify once, when all of it has arrived."""
+        self.check_notification(index, value)
+        self.put_list(parts, queue)
+        self.notify(index, value)
+
     def get(
         self, out: Any, offset: int = 0, queue: Queue | None = None, timeout: float | None = None
     ) -> None:
@@ -152,10 +160,70 @@ class RemoteBuffer:
         offset, nbytes = as_offset(offset, "get"), target.nbytes
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(offset, nbytes)
-        near = None
-        if self._near is not None:
-            near = self._near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
-        self._fetch(Runs((self._offset + offset,), nbytes), near, target, queue, timeout)
+        self._fetch((self._piece(target, offset),), queue, timeout)
+
+    def get_list(
+        self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None, timeout: float | None = None
+    ) -> None:
+        """Get into several arrays, each given with its offset; all are checked before data moves.
+
+        They are under way together. Blocking without a queue; raises as :meth:`get`.
+        """
+        if queue is not None:
+            check_queue(queue, "get_list")
+        if timeout is not None:
+            check_timeout(timeout)
+        targets = self._inside(parts, "get_list", as_target)
+        self._fetch([self._piece(target, offset) for target, offset in targets], queue, timeout)
+
+    def get_notify(self, out: Any, inbox: SegmentBuffer, index: int, value: int = 1, offset: int = 0) -> None:
+        """Get, and set a notification of this rank's own buffer when the array is filled; does not block.
+
+        The peer learns nothing of it. ``out`` belongs to the transfer until the notification is there. It is
+        the one writer of that notification, and its wait names the peer.
+
+        Parameters
+        ----------
+        out
+            Array or tensor to fill.
+        inbox
+            Buffer of this rank whose notification is set; freed before, nothing is set.
+        index, value
+            The notification.
+        offset
+            Bytes from the start of the peer's buffer.
+
+        Raises
+        ------
+        ShapeError
+            If it would reach beyond the peer's buffer, ``out`` cannot be written to, or ``inbox`` is no
+            buffer of this rank.
+        SegmentError
+            If there is no such notification.
+        """
+        target, offset = as_target(out, "get_notify"), as_offset(offset, "get_notify")
+        if offset < 0 or offset + target.nbytes > self.nbytes:
+            raise self._outside(offset, target.nbytes)
+        promise = getattr(inbox, "promise", None)
+        if promise is None:
+            raise ShapeError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
+        if self._manager.closed:
+            raise self._closed()
+        notify = promise(self._manager, self.peer, index, value)
+        runs, near, _ = self._piece(target, offset)
+        if near is not None or not runs.total:
+            self._fetch(((runs, near, target),), None, None)
+            notify()
+            return
+        self._counters.gets += 1
+        self._counters.bytes_got += runs.total
+        bounce, finish = _bounce(runs, target)
+
+        def then() -> None:
+            finish()
+            notify()
+
+        self._link.get(runs, bounce, keep=True, then=then)
 
     def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
@@ -164,41 +232,9 @@ class RemoteBuffer:
             raise self._outside(offset, layout.nbytes)
         return RemoteArray(self, layout, offset)
 
-    def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
-        """Add to a 64-bit integer of the peer's buffer, atomically; return what it was. Blocking.
-
-        Atomic towards the other atomic operations of all ranks, not towards puts and plain stores. The
-        sum wraps around.
-
-        Raises
-        ------
-        ShapeError
-            If the offset is no multiple of 8 inside the buffer, or a number has more than 64 bits.
-        ExchangeTimeout
-            If the peer does not answer. Nothing was added; the call can be repeated.
-        """
-        operand = _int64(value)
-        at = self._word_at(offset, timeout)
-        return self._manager.segment.atomics.fetch_add(self.peer, at, operand)
-
-    def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
-        """Set a 64-bit integer of the peer's buffer to ``desired`` if it is ``expected``, atomically.
-
-        Blocking. Returns what it was: ``expected`` if it was set. Raises as :meth:`fetch_add`.
-        """
-        old, new = _int64(expected), _int64(desired)
-        at = self._word_at(offset, timeout)
-        return self._manager.segment.atomics.compare_swap(self.peer, at, old, new)
-
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
-        if timeout is not None:
-            check_timeout(timeout)
-        self._manager.check_open()
-        self._link.close_delivery()
-        self._manager.patience.until(
-            self._link.advance, lambda: Waiting((self.peer,), "to take its puts"), timeout
-        )
+        flush(self._manager, (self.peer,), timeout)
 
     # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
 
@@ -244,13 +280,18 @@ class RemoteBuffer:
 
     # Steps of the operations above.
 
-    def _word(self, index: int, value: int) -> tuple[int, int]:
-        # Where a notification is, and the word that sets it.
+    def check_notification(self, index: int, value: int) -> tuple[int, int]:
+        """Return index and value as integers of Python, or raise ``SegmentError`` if there is no such one."""
         index, value = as_int(index), as_int(value)
         if not 0 <= index < self.notifications:
             raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
         if not 1 <= value <= _LARGEST_VALUE:
             raise SegmentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
+        return index, value
+
+    def _word(self, index: int, value: int) -> tuple[int, int]:
+        # Where a notification is, and the word that sets it.
+        index, value = self.check_notification(index, value)
         return self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
 
     def _post(self, runs: Runs, source: Bytes, queue: Queue | None) -> None:
@@ -258,55 +299,49 @@ class RemoteBuffer:
         if queue is not None:
             queue.post(self.peer, requests, source)
 
-    def _fetch(
-        self,
-        runs: Runs,
-        near: npt.NDArray[Any] | None,
-        target: npt.NDArray[Any],
-        queue: Queue | None,
-        timeout: float | None,
-    ) -> None:
+    def _inside(
+        self, parts: Iterable[tuple[Any, int]], what: str, check: Callable[[Any, str], _Memory]
+    ) -> list[tuple[_Memory, int]]:
+        # Pairs of memory and offset, all checked before anything moves.
+        try:
+            pairs = [(data, as_int(offset)) for data, offset in parts]
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"{what} takes pairs of an array and its offset: {error}") from None
+        checked = [(check(data, what), offset) for data, offset in pairs]
+        for memory, offset in checked:
+            if offset < 0 or offset + memory.nbytes > self.nbytes:
+                raise self._outside(offset, memory.nbytes)
+        return checked
+
+    def _piece(self, target: npt.NDArray[Any], offset: int) -> _Piece:
+        near, nbytes = None, target.nbytes
+        if self._near is not None:
+            near = self._near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
+        return Runs((self._offset + offset,), nbytes), near, target
+
+    def _fetch(self, pieces: Sequence[_Piece], queue: Queue | None, timeout: float | None) -> None:
         if self._manager.closed:
             raise self._closed()
-        self._counters.gets += 1
-        self._counters.bytes_got += runs.total
-        if near is not None:
-            target[...] = near
+        far = []
+        for runs, near, target in pieces:
+            self._counters.gets += 1
+            self._counters.bytes_got += runs.total
+            if near is not None:
+                target[...] = near
+            else:
+                far.append((runs, target))
+        if not far:
             return
-        # Into memory that the link keeps: after a timeout the transfer goes on, whatever became of the
-        # target, which it then leaves alone.
-        bounce = np.empty(runs.total, np.uint8)
-
-        def finish() -> None:
-            target[...] = bounce.view(target.dtype).reshape(target.shape)
-
-        requests = self._link.get(runs, bounce, keep=True)
-        if queue is not None:
-            queue.post(self.peer, requests, bounce, finish)
-        else:
-            alone = self._manager.queue("get")
-            alone.post(self.peer, requests, bounce)
+        # After a timeout nobody looks at the queue that was made here, and the targets are left alone.
+        posted = self._manager.queue("get") if queue is None else queue
+        for runs, target in far:
+            bounce, finish = _bounce(runs, target)
+            posted.post(self.peer, self._link.get(runs, bounce, keep=True), bounce, finish)
+        if queue is None:
+            total = sum(runs.total for runs, _ in far)
             self._manager.patience.until(
-                alone.test, lambda: Waiting((self.peer,), f"to answer a get of {runs.total} bytes"), timeout
+                posted.test, lambda: Waiting((self.peer,), f"to answer a get of {total} bytes"), timeout
             )
-            finish()
-
-    def _word_at(self, offset: int, timeout: float | None) -> int:
-        if timeout is not None:
-            check_timeout(timeout)
-        self._manager.check_open()
-        offset = as_offset(offset, "an atomic")
-        if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
-            raise ShapeError(
-                f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
-                f" {self.nbytes} bytes, got offset {offset}"
-            )
-        answered = self._manager.segment.atomics.responding(self.peer)
-        if answered is not None:
-            self._manager.patience.until(
-                answered, lambda: Waiting((self.peer,), "to answer before an atomic operation"), timeout
-            )
-        return self._offset + offset
 
     def _outside(self, offset: int, nbytes: int) -> ShapeError:
         return ShapeError(
@@ -314,12 +349,18 @@ class RemoteBuffer:
             f" {self.nbytes} bytes"
         )
 
+    def __repr__(self) -> str:
+        return f"RemoteBuffer(of rank {self.peer}, {self.nbytes} bytes, {self.notifications} notifications)"
+
     def _closed(self) -> ClosedError:
         return ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
 
 
-def _int64(value: int) -> int:
-    number = as_int(value)
-    if not -(1 << 63) <= number < 1 << 63:
-        raise ShapeError(f"an atomic works on integers of 64 bits, got {number}")
-    return number
+def _bounce(runs: Runs, target: npt.NDArray[Any]) -> tuple[Bytes, Callable[[], None]]:
+    # Memory that the link keeps while a get is under way, whatever becomes of the target, and what copies it.
+    bounce = np.empty(runs.total, np.uint8)
+
+    def finish() -> None:
+        target[...] = bounce.view(target.dtype).reshape(target.shape)
+
+    return bounce, finish

@@ -54,9 +54,9 @@ class RemoteArray:
         part = self._layout.part(key)
         out = np.empty(part.shape, self.dtype)
         if self._near is not None:
-            self._buffer._fetch(Runs((0,), part.nbytes), self._near[part.key], out, None, None)
+            self._buffer._fetch(((Runs((0,), part.nbytes), self._near[part.key], out),), None, None)
         else:
-            self._buffer._fetch(part.runs(self._begin), None, out, None, None)
+            self._buffer._fetch(((part.runs(self._begin), None, out),), None, None)
         return out
 
     def __len__(self) -> int:
@@ -75,6 +75,9 @@ class RemoteArray:
             raise ValueError("a peer's array cannot be seen without a copy")
         whole = self[...]
         return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"RemoteArray(of rank {self._buffer.peer}, {self.dtype}, shape {self.shape})"
 
     def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
         """Put to a slice, posted to a queue; ``data`` may be changed on return all the same."""

@@ -21,6 +21,9 @@ __all__ = [
     "check_lengths",
     "exchange_traffic",
     "one_round_is_better",
+    "only_node",
+    "reduce_traffic",
+    "rooted_lengths",
 ]
 
 # Up to this many bytes at each receiver, everyone's vector to everyone beats a share each in two rounds.
@@ -172,6 +175,20 @@ class Layout:
             pieces.append(tuple(_between(wanted, start, stop)))
         return tuple(pieces)
 
+    def checked_root(self, root: int | None, who: str) -> int:
+        """Root given by a caller, the first rank if None.
+
+        Raises
+        ------
+        PartitionError
+            If it is none of ``ranks``.
+        """
+        if root is None:
+            return self.ranks[0]
+        if root not in self.ranks:
+            raise PartitionError(f"{who!r}: the root is one of the ranks {self.ranks}, got {root!r}")
+        return root
+
     def leaders(self, root: int) -> tuple[int, ...]:
         """One rank of each node: the root on its node, the first one elsewhere."""
         return tuple(root if root in node else node[0] for node in self.nodes)
@@ -185,6 +202,17 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
         if low < high:
             yield Span(span.peer, span.start + low, span.start + high)
         at += span.size
+
+
+def rooted_lengths(layout: Layout, count: int, root: int) -> tuple[int, ...]:
+    """Elements of each rank's result where the root alone has one."""
+    return tuple(count if rank == root else 0 for rank in layout.ranks)
+
+
+def only_node(counts: Sequence[int]) -> int | None:
+    """Which of the nodes gets elements, if it is one alone."""
+    getting = [node for node, count in enumerate(counts) if count]
+    return getting[0] if len(getting) == 1 else None
 
 
 def one_round_is_better(size: int, nbytes: int, asked: bool) -> bool:
@@ -226,6 +254,26 @@ def broadcast_traffic(layout: Layout, root: int, nbytes: int) -> Traffic:
         bytes_got=nbytes * loads,
         collectives=int(across),
         bytes_collective=nbytes * across,
+        across=len(layout.nodes) if across else 1,
+    )
+
+
+def reduce_traffic(
+    layout: Layout, root: int, count: int, itemsize: int, wide_itemsize: int | None = None
+) -> Traffic:
+    """What one rank moves in one step of a reduction of ``count`` elements to a root."""
+    pieces = layout.scatter_pieces(rooted_lengths(layout, count, root))
+    share = sum(span.size for spans in pieces for span in spans)
+    stored = [span.size for span in pieces[layout.my_node] if span.peer != layout.me]
+    loads = (len(layout.here) - 1) * bool(share)
+    across = len(layout.nodes) > 1 and share > 0
+    return Traffic(
+        puts=len(stored),
+        bytes_put=itemsize * sum(stored),
+        gets=loads,
+        bytes_got=loads * share * itemsize,
+        collectives=int(across),
+        bytes_collective=across * share * (wide_itemsize or itemsize),
         across=len(layout.nodes) if across else 1,
     )
 

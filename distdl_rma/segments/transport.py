@@ -42,11 +42,13 @@ class Link(Protocol):
         The bytes must not change until the requests returned are complete.
         """
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
+    def get(
+        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+    ) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
 
         With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who
-        has the lock.
+        has the lock; it calls ``then()`` once they are there.
         """
 
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
@@ -83,10 +85,14 @@ class SharedLink:
             self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
         return []
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
+    def get(
+        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+    ) -> list[MPI.Request]:
         """Copy bytes out of the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
             out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
+        if then is not None:
+            then()
         return []
 
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
@@ -116,6 +122,19 @@ class _Delivery:
     # Whether that one waits for the notifications before it, too.
     last: bool = False
     upto: int | None = None
+
+
+@dataclass
+class _Get:
+    # What remains of a get, and what is called when nothing does.
+    transfers: list[_Transfer]
+    then: Callable[[], None] | None
+
+    def over(self) -> bool:
+        self.transfers = _under_way(self.transfers)
+        if not self.transfers and self.then is not None:
+            self.then()
+        return not self.transfers
 
 
 class RemoteLink:
@@ -152,7 +171,7 @@ class RemoteLink:
         self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
         self._pending: deque[_Delivery] = deque()
         self._notices: list[_Transfer] = []
-        self._gets: list[_Transfer] = []
+        self._gets: list[_Get] = []
 
     @property
     def memory(self) -> Bytes | None:
@@ -173,13 +192,15 @@ class RemoteLink:
                 self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
             return requests
 
-    def get(self, runs: Runs, out: Bytes, *, keep: bool = False) -> list[MPI.Request]:
+    def get(
+        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+    ) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment."""
         with self._lock:
             requests = self._wire.get(runs, out)
             if keep:
                 self._busy.add(self)
-                self._gets += [(request, out) for request in requests]
+                self._gets.append(_Get([(request, out) for request in requests], then))
             return requests
 
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
@@ -210,7 +231,8 @@ class RemoteLink:
                 if done.notice:
                     self._send_notice(*done.notice)
             opened = self._open
-            opened.transfers, self._gets = _under_way(opened.transfers), _under_way(self._gets)
+            opened.transfers = _under_way(opened.transfers)
+            self._gets = [get for get in self._gets if not get.over()]
             return not (self._pending or self._noticing() or self._gets or opened.transfers)
 
     def _close_open(self) -> None:

@@ -7,74 +7,11 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, PartitionError, ProtocolError, ShapeError
-from distdl_rma.segments import AllGather, Allreduce, Broadcast, ReduceScatter
+from distdl_rma.segments import AllGather, Allreduce, AllToAll, Broadcast, Reduce, ReduceScatter
 from tests.matrix import over_seeds
+from tests.segments.cases import Case
 
 pytestmark = pytest.mark.mpi
-
-REDUCE = {
-    # As numpy does it in the type itself: integers wrap around.
-    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
-    "mean": lambda rows: rows.sum(0) / len(rows),
-    "prod": lambda rows: rows.prod(0, dtype=rows.dtype),
-    "min": lambda rows: rows.min(0),
-    "max": lambda rows: rows.max(0),
-}
-KINDS = ["f2", "f4", "f8", "c8", "c16", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
-# Operations that mean nothing for a kind of numbers.
-MEANINGLESS = {"i": {"mean"}, "u": {"mean"}, "b": {"sum", "mean"}, "c": {"min", "max"}, "f": set()}
-COUNTS = [0, 1, 2, 3, 5, 7, 100, 3001, 40_000]
-
-
-def operand(number, rank, step, count, dtype):
-    return np.random.default_rng((number, rank, step)).integers(-9, 9, count).astype(dtype)
-
-
-class Case:
-    """A collective over random ranks, and what it must give."""
-
-    def __init__(self, segments, rng, number):
-        self.number = number
-        everyone = segments.ranks
-        self.ranks = rng.sample(everyone, rng.randint(1, len(everyone)))
-        self.kind = rng.choice(["allreduce", "allgather", "reduce_scatter", "broadcast"])
-        self.dtype = np.dtype(rng.choice(KINDS))
-        self.op = rng.choice([op for op in REDUCE if op not in MEANINGLESS[self.dtype.kind]])
-        self.counts = [rng.choice(COUNTS) // len(everyone) for _ in self.ranks]
-        self.count = rng.choice(COUNTS)
-        self.root = rng.choice(self.ranks)
-        self.active = segments.rank in self.ranks
-        if self.active:
-            self.me = self.ranks.index(segments.rank)
-            name = f"case {number}"
-            self.job = {
-                "allreduce": lambda: Allreduce(segments, self.ranks, self.count, self.dtype, self.op, name),
-                "allgather": lambda: AllGather(segments, self.ranks, self.counts, self.dtype, name),
-                "reduce_scatter": lambda: ReduceScatter(
-                    segments, self.ranks, self.counts, self.dtype, self.op, name
-                ),
-                "broadcast": lambda: Broadcast(segments, self.ranks, self.count, self.dtype, self.root, name),
-            }[self.kind]()
-
-    def operand(self, at, step):
-        size = {"allgather": self.counts[at], "reduce_scatter": sum(self.counts)}.get(self.kind, self.count)
-        return operand(self.number, self.ranks[at], step, size, self.dtype)
-
-    def expected(self, step):
-        rows = [self.operand(at, step) for at in range(len(self.ranks))]
-        if self.kind == "broadcast":
-            return rows[self.ranks.index(self.root)]
-        if self.kind == "allgather":
-            return np.concatenate(rows)
-        total = REDUCE[self.op](np.array(rows))
-        if self.kind == "reduce_scatter":
-            begin = sum(self.counts[: self.me])
-            return total[begin : begin + self.counts[self.me]]
-        return total
-
-    def check(self, result, step):
-        tolerance = 1e-3 if self.dtype == np.float16 else 1e-6
-        np.testing.assert_allclose(result, self.expected(step), rtol=tolerance, atol=tolerance)
 
 
 @over_seeds(6)
@@ -338,9 +275,11 @@ def test_floating_point_errors_are_results(segments, comm, count):
 def test_reset_after_some_ranks_ran_ahead_many_steps(segments, comm):
     first, everyone = segments.ranks[0], len(segments.ranks)
     counts = [0] + [3] * (everyone - 1)
+    last = segments.ranks[-1]
     jobs = [
         Broadcast(segments, segments.ranks, 4, np.int64, first, "far ahead"),
         ReduceScatter(segments, segments.ranks, counts, np.int64, name="far ahead, too"),
+        Reduce(segments, segments.ranks, 4, np.int64, "sum", last, "far ahead as well"),
     ]
     for job in jobs:
         job.connect()
@@ -372,6 +311,11 @@ def test_wrong_arguments_are_named(segments):
         ReduceScatter(segments, ranks, -1)
     with pytest.raises(PartitionError, match="root is one of the ranks"):
         Broadcast(segments, ranks, 1, root=99)
+    with pytest.raises(PartitionError, match="root is one of the ranks"):
+        Reduce(segments, ranks, 1, root=99)
+    for count in (-1, [[1] * len(ranks)] * (len(ranks) + 1), [[1] * (len(ranks) + 1)] * len(ranks)):
+        with pytest.raises(ShapeError, match=r"numbers of elements|integer of at least 0"):
+            AllToAll(segments, ranks, count)
     with pytest.raises(PartitionError, match="of the machine"):
         Allreduce(segments, (segments.rank, 99), 1)
 

@@ -11,6 +11,7 @@ from distdl_rma.geometry import Decomposition, Exchange, Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Window, WindowSplit
 from distdl_rma.segments import schedule
+from distdl_rma.segments.blocks import Blocks, alltoall_traffic
 from distdl_rma.segments.schedule import Layout
 
 MACHINES = [(2, 2), (4, 4), (8, 4), (64, 16), (256, 64), (1024, 4), (1024, 64)]
@@ -95,6 +96,65 @@ def test_broadcast_costs_nobody_more_than_a_logarithm(size, per_node):
         assert traffic.nbytes <= 2 * nbytes
 
 
+@pytest.mark.parametrize(("size", "per_node"), MACHINES[:4])
+def test_a_reduction_to_a_root_costs_a_rank_its_node_and_a_logarithm_and_a_constant_times_the_payload(
+    size, per_node
+):
+    count, root = 1 << 20, size // 2
+    total = 0
+    for layout in layouts(size, per_node):
+        traffic = schedule.reduce_traffic(layout, root, count, 4)
+        assert traffic.puts <= 1 and traffic.gets <= per_node
+        assert traffic.messages <= 1 + per_node + math.ceil(math.log2(math.ceil(size / per_node)))
+        assert traffic.nbytes <= 3 * 4 * count
+        total += traffic.bytes_put
+    # The holders of the root's node store to it all but what it reduces itself.
+    assert total <= 4 * count
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 2), (8, 4), (12, 5), (64, 16)])
+def test_an_all_to_all_moves_every_block_once_and_shares_the_work_between_nodes(size, per_node):
+    count = 7
+    rows = ((count,) * size,) * size
+    found = [alltoall_traffic(layout, rows, 4) for layout in layouts(size, per_node)]
+    nodes = layouts(size, per_node)[0].nodes
+    between = size**2 - sum(len(node) ** 2 for node in nodes)
+    assert sum(traffic.bytes_collective for traffic in found) == 4 * count * between
+    lanes = min(map(len, nodes))
+    for traffic in found:
+        assert traffic.bytes_collective <= 4 * count * size * math.ceil(max(map(len, nodes)) / lanes)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_block_of_an_all_to_all_is_sent_by_one_rank_and_taken_by_one(seed):
+    rng = random.Random(seed)
+    size = rng.randint(1, 9)
+    order = tuple(rng.sample(range(12), size))
+    nodes = machine_nodes(12, rng.randint(1, 12))
+    rows = tuple(tuple(rng.choice((0, 1, 9)) for _ in order) for _ in order)
+    sent, taken = [], []
+    for me in order:
+        layout = Layout(order, nodes, me)
+        blocks = Blocks(layout, rows)
+        for node, out, came in zip(layout.nodes, blocks.outgoing(), blocks.incoming(), strict=True):
+            assert all(route.source in layout.here and route.target in node for route in out)
+            assert all(route.source in node and route.target in layout.here for route in came)
+            sent += [(route.source, route.target) for route in out]
+            taken += [(route.source, route.target) for route in came]
+            # What one sends is what the other takes, in the same order.
+            peer = layout.lane if layout.lane is not None and node != layout.here else None
+            if peer is not None:
+                there = Blocks(Layout(order, nodes, node[peer]), rows)
+                assert there.incoming()[layout.my_node] == out
+    far = [
+        (a, b)
+        for i, a in enumerate(order)
+        for j, b in enumerate(order)
+        if rows[i][j] and not any(a in node and b in node for node in nodes)
+    ]
+    assert sorted(sent) == sorted(far) == sorted(taken)
+
+
 @pytest.mark.parametrize("grid", [(2,), (1024,), (8, 8), (32, 32), (8, 8, 16)])
 def test_a_halo_exchange_costs_its_neighbours_only(grid):
     size = math.prod(grid)
@@ -145,6 +205,33 @@ def test_the_real_broadcast_moves_what_was_counted(segments, count):
     job = Broadcast(segments, segments.ranks, count, np.float64, root, f"counted {count}")
     layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
     assert moved(segments, job) == schedule.broadcast_traffic(layout, root, 8 * count)
+    job.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_real_reduction_to_a_root_moves_what_was_counted(segments, dtype):
+    from distdl_rma.segments import Reduce
+
+    root, count, itemsize = segments.ranks[-1], 50_001, np.dtype(dtype).itemsize
+    job = Reduce(segments, segments.ranks, count, dtype, "sum", root, "counted")
+    job.active[:] = 1
+    layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    assert moved(segments, job) == schedule.reduce_traffic(layout, root, count, itemsize, wide_itemsize=4)
+    job.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("seed", range(5))
+def test_the_real_all_to_all_moves_what_was_counted(segments, seed):
+    from distdl_rma.segments import AllToAll
+
+    rng = random.Random(seed)
+    rows = tuple(tuple(rng.choice((0, 1, 300)) for _ in segments.ranks) for _ in segments.ranks)
+    job = AllToAll(segments, segments.ranks, rows, np.float64, "counted")
+    layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    found, expected = moved(segments, job), alltoall_traffic(layout, rows, 8)
+    assert found == expected
     job.close()
 
 

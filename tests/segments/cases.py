@@ -1,0 +1,90 @@
+"""Collectives with random arguments, and what they must give."""
+
+import numpy as np
+
+from distdl_rma.segments import AllGather, Allreduce, AllToAll, Broadcast, Reduce, ReduceScatter
+
+REDUCE = {
+    # As numpy does it in the type itself: integers wrap around.
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "mean": lambda rows: rows.sum(0) / len(rows),
+    "prod": lambda rows: rows.prod(0, dtype=rows.dtype),
+    "min": lambda rows: rows.min(0),
+    "max": lambda rows: rows.max(0),
+}
+KINDS = ["f2", "f4", "f8", "c8", "c16", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
+# Operations that mean nothing for a kind of numbers.
+MEANINGLESS = {"i": {"mean"}, "u": {"mean"}, "b": {"sum", "mean"}, "c": {"min", "max"}, "f": set()}
+COUNTS = [0, 1, 2, 3, 5, 7, 100, 3001, 40_000]
+
+
+def operand(number, rank, step, count, dtype):
+    return np.random.default_rng((number, rank, step)).integers(-9, 9, count).astype(dtype)
+
+
+class Case:
+    """A collective over random ranks, and what it must give."""
+
+    def __init__(self, segments, rng, number):
+        self.number = number
+        everyone = segments.ranks
+        self.ranks = rng.sample(everyone, rng.randint(1, len(everyone)))
+        self.kind = rng.choice(
+            ["allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "alltoall"]
+        )
+        self.dtype = np.dtype(rng.choice(KINDS))
+        self.op = rng.choice([op for op in REDUCE if op not in MEANINGLESS[self.dtype.kind]])
+        self.counts = [rng.choice(COUNTS) // len(everyone) for _ in self.ranks]
+        self.count = rng.choice(COUNTS)
+        self.blocks = [[rng.choice(COUNTS) // len(everyone) for _ in self.ranks] for _ in self.ranks]
+        if rng.random() < 0.3:
+            self.blocks = [[self.count // len(everyone)] * len(self.ranks)] * len(self.ranks)
+        self.root = rng.choice(self.ranks)
+        self.active = segments.rank in self.ranks
+        if self.active:
+            self.me = self.ranks.index(segments.rank)
+            name = f"case {number}"
+            self.job = {
+                "allreduce": lambda: Allreduce(segments, self.ranks, self.count, self.dtype, self.op, name),
+                "allgather": lambda: AllGather(segments, self.ranks, self.counts, self.dtype, name),
+                "reduce_scatter": lambda: ReduceScatter(
+                    segments, self.ranks, self.counts, self.dtype, self.op, name
+                ),
+                "alltoall": lambda: AllToAll(segments, self.ranks, self.blocks, self.dtype, name),
+                "reduce": lambda: Reduce(
+                    segments, self.ranks, self.count, self.dtype, self.op, self.root, name
+                ),
+                "broadcast": lambda: Broadcast(segments, self.ranks, self.count, self.dtype, self.root, name),
+            }[self.kind]()
+
+    def operand(self, at, step):
+        sizes = {
+            "allgather": self.counts[at],
+            "reduce_scatter": sum(self.counts),
+            "alltoall": sum(self.blocks[at]),
+        }
+        size = sizes.get(self.kind, self.count)
+        return operand(self.number, self.ranks[at], step, size, self.dtype)
+
+    def expected(self, step):
+        rows = [self.operand(at, step) for at in range(len(self.ranks))]
+        if self.kind == "broadcast":
+            return rows[self.ranks.index(self.root)]
+        if self.kind == "allgather":
+            return np.concatenate(rows)
+        if self.kind == "alltoall":
+            cuts = [np.cumsum([0, *row]) for row in self.blocks]
+            return np.concatenate(
+                [row[cut[self.me] : cut[self.me + 1]] for row, cut in zip(rows, cuts, strict=True)]
+            )
+        total = REDUCE[self.op](np.array(rows))
+        if self.kind == "reduce":
+            return total if self.ranks[self.me] == self.root else total[:0]
+        if self.kind == "reduce_scatter":
+            begin = sum(self.counts[: self.me])
+            return total[begin : begin + self.counts[self.me]]
+        return total
+
+    def check(self, result, step):
+        tolerance = 1e-3 if self.dtype == np.float16 else 1e-6
+        np.testing.assert_allclose(result, self.expected(step), rtol=tolerance, atol=tolerance)
