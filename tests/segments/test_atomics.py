@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from distdl_rma import ShapeError
+from distdl_rma import ExchangeTimeout, ShapeError
 
 pytestmark = pytest.mark.mpi
 
@@ -62,6 +62,58 @@ def test_compare_swap_returns_what_was_there_and_sets_only_what_was_expected(mee
     assert me.compare_swap(0, -(2**63), 2**63 - 1) == -(2**63)
     assert me.fetch_add(0, 1) == 2**63 - 1
     assert me.fetch_add(0, 0) == -(2**63)
+
+
+def test_loads_stores_and_swaps_see_whole_words_and_lose_none(meet, comm):
+    _, remotes = meet(24)
+    owner, last, count, stored = remotes[comm.size - 1], 0, 8, 16
+    mine, taken = [(comm.rank + 1) << 32 | i + 1 for i in range(60)], []
+    for value in mine:
+        # Who swaps a value in takes the one before out: each is taken once, the last one stays.
+        taken.append(owner.atomic_swap(last, value))
+        owner.fetch_add(count, 1)
+        owner.atomic_store(stored, value)
+        seen = owner.atomic_load(stored)
+        assert 1 <= seen >> 32 <= comm.size and 1 <= seen & 0xFFFFFFFF <= len(mine)
+    comm.Barrier()
+    assert owner.atomic_load(count) == comm.size * len(mine)
+    everyones = [value for values in comm.allgather(mine) for value in values]
+    out = [value for values in comm.allgather(taken) for value in values]
+    assert sorted([*out, owner.atomic_load(last)]) == sorted([0, *everyones])
+    comm.Barrier()
+
+
+def test_a_store_is_there_on_return_and_any_word_can_be_stored(meet, comm):
+    _, remotes = meet(8 * comm.size)
+    for value in (5, -(2**63), 2**63 - 1, 0):
+        for remote in remotes.values():
+            remote.atomic_store(8 * comm.rank, value)
+            assert remote.atomic_load(8 * comm.rank) == value
+            assert remote.atomic_swap(8 * comm.rank, 7) == value
+            assert remote.compare_swap(8 * comm.rank, 7, 8) == 7 and remote.fetch_add(8 * comm.rank, 1) == 8
+    for call in (remotes[0].atomic_store, remotes[0].atomic_swap):
+        with pytest.raises(ShapeError, match="integers of 64 bits"):
+            call(0, 2**63)
+    with pytest.raises(ShapeError, match="8 bytes at a multiple of 8 inside rank"):
+        remotes[0].atomic_load(4)
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_atomic_that_is_not_answered_names_the_peer_and_changes_nothing(meet, machine, comm, monkeypatch):
+    peer = (comm.rank + 1) % comm.size
+    remote = meet(8)[1][peer]
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.segments.segment.atomics, "responding", lambda rank: lambda: False)
+        for call in (
+            lambda: remote.atomic_load(0, timeout=0),
+            lambda: remote.atomic_store(0, 1, timeout=0),
+            lambda: remote.atomic_swap(0, 1, timeout=0),
+        ):
+            with pytest.raises(ExchangeTimeout, match=rf"for rank {peer} to answer before an atomic"):
+                call()
+    assert remote.atomic_load(0) == 0
+    comm.Barrier()
 
 
 def test_words_and_offsets_are_integers_of_any_kind(meet, comm):

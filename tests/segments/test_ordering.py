@@ -7,6 +7,10 @@ For operations from one rank to one peer, on both transports, with and without a
 (b) Notifications of one index become visible in the order in which they were given:
     ``test_notifications_of_one_index_become_visible_in_order``; one that is given as the last after all
     before it: ``test_a_last_notification_becomes_visible_after_all_before_it``.
+    Those given together share their flushes, and are under way together:
+    ``test_notifications_given_together_share_their_flushes``. That of a list comes after all of the list:
+    ``test_who_sees_the_notification_of_a_list_sees_all_of_it``; that of a get after all that was got:
+    ``test_who_sees_the_notification_of_a_get_has_what_was_there_when_it_began``.
 (c) When ``flush()`` returns, all earlier puts and notifications are there, also for who learns of it in
     another way: ``test_after_a_flush_everything_is_there``.
 (d) When ``queue.wait()`` returns, the sources of the queue's puts may be overwritten, and the arrays of its
@@ -167,6 +171,45 @@ def test_notifications_given_together_share_their_flushes(ring, machine):
         assert counters.flushes - flushes < number / 2
         before.notify(go)
         buffer.notify_wait(go)
+    flush(after, before)
+
+
+def test_who_sees_the_notification_of_a_list_sees_all_of_it(ring, chance):
+    data, go = 0, 1
+    buffer, after, before = ring(8 * 3 * LARGE, 2)
+    there = buffer.view(np.int64, (3, LARGE))
+    for epoch in range(1, 15):
+        parts = [(np.full(chance.choice((TINY, LARGE)), epoch), 8 * i * LARGE) for i in range(3)]
+        after.put_list_notify(parts, data, 1 + sum((len(p) == LARGE) << i for i, (p, _) in enumerate(parts)))
+        value = buffer.notify_wait(data) - 1
+        for i, row in enumerate(there):
+            assert (row[: LARGE if value >> i & 1 else TINY] == epoch).all()
+        pause(chance)
+        before.notify(go)
+        buffer.notify_wait(go)
+    flush(after, before)
+
+
+def test_who_sees_the_notification_of_a_get_has_what_was_there_when_it_began(ring, machine, comm, chance):
+    source, mine, slots = (comm.rank + 1) % comm.size, 0, 4
+    buffer, after, before = ring(8 * LARGE, 1)
+    there = buffer.view(np.int64, (LARGE,))
+    with machine.segments.get_segment_buffer(0, slots, "arrivals") as inbox:
+        outs = np.zeros((slots, LARGE), np.int64)
+        for epoch in range(1, 12):
+            there[:] = 100 * epoch + comm.rank
+            comm.Barrier()
+            sizes = [chance.choice((TINY, 1000, LARGE)) for _ in range(slots)]
+            for slot in chance.sample(range(slots), slots):
+                pause(chance)
+                after.get_notify(outs[slot, : sizes[slot]], inbox, slot, epoch)
+            for _ in range(slots):
+                slot = inbox.notify_waitsome()
+                assert inbox.notify_reset(slot) == epoch
+                assert (outs[slot, : sizes[slot]] == 100 * epoch + source).all()
+            # All that was read is here: the owner may change it.
+            comm.Barrier()
+    assert buffer.notification(mine) == 0
     flush(after, before)
 
 
