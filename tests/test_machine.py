@@ -20,7 +20,7 @@ from distdl_rma import (
 from distdl_rma.segments import meeting
 from distdl_rma.segments.bulletin import Bulletin
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def test_same_communicator_gives_the_same_machine_until_its_last_user_leaves(comm):

@@ -21,6 +21,14 @@ from tests.layers.sequential import shard
 pytestmark = pytest.mark.mpi
 STEPS = 20
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+each_type = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=pytest.mark.sizes(2)),
+        pytest.param(torch.float64, marks=pytest.mark.sizes(1, 3, 4)),
+    ],
+    ids=str,
+)
 GRIDS = {1: (1, 1, 1, 1), 2: (1, 1, 2, 1), 3: (1, 1, 1, 3), 4: (1, 1, 2, 2)}
 DISTRIBUTED = {
     nn.Conv2d: DistributedConv2d,
@@ -147,7 +155,7 @@ def resnets(P_world, comm):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@each_type
 def test_resnet_trains_as_on_one_machine(P_world, comm, dtype):
     P_x, P_y, ours, theirs = resnets(P_world, comm)
     ours, theirs = ours.to(dtype), theirs.to(dtype)
@@ -165,7 +173,7 @@ def test_resnet_trains_as_on_one_machine(P_world, comm, dtype):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@each_type
 def test_unet_trains_as_on_one_machine(P_world, comm, dtype):
     P_x = P_world.create_cartesian_topology_partition(GRIDS[comm.size])
     torch.manual_seed(3)

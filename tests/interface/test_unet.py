@@ -97,17 +97,20 @@ def check(comm, ranks, distributions, size=SIZE, ways=(Distributed, Sequential),
                 agree(y, theirs(batches[0][0]), 1e-10, "output")
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_of_the_demo(comm, name):
     check(comm, range(comm.size), layouts(comm.size)[name])
 
 
+@pytest.mark.sizes(3, 4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_permuted_machine(comm, name):
     order = [2, 0, 3, 1] if comm.size == 4 else [*range(1, comm.size), 0]
     check(comm, order, layouts(comm.size)[name])
 
 
+@pytest.mark.sizes(3, 4)
 @pytest.mark.parametrize("name", ["columns", "channels"])
 def test_machine_of_some_ranks(comm, name):
     ranks = [*range(comm.size)][:0:-1] or [0]
@@ -115,7 +118,11 @@ def test_machine_of_some_ranks(comm, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("size", [SIZE, (24, 35)], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(SIZE, marks=pytest.mark.sizes(3)), pytest.param((24, 35), marks=pytest.mark.sizes(2))],
+    ids=str,
+)
 def test_transposed_convolutions_lead_up(comm, name, size):
     ways = DistributedTransposed, SequentialTransposed
     check(comm, range(comm.size), layouts(comm.size)[name], size, ways)
@@ -127,6 +134,7 @@ def test_sizes_of_images(comm, size):
     check(comm, range(comm.size), layouts(comm.size)["columns"], size)
 
 
+@pytest.mark.sizes(2, 3, 4)
 def test_holes_at_every_level(comm):
     parts, gap = (comm.size + 1) // 2, comm.size // ((comm.size + 1) // 2)
     channels = Distribution(1, parts, 1, 1, strides=(1, parts, gap))
@@ -139,6 +147,7 @@ def test_channels_are_split_at_every_level(comm):
     check(comm, range(comm.size), (channels, channels, channels))
 
 
+@pytest.mark.sizes(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_clipped_gradients(comm, name):
     check(comm, range(comm.size), layouts(comm.size)[name], max_norm=0.05)
@@ -159,8 +168,8 @@ def test_more_ranks_than_the_coarsest_image_has_rows(comm):
     check(comm, range(comm.size), (rows, rows, rows), (9, 20))
 
 
+@pytest.mark.mpi(min_size=4)
 def test_packed_where_the_box_does_not_fit(comm):
-    if comm.size < 4:
-        pytest.skip("needs 4 ranks: two channel blocks of two rows in a box of one by four")
+    # Two channel blocks of two rows in a box of one by four.
     rows, packed = Distribution(1, 1, 4, 1), Distribution(1, 2, 2, 1, strides=(1, 1, 4))
     check(comm, [1, 3, 0, 2], (rows, packed, Distribution(2, 1, 1, 2, strides=(1, 1, 4))))

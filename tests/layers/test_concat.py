@@ -20,7 +20,7 @@ from distdl_rma.segments.buffer import SegmentBuffer
 from tests.layers.random_shards import cut, random_blocks, random_partition
 from tests.layers.sequential import agree, shard
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def grid(P_world, shape, ranks=None):

@@ -8,7 +8,7 @@ from distdl_rma import layers as distributed
 from distdl_rma.segments.buffer import SegmentBuffer
 from tests.layers.sequential import shard
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 DOUBLE = {"dtype": torch.float64}
 IMAGE = (4, 4, 8, 6)

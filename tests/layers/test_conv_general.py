@@ -50,7 +50,11 @@ FORMS = {
     ),
 }
 SEQUENTIAL = {DistributedConv2d: nn.Conv2d, DistributedConvTranspose2d: nn.ConvTranspose2d}
-each_form = pytest.mark.parametrize("form", FORMS)
+# Four ranks make a grid of two by two.
+SQUARE = pytest.mark.sizes(2, 3, 4)
+each_form = pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[SQUARE] if form in ("channel", "general") else []) for form in FORMS]
+)
 
 
 def twins(P_world, form, dtype=torch.float64, **options):
@@ -198,6 +202,7 @@ def test_plain_feature_form_takes_the_fused_way(P_world, comm):
     assert all(layer is None or layer.plans is None for layer in composed)
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("weights", ["replicated", "root"])
 def test_fused_way_equals_the_composed_one(P_world, comm, weights):
     P_x = grid(P_world, (1, 1, *halves(comm.size)))
@@ -220,10 +225,9 @@ def test_fused_way_equals_the_composed_one(P_world, comm, weights):
             agree(one.grad, other.grad, "weight gradient")
 
 
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("weights", ["replicated", "root"])
 def test_weights_are_kept_where_the_document_says(P_world, comm, weights):
-    if comm.size < 4:
-        pytest.skip("the grid of this test needs 4 ranks")
     P_W = grid(P_world, (1, 2, 2), ranks=(3, 2, 1, 0))
     P = grid(P_world, (1, 1, 1), ranks=(1,))
     layer = DistributedConv1d(P, P, P_W, 6, 5, 3, weights=weights)

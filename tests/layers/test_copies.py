@@ -249,6 +249,7 @@ def test_a_copy_and_its_layer_train_independently(P_world, synchronised):
         opened.close()
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.7)])
 @pytest.mark.parametrize("weights", ["replicated", "root"])
 def test_averaged_model_is_that_of_the_sequential_model(P_world, average, weights):

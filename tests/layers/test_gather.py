@@ -8,7 +8,7 @@ from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import AllGather, ReduceScatter
 from tests.layers.sequential import shard
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def grids(size):

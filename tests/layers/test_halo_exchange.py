@@ -9,7 +9,7 @@ from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import HaloExchange
 from tests.layers.sequential import grids, shard
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def windows_of(P, x, left, right):

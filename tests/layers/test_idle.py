@@ -13,7 +13,7 @@ from distdl_rma.layers import (
     Repartition,
 )
 
-pytestmark = [pytest.mark.mpi(min_size=2)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3, 4)]
 
 ONE = Distribution(1, 1, 1, 1)
 IMAGE = (2, 3, 7, 4)

@@ -177,6 +177,7 @@ def test_autocast_computes_in_the_short_type(P_world, comm, kind):
     torch.testing.assert_close(layer.weight.grad, sequential.weight.grad[kept], rtol=2e-2, atol=5e-2)
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("bucket_nbytes", [0, 1 << 20])
 @pytest.mark.parametrize("synchronised", [True, False])
 def test_training_equals_the_sequential_run(P_world, comm, synchronised, bucket_nbytes):

@@ -13,7 +13,7 @@ from distdl_rma.layers import DistributedConv2d, Movement
 from distdl_rma.segments.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def partition(P_world, ranks, shape):

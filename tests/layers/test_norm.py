@@ -13,7 +13,7 @@ from distdl_rma.layers import (
 )
 from tests.layers.sequential import NORM, agree, grids, shard
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 DISTRIBUTED = {1: DistributedInstanceNorm1d, 2: DistributedInstanceNorm2d, 3: DistributedInstanceNorm3d}
 SHAPES = {1: (3, 4, 19), 2: (3, 4, 9, 7), 3: (2, 4, 5, 3, 4)}
 

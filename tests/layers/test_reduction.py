@@ -9,7 +9,7 @@ import torch
 from distdl_rma import Machine, PartitionError, ShapeError, zero_volume_tensor
 from distdl_rma.layers import AllSumReduce, Broadcast, SumReduce
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def partition(P_world, ranks, shape):

@@ -154,6 +154,7 @@ def test_segment_holds_two_slots_of_what_is_received(machine):
     channel.close()
 
 
+@pytest.mark.sizes(2, 3)
 def test_large_message_is_read_while_it_is_written(machine, comm):
     # From the first rank to all, in several steps; a slow writer and slow readers.
     whole = (5, 3, 100_000)
@@ -174,7 +175,8 @@ def test_large_message_is_read_while_it_is_written(machine, comm):
             time.sleep(delays.random() * 2e-3)
             yield part
 
-    for epoch in range(1, 8):
+    last = 4
+    for epoch in range(1, last + 1):
         x = (np.arange(100_000, dtype=np.int32) * np.full(whole, epoch, np.int32))[
             exchange.own.slices(everywhere)
         ]
@@ -184,5 +186,5 @@ def test_large_message_is_read_while_it_is_written(machine, comm):
     channel.start(channel.cut(x))
     channel.void()
     y = channel.move(x)
-    assert (y == np.arange(100_000) * 7).all()
+    assert (y == np.arange(100_000) * last).all()
     channel.close()

@@ -39,7 +39,8 @@ import pytest
 
 from distdl_rma import Machine
 
-pytestmark = pytest.mark.mpi
+# From one rank to one peer; with itself, another, and two others.
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 TINY, LARGE = 1, 40_000
 WAYS = [("auto", "none"), ("auto", "thread"), ("remote", "none"), ("remote", "thread")]

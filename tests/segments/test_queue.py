@@ -109,6 +109,7 @@ def test_looking_at_a_queue_is_enough_for_it_to_be_done(comm, transport):
             assert time.monotonic() < deadline
 
 
+@pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("transport", ["auto", "remote"])
 @pytest.mark.parametrize("progress", ["none", "thread"])
 def test_a_machine_closes_with_operations_in_flight_and_queues_forgotten(comm, transport, progress):
@@ -128,6 +129,7 @@ def test_a_machine_closes_with_operations_in_flight_and_queues_forgotten(comm, t
             queue.wait()
 
 
+@pytest.mark.sizes(2)
 def test_a_get_that_was_given_up_leaves_its_array_alone(comm):
     with Machine(comm, segment_size="8MiB", transport="remote", progress="none", timeout=15) as machine:
         buffer = machine.segments.get_segment_buffer(4 << 20, 1)

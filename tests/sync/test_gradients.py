@@ -86,6 +86,7 @@ def close_to(actual, expected):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("bucket_nbytes", [0, 1 << 10, 1 << 20])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_equals_the_sequential_run_on_every_grid(P_world, comm, bucket_nbytes, set_to_none):

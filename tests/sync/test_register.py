@@ -200,6 +200,7 @@ def test_registering_needs_summed_gradients_and_an_open_sync(P_world, comm):
         sync.register(None)
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("way", ["one layer, batch cut", "a layer per replica"])
 def test_replicas_of_a_split_model_train_as_one(P_world, comm, way):
