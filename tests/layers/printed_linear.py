@@ -1,10 +1,4 @@
-"""The examples of the linear document, as printed, on twelve ranks."""
-
-import sys
-
-import pytest
-
-from tests.run_mpi import completed, mpiexec
+"""The examples of the linear document, as printed, and a program for twelve ranks that checks them."""
 
 SINGLE = """
 >>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 8))
@@ -92,7 +86,6 @@ EXAMPLES |= {
     for key in ("all-gather, separate", "all-gather, sharded")
 }
 CHECK = """
-import sys
 import numpy as np
 import torch
 from mpi4py import MPI
@@ -125,13 +118,5 @@ for name, example in EXAMPLES.items():
     if comm.rank == 0:
         print("equal:", name)
 """
-SECONDS = 150
-
-
-@pytest.mark.timeout(SECONDS + 15)
-def test_printed_examples_equal_the_sequential_layer():
-    script = f"EXAMPLES = {EXAMPLES!r}\n{CHECK}"
-    command = [*mpiexec(12), sys.executable, "-m", "mpi4py", "-c", script]
-    done = completed(command, SECONDS, DISTDL_RMA_SEGMENT_SIZE="8MiB", DISTDL_RMA_TIMEOUT="60")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert [line.removeprefix("equal: ") for line in done.stdout.splitlines()] == list(EXAMPLES)
+PROGRAM = f"EXAMPLES = {EXAMPLES!r}\n{CHECK}"
+EQUAL = [f"equal: {name}" for name in EXAMPLES]
