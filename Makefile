@@ -82,7 +82,7 @@ test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, skipped
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) $(TODAYS) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments
 
-fuzz: $(STAMP)  ## random layers against torch's on RANKS ranks, other ones every day (FAMILY= FUZZ_SECONDS= FIRST=)
+fuzz: $(STAMP)  ## random layers against torch, other ones every day (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
 	    $(if $(FIRST),--first $(FIRST))
 
