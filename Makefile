@@ -44,7 +44,7 @@ demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
 # One rank leaves a core to what runs beside it, more do not.
 BESIDE := lint types imports test-plain $(if $(filter 1,$(TEST_RANKS)),test-one-rank)
 MORE_RANKS := $(filter-out 1,$(TEST_RANKS))
-test: $(STAMP)  ## lint, types, imports, the tests without MPI, today's MPI tests on 1, 2, 3 and 4 ranks
+test: $(STAMP)  ## all checks: lint, types, imports, plain tests, today's MPI tests on 1 to 4 ranks
 	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
 	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
 
@@ -73,20 +73,20 @@ test-one-rank:
 # In an environment of its own, and only what depends on the MPI; all of it: make test MPI=openmpi.
 test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/layers/test_moving.py \
     tests/layers/test_conv.py tests/layers/test_linear.py tests/layers/test_norm.py
-test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and what users see when a rank fails
+test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and of failing ranks
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
 	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py
 
 # Fewer bytes between the hosts than this would mean that the ranks have found another way.
-test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, skipped where that needs more rights
+test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) $(TODAYS) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments
 
-fuzz: $(STAMP)  ## random layers against torch, other ones every day (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)
+fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
 	    $(if $(FIRST),--first $(FIRST))
 
-mutants: $(STAMP)  ## break the library a line at a time, and see the tests notice (MUTANT="one of their names")
+mutants: $(STAMP)  ## break a line at a time, and see the tests notice (MUTANT="a name")
 	$(BIN)/python -m tests.mutants $(if $(MUTANT),'$(MUTANT)')
 
 # Two ranks, then the rows for more ranks than cores, then two hosts where that is possible.
