@@ -44,7 +44,7 @@ demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
 # One rank leaves a core to what runs beside it, more do not.
 BESIDE := lint types imports test-plain $(if $(filter 1,$(TEST_RANKS)),test-one-rank)
 MORE_RANKS := $(filter-out 1,$(TEST_RANKS))
-test: $(STAMP)  ## all checks: lint, types, imports, plain tests, today's MPI tests on 1 to 4 ranks
+test: $(STAMP)  ## lint, types, imports, plain tests, the day's MPI tests on 1 to 4 ranks
 	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
 	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
 
