@@ -17,7 +17,7 @@ from distdl_rma import (
     ProtocolError,
     SegmentError,
 )
-from distdl_rma.segments import meeting
+from distdl_rma.segments import meeting, segment
 from distdl_rma.segments.bulletin import Bulletin
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
@@ -192,6 +192,39 @@ def test_unknown_timeout_is_an_error(comm, monkeypatch, value):
 def test_unknown_transport_is_an_error(comm):
     with pytest.raises(ConfigurationError, match="transport is one of"):
         Machine(comm, transport="carrier pigeon")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_options_that_differ_are_told_by_rank_id_alike_on_all_ranks(comm):
+    ranks = tuple(reversed(range(comm.size)))
+    told = []
+    for wrong in ({"transport": "remote"}, {"transport": "pigeon"}, {"timeout": "soon"}):
+        with pytest.raises(ConfigurationError) as refused:
+            Machine(comm, ranks, segment_size="1MiB", **(wrong if comm.rank == 1 else {}))
+        told.append(str(refused.value))
+    assert set(comm.allgather(tuple(told))) == {tuple(told)}
+    assert "'remote' on rank 1" in told[0] and "'auto' on rank" in told[0]
+    assert all(words.startswith("rank 1: ") for words in told[1:])
+
+
+def test_memory_that_mpi_refuses_is_an_error_on_all_ranks_and_reserves_nothing(comm, monkeypatch):
+    class Win:
+        @staticmethod
+        def Allocate_shared(*_, **__):  # noqa: N802
+            raise MPI.Exception(MPI.ERR_NO_MEM)
+
+    class Refusing:
+        def __getattr__(self, name):
+            return Win if name == "Win" else getattr(MPI, name)
+
+    before = dict(segment._reserved)
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, "MPI", Refusing())
+        for _ in range(20):
+            with pytest.raises(SegmentError, match="rank 0: MPI allocates no shared window of"):
+                Machine(comm, segment_size="1MiB")
+    assert segment._reserved == before
+    Machine(comm, segment_size="1MiB").close()
 
 
 def test_many_machines_one_after_the_other_leak_nothing(comm):

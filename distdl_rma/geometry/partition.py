@@ -149,7 +149,10 @@ class Partition:
         positions = integers(ranks, "ranks of a partition")
         for position in positions:
             if not 0 <= position < self.size:
-                raise PartitionError(f"rank {position} is not in a partition of {_ranks(self.size)}")
+                raise PartitionError(
+                    f"position {position} is none of a partition of {_ranks(self.size)}, which has"
+                    f" positions 0 to {self.size - 1}"
+                )
         if not positions:
             raise PartitionError("a partition needs at least one rank, got none")
         return Partition(tuple(self.ranks[p] for p in positions), (len(positions),), self.me, self.home)

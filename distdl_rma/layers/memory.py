@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -35,6 +36,9 @@ class Pool:
         self._limit = limit
         self._idle: OrderedDict[int, list[Block]] = OrderedDict()
         self.idle_nbytes = 0
+        # Blocks that came back, and whose turn it is to put them where they belong.
+        self._returned: deque[Block] = deque()
+        self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Tensor of a shape and type, not initialised; it owns its memory like any other."""
@@ -51,14 +55,28 @@ class Pool:
         return torch.empty(0, dtype=dtype).set_(storage, 0, extents, strides)
 
     def _take(self, nbytes: int) -> Block:
-        blocks = self._idle.get(nbytes)
-        if not blocks:
-            return np.empty(nbytes, np.uint8)
-        self.idle_nbytes -= nbytes
-        return blocks.pop()
+        with self._lock:
+            blocks = self._idle.get(nbytes)
+            block = blocks.pop() if blocks else None
+            self.idle_nbytes -= 0 if block is None else nbytes
+        self._sort()
+        return np.empty(nbytes, np.uint8) if block is None else block
 
     def _give_back(self, block: Block) -> None:
-        # Runs wherever a tensor dies, also in the middle of another call: each step leaves things whole.
+        # Runs wherever a tensor dies: on any thread, and in the middle of another call of the pool.
+        self._returned.append(block)
+        self._sort()
+
+    def _sort(self) -> None:
+        # Who holds the lock looks again after giving it up, so that nobody has to wait for it.
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    self._keep(self._returned.popleft())
+            finally:
+                self._lock.release()
+
+    def _keep(self, block: Block) -> None:
         if block.nbytes > self._limit:
             return
         while self.idle_nbytes + block.nbytes > self._limit and self._idle:

@@ -65,8 +65,9 @@ class AllGather(Collective):
         leader = leaders[layout.my_node]
         leads = leader == layout.me
         plan = fingerprint(type(self).__name__, self.counts)
+        terms = f"collective=AllGather\ncounts={self.counts}"
         total = sum(self.counts)
-        team = Team(manager, layout, total, self.dtype, leaders if leads else (), name, plan)
+        team = Team(manager, layout, total, self.dtype, leaders if leads else (), name, plan, terms)
         split = Listed(self.counts)
         parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         others = tuple(rank for rank in layout.here if rank != layout.me)

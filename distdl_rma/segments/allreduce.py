@@ -107,7 +107,8 @@ class _OneRound:
         name: str,
         plan: int,
     ) -> None:
-        self._round = Round(manager, layout.ranks, count, reduction.element.storage, name, plan)
+        terms = f"collective=Allreduce\n{reduction.terms}"
+        self._round = Round(manager, layout.ranks, count, reduction.element.storage, name, plan, terms)
         me = layout.ranks.index(manager.rank)
         self.operands = self.results = tuple(rows[me] for rows in self._round.rows)
         self._reduce = tuple(
@@ -163,7 +164,16 @@ def _shares(
     """Each of some ranks of a node reduces a share by direct load; MPI combines shares of different nodes."""
     element = reduction.element
     across = layout.lane_ranks
-    team = Team(manager, layout, count, element.storage, across, name, plan)
+    team = Team(
+        manager,
+        layout,
+        count,
+        element.storage,
+        across,
+        name,
+        plan,
+        f"collective=Allreduce\n{reduction.terms}",
+    )
     share = slice(*layout.share(count))
     size = share.stop - share.start
     me, number = layout.here.index(layout.me), len(layout.nodes)

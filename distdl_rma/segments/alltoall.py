@@ -80,7 +80,8 @@ class AllToAll(Collective):
         plan = fingerprint(type(self).__name__, blocks.rows)
         # Operand, and behind the place of the longest one the result.
         split, total = blocks.longest_operand, blocks.longest_operand + blocks.longest_result
-        team = Team(manager, layout, total, self.dtype, layout.lane_ranks, name, plan)
+        terms = f"collective=AllToAll\ncounts={blocks.rows}"
+        team = Team(manager, layout, total, self.dtype, layout.lane_ranks, name, plan, terms)
         others = tuple(rank for rank in layout.here if rank != layout.me)
         loads = [
             (at, blocks.in_operand(rank, layout.me), blocks.in_result(rank, layout.me))

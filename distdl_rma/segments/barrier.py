@@ -34,13 +34,16 @@ class Barrier:
         Rank ids that take part, in the same order on all of them.
     name
         For messages, alike on all ranks.
-    plan
-        Number that must be the same on all ranks.
+    plan, terms
+        Number that must be the same on all ranks; what it stands for, a line ``name=value`` for each fact.
     """
 
-    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, plan: int = 0) -> None:
+    def __init__(
+        self, manager: SegmentManager, ranks: Sequence[int], name: str, plan: int = 0, terms: str = ""
+    ) -> None:
         self._manager, self._ranks, self.name = manager, tuple(ranks), name
         self._plan = fingerprint("barrier", self._ranks, plan)
+        self._terms = f"{terms}\nranks={self._ranks}"
         size, me = len(self._ranks), self._ranks.index(manager.rank)
         self._rounds = (size - 1).bit_length()
         self._behind = [self._ranks[(me + (1 << k)) % size] for k in range(self._rounds)]
@@ -61,7 +64,7 @@ class Barrier:
         """Exchange addresses with O(log P) peers, once; blocking."""
         if not self._remotes and self._rounds:
             peers: dict[int, tuple[int, ...]] = dict.fromkeys((*self._behind, *self._before), ())
-            self._remotes = self._memory.exchange(peers, self.name, self._plan, timeout)
+            self._remotes = self._memory.exchange(peers, self.name, self._plan, timeout, terms=self._terms)
 
     def wait(self, timeout: float | None = None, value: int = 0) -> int:
         """Wait until all ranks have called; blocking, collective over the ranks.

@@ -71,8 +71,8 @@ class Broadcast(Collective):
         leaders = layout.leaders(self.root)
         source = leaders[layout.my_node]
         leads = source == layout.me
-        plan = fingerprint(type(self).__name__, self.root)
-        team = Team(manager, layout, self.count, self.dtype, leaders if leads else (), name, plan)
+        plan, terms = fingerprint(type(self).__name__, self.root), f"collective=Broadcast\nroot={self.root}"
+        team = Team(manager, layout, self.count, self.dtype, leaders if leads else (), name, plan, terms)
         others = tuple(rank for rank in layout.here if rank != source)
         at = layout.here.index(source)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.errors import ClosedError, MismatchError, SegmentError, ShapeError
+from distdl_rma.errors import ClosedError, MismatchError, PartitionError, SegmentError, ShapeError
 from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.memory import ArrayLayout, as_offset
 from distdl_rma.segments.patience import Waiting, check_timeout
@@ -232,10 +232,12 @@ class SegmentBuffer:
 
     def exchange(
         self,
-        notes: dict[int, tuple[int, ...]],
+        notes: Mapping[int, tuple[int, ...]] | Iterable[int],
         label: str = "buffer",
         fingerprint: int = 0,
         timeout: float | None = None,
+        *,
+        terms: str = "",
     ) -> dict[int, RemoteBuffer]:
         """Exchange addresses of buffers with some peers, and only with these.
 
@@ -245,11 +247,14 @@ class SegmentBuffer:
         Parameters
         ----------
         notes
-            For every peer's rank id up to four integers that it shall find in its ``RemoteBuffer.note``.
+            Rank ids of the peers; or for every peer's rank id up to four integers that it shall find in its
+            ``RemoteBuffer.note``.
         label, fingerprint
             What the buffer is for; a peer with another label or fingerprint is a mismatch.
         timeout
             Seconds for all peers together; None for the machine's default.
+        terms
+            What the fingerprint stands for, a line ``name=value`` each: a mismatch says which differ.
 
         Raises
         ------
@@ -265,10 +270,11 @@ class SegmentBuffer:
         self._check()
         if timeout is not None:
             check_timeout(timeout)
+        notes = as_notes(notes, f"exchange {label!r}")
         # After a timeout, or whatever else ended the wait, its messages are still under way: the next call
         # waits for these same ones.
         if self._handshake is None:
-            self._handshake = self._manager.call(self, notes, label, fingerprint)
+            self._handshake = self._manager.call(self, notes, label, fingerprint, terms)
         else:
             self._handshake.check_same(notes, label, fingerprint)
         try:
@@ -326,3 +332,25 @@ class SegmentBuffer:
     def _gone(self) -> ClosedError:
         why = "already freed" if self._freed else "its machine is already closed"
         return ClosedError(f"segment buffer {self.owner!r}: {why}")
+
+
+def as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -> dict[int, tuple[int, ...]]:
+    """Notes by rank id, empty ones if only the rank ids are given.
+
+    Raises
+    ------
+    ShapeError
+        If it is neither.
+    PartitionError
+        If a rank is listed twice.
+    """
+    if isinstance(notes, Mapping):
+        return dict(notes)
+    try:
+        peers = [as_int(peer) for peer in notes]
+    except TypeError:
+        raise ShapeError(f"{what} takes rank ids, or notes by rank id, got {notes!r}") from None
+    twice = [peer for at, peer in enumerate(peers) if peer in peers[:at]]
+    if twice:
+        raise PartitionError(f"{what}: rank {twice[0]} is listed more than once in {peers}")
+    return dict.fromkeys(peers, ())

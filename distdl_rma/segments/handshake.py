@@ -24,11 +24,14 @@ __all__ = ["Handshake"]
 _TAG = 1
 _LABEL = 120
 # A message: fingerprint, place of the buffer (4 numbers), note for the peer (4 numbers), hash of the whole
-# label, beginning of the label.
+# label, beginning of the label and of the terms.
 _NOTE = slice(5, 9)
 _HASH = 9
 _TEXT = 10
-_WORDS = _TEXT + _LABEL // 8
+# What the fingerprint stands for, as far as it fits, to say what differs.
+_TERMS = _TEXT + _LABEL // 8
+_TERMS_BYTES = 240
+_WORDS = _TERMS + _TERMS_BYTES // 8
 
 # Requests that MPI still works on, and the memory that it reads and writes, whatever became of the buffer,
 # the handshake and the machine that they were for.
@@ -62,12 +65,15 @@ class Handshake:
         notes: dict[int, tuple[int, ...]],
         label: str,
         fingerprint: int,
+        terms: str = "",
     ) -> None:
         self._purpose = _checked(manager.ranks, notes, label, fingerprint)
         self._manager, self._label, self._fingerprint = manager, label, fingerprint
+        self._terms = terms
         self._incoming = {peer: np.zeros(_WORDS, np.int64) for peer in notes}
         self._outgoing = {
-            peer: _message(fingerprint, buffer.place, note, label) for peer, note in self._purpose[2].items()
+            peer: _message(fingerprint, buffer.place, note, label, terms)
+            for peer, note in self._purpose[2].items()
         }
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
@@ -130,12 +136,11 @@ class Handshake:
     def _remote(self, peer: int, reply: npt.NDArray[np.int64]) -> RemoteBuffer:
         same = int(reply[_HASH]) == fingerprint(self._label)
         if not same or int(reply[0]) != self._fingerprint:
-            theirs = reply[_TEXT:].tobytes().rstrip(b"\0").decode(errors="replace")
+            theirs = reply[_TEXT:_TERMS].tobytes().rstrip(b"\0").decode(errors="replace")
             what = "the same name, another plan" if same else f"{theirs!r}"
             if not same and theirs == _clip(self._label).decode(errors="replace"):
                 what = f"another name with the same first {_LABEL} bytes"
-            plans = self._fingerprint, int(reply[0])
-            which = f" (plans {plans[0]:014x} and {plans[1]:014x})" if any(plans) else ""
+            which = self._difference(peer, reply) if same else ""
             raise MismatchError(
                 f"rank {self._manager.rank} connects {self._label!r} but rank {peer} connects {what}{which}:"
                 " do all ranks build and call the same things in the same order, with the same arguments?"
@@ -144,6 +149,23 @@ class Handshake:
         note = tuple(int(value) for value in reply[_NOTE])
         return RemoteBuffer(self._manager, peer, place, note)
 
+    def _difference(self, peer: int, reply: npt.NDArray[np.int64]) -> str:
+        mine = _listed(_clipped(self._terms, _TERMS_BYTES))
+        theirs = _listed(reply[_TERMS:].tobytes().rstrip(b"\0"))
+        different = [
+            f"{key} is {mine.get(key)} on rank {self._manager.rank} and {theirs.get(key)} on rank {peer}"
+            for key in dict.fromkeys((*mine, *theirs))
+            if mine.get(key) != theirs.get(key)
+        ]
+        if different:
+            return f" ({', '.join(different)})"
+        return f" (plans {self._fingerprint:014x} and {int(reply[0]):014x})"
+
+
+def _listed(terms: bytes) -> dict[str, str]:
+    lines = terms.decode(errors="replace").splitlines()
+    return {key: value for key, equals, value in (line.partition("=") for line in lines) if equals}
+
 
 def _checked(
     ranks: tuple[int, ...], notes: dict[int, tuple[int, ...]], label: str, fingerprint: int
@@ -151,8 +173,6 @@ def _checked(
     # What a handshake is for, in a form that can be compared; raises before anything is sent.
     if not isinstance(label, str):
         raise ShapeError(f"an exchange's label is a string, got {label!r}")
-    if not isinstance(notes, dict):
-        raise ShapeError(f"exchange {label!r} takes a dictionary of notes by rank id, got {notes!r}")
     for peer in notes:
         if peer not in ranks:
             raise PartitionError(f"exchange {label!r}: {peer!r} is none of the machine's ranks {ranks}")
@@ -180,17 +200,21 @@ def _encoded(label: str) -> bytes:
 
 
 def _clip(label: str) -> bytes:
-    return _encoded(label)[:_LABEL]
+    return _clipped(label, _LABEL)
+
+
+def _clipped(text: str, nbytes: int) -> bytes:
+    return _encoded(text)[:nbytes]
 
 
 def _message(
-    plan: int, place: tuple[int, int, int, int], note: tuple[int, ...], label: str
+    plan: int, place: tuple[int, int, int, int], note: tuple[int, ...], label: str, terms: str
 ) -> npt.NDArray[np.int64]:
     message = np.zeros(_WORDS, np.int64)
     message[0] = plan
     message[1 : _NOTE.start] = place
     message[_NOTE.start : _NOTE.start + len(note)] = note
     message[_HASH] = fingerprint(label)
-    text = _clip(label)
-    message[_TEXT:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+    for first, text in ((_TEXT, _clip(label)), (_TERMS, _clipped(terms, _TERMS_BYTES))):
+        message[first:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
     return message

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ClosedError, DistdlError, PartitionError, PeerFailedError, SegmentError
 from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.closing import Closing
+from distdl_rma.segments.communicators import Communicators
 from distdl_rma.segments.handshake import Handshake
 from distdl_rma.segments.heap import Heap
 from distdl_rma.segments.patience import Counters, Patience, chosen_timeout
@@ -31,7 +32,6 @@ from distdl_rma.trace import Tracer
 __all__ = ["SegmentManager", "SegmentStats"]
 
 _SPINS = 2000
-_GROUP_TAG = 11
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class SegmentManager(Unique):
         except DistdlError:
             self._comm.Free()
             raise
+        self.communicators = Communicators(self._comm, self.ranks)
         self.transport = transport
         self.heap = Heap(self.segment.nbytes)
         self.heap.allocate(HEADER_BYTES, "header")
@@ -178,13 +179,17 @@ class SegmentManager(Unique):
         self._retired.append((buffer, idle))
 
     def _reclaim(self) -> None:
-        waiting = self._retired
-        self._retired = []
-        for buffer, idle in waiting:
-            if self.closed or idle():
+        # Finalizers append meanwhile, and what raises stays, as do those behind it.
+        for _ in range(len(self._retired)):
+            buffer, idle = self._retired.pop(0)
+            done = False
+            try:
+                done = self.closed or idle()
+            finally:
+                if not done:
+                    self._retired.append((buffer, idle))
+            if done:
                 buffer.free()
-            else:
-                self._retired.append((buffer, idle))
 
     def release(self, offset: int) -> None:
         """Give a block of the heap back; buffers call it."""
@@ -192,21 +197,15 @@ class SegmentManager(Unique):
             self.heap.free(offset)
 
     def call(
-        self, buffer: SegmentBuffer, notes: dict[int, tuple[int, ...]], label: str, fingerprint: int
+        self,
+        buffer: SegmentBuffer,
+        notes: dict[int, tuple[int, ...]],
+        label: str,
+        fingerprint: int,
+        terms: str = "",
     ) -> Handshake:
         """Begin :meth:`SegmentBuffer.exchange`."""
-        return Handshake(self, self._comm, buffer, notes, label, fingerprint)
-
-    def communicator(self, ranks: Sequence[int]) -> MPI.Intracomm:
-        """Communicator of some ranks, in this order; collective over them, blocking without a deadline.
-
-        Owned by the caller. Who cannot be sure that all ranks come waits for a barrier first.
-        """
-        group = self._comm.group.Incl([self.ranks.index(rank) for rank in ranks])
-        try:
-            return self._comm.Create_group(group, _GROUP_TAG)
-        finally:
-            group.Free()
+        return Handshake(self, self._comm, buffer, notes, label, fingerprint, terms)
 
     def queue(self, name: str = "queue") -> Queue:
         """Make a queue to post puts and gets to; local."""
@@ -318,6 +317,7 @@ class SegmentManager(Unique):
         self._work.end()
         self.closed = True
         if not self.failed:
+            self.communicators.close()
             self.supervision.close()
             self.segment.close()
             self._comm.Free()

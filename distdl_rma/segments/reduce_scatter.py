@@ -67,7 +67,8 @@ class ReduceScatter(Collective):
 
     def _plan(self, manager: SegmentManager, layout: Layout, reduction: Reduction, name: str) -> Schedule:
         plan = fingerprint(type(self).__name__, self.element.name, self.op, self.counts)
-        team = Team(manager, layout, self.count, self.dtype, layout.lane_ranks, name, plan)
+        terms = f"collective={type(self).__name__}\n{reduction.terms}\ncounts={self.counts}"
+        team = Team(manager, layout, self.count, self.dtype, layout.lane_ranks, name, plan, terms)
         pieces = layout.scatter_pieces(self.counts)
         work = _Share(team, layout, reduction, pieces)
 

@@ -158,6 +158,11 @@ class Reduction:
         self._scratch = np.empty(0, element.wide)
 
     @property
+    def terms(self) -> str:
+        """What ranks have to agree on, a line ``name=value`` for each fact."""
+        return f"op={self.op}\ndtype={self.element.name}\ndivisor={self.divisor}"
+
+    @property
     def mpi(self) -> MPI.Op:
         """The same operation of MPI, without the division of a mean."""
         return _MPI_OPERATIONS[self.op]

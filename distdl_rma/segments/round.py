@@ -40,8 +40,8 @@ class Round:
         Type of the elements.
     name
         For messages.
-    plan
-        Number that must be the same on all ranks.
+    plan, terms
+        Number that must be the same on all ranks; what it stands for, a line ``name=value`` for each fact.
 
     Attributes
     ----------
@@ -57,10 +57,12 @@ class Round:
         dtype: npt.DTypeLike,
         name: str,
         plan: int = 0,
+        terms: str = "",
     ) -> None:
         self._manager, self._ranks, self._name = manager, tuple(ranks), name
         kind, size = np.dtype(dtype), len(self._ranks)
         self._plan = fingerprint("round", self._ranks, count, kind.str, plan)
+        self._terms = f"count={count}\ndtype={kind}\n{terms}\nranks={self._ranks}"
         self._me = self._ranks.index(manager.rank)
         self._nbytes = count * kind.itemsize
         self._memory = manager.get_segment_buffer(_PARITIES * size * self._nbytes, size, name)
@@ -84,7 +86,7 @@ class Round:
         if self._connected:
             return
         peers: dict[int, tuple[int, ...]] = {self._ranks[at]: () for at in self._others}
-        remotes = self._memory.exchange(peers, self._name, self._plan, timeout)
+        remotes = self._memory.exchange(peers, self._name, self._plan, timeout, terms=self._terms)
         for remote in remotes.values():
             words = remote.flags
             if words is None:

@@ -99,15 +99,15 @@ class Segment:
         node = _node_of(comm, node_size)
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
         try:
-            self.nbytes = _agree_on_size(comm, node, nbytes, transport, check, reserve)
+            self.nbytes = _agree_on_size(comm, ranks, node, nbytes, transport, check, reserve)
             _check_room(comm, node, self.nbytes)
+            self._shared = _allocate(comm, ranks, node, self.nbytes + ALIGNMENT)
         except DistdlError:
             node.Free()
             raise
         _reserved[id(self)] = self.nbytes
         # Held by whoever touches what is pending: the progress engine is another thread.
         self.lock = threading.RLock()
-        self._shared = MPI.Win.Allocate_shared(self.nbytes + ALIGNMENT, 1, comm=node)
         memories = [_as_array(self._shared.Shared_query(at)[0]) for at in range(node.size)]
         if reserve:
             self._take(comm, ranks, node, memories[node.rank])
@@ -231,6 +231,7 @@ def _room(node: MPI.Intracomm) -> int | None:
 
 def _agree_on_size(
     comm: MPI.Intracomm,
+    ranks: tuple[int, ...],
     node: MPI.Intracomm,
     nbytes: int | str | None,
     transport: str,
@@ -251,16 +252,35 @@ def _agree_on_size(
     except ConfigurationError as error:
         problem = str(error)
     said = comm.allgather((problem, size, transport, reserve))
-    for rank, (theirs, *_) in enumerate(said):
+    for rank, (theirs, *_) in zip(ranks, said, strict=True):
         if theirs:
             raise ConfigurationError(f"rank {rank}: {theirs}")
-    for rank, (_, _, way, now) in enumerate(said):
-        if way != transport:
-            raise ConfigurationError(f"transport is {way!r} on rank {rank} and {transport!r} here")
-        if now != reserve:
-            raise ConfigurationError(f"reserve is {now} on rank {rank} and {reserve} here")
+    for at, option in ((2, "transport"), (3, "reserve")):
+        for rank, theirs in zip(ranks, said, strict=True):
+            if theirs[at] != said[0][at]:
+                raise ConfigurationError(
+                    f"{option} is {said[0][at]!r} on rank {ranks[0]} and {theirs[at]!r} on rank {rank};"
+                    " give all the same"
+                )
     # Different nodes may have different defaults; the smallest fits everywhere.
     return min(int(size) for _, size, *_ in said)
+
+
+def _allocate(comm: MPI.Intracomm, ranks: tuple[int, ...], node: MPI.Intracomm, nbytes: int) -> MPI.Win:
+    """Shared window over a node, or the same error on all ranks of all nodes."""
+    window, problem = None, ""
+    try:
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=node)
+    except MPI.Exception as error:
+        problem = str(error).splitlines()[0]
+    whole = all(node.allgather(window is not None))
+    said = comm.allgather(problem)
+    if window is None or any(said):
+        if window is not None and whole:
+            window.Free()
+        rank, why = next((rank, why) for rank, why in zip(ranks, said, strict=True) if why)
+        raise SegmentError(f"rank {rank}: MPI allocates no shared window of {nbytes} bytes: {why}")
+    return window
 
 
 def _size_for(free: int | None, ranks: int, nbytes: int | str | None) -> int:

@@ -44,8 +44,8 @@ class Team:
         among those of its node.
     name
         For messages, alike on all ranks.
-    plan
-        Number that must be the same on all ranks.
+    plan, terms
+        Number that must be the same on all ranks; what it stands for, a line ``name=value`` for each fact.
 
     Attributes
     ----------
@@ -64,10 +64,12 @@ class Team:
         across: Sequence[int],
         name: str,
         plan: int,
+        terms: str = "",
     ) -> None:
         self._manager, self.layout, self._name = manager, layout, name
         self._across = tuple(across) if len(across) > 1 else ()
         self._plan = fingerprint("team", layout.ranks, count, dtype.str, plan)
+        self._terms = f"count={count}\ndtype={dtype}\n{terms}\nranks={layout.ranks}"
         self._count, self._dtype = count, dtype
         self.here = layout.here
         self._me = self.here.index(manager.rank)
@@ -80,6 +82,7 @@ class Team:
         self._theirs: list[memoryview] = []
         self._assembly: Barrier | None = None
         self._comm: MPI.Intracomm | None = None
+        self._number = 0
         self._request: MPI.Request | None = None
         self._connected = False
         self.step = 0
@@ -93,7 +96,11 @@ class Team:
         manager = self._manager
         if not self.rows:
             peers: dict[int, tuple[int, ...]] = {rank: () for rank in self.here if rank != manager.rank}
-            remotes = self.memory.exchange(peers, self._name, self._plan, timeout) if peers else {}
+            remotes = (
+                self.memory.exchange(peers, self._name, self._plan, timeout, terms=self._terms)
+                if peers
+                else {}
+            )
             remotes[manager.rank] = self.memory.here
             direct = [
                 [remotes[rank].direct(self._dtype, self._count, k * self._stride) for rank in self.here]
@@ -105,9 +112,12 @@ class Team:
         if self._across and self._comm is None:
             # Making a communicator cannot be interrupted: not before all its ranks are here.
             if self._assembly is None:
-                self._assembly = Barrier(manager, self._across, f"{self._name} (connect)", self._plan)
-            self._assembly.wait(timeout)
-            self._comm = manager.communicator(self._across)
+                self._assembly = Barrier(
+                    manager, self._across, f"{self._name} (connect)", self._plan, self._terms
+                )
+            shared = manager.communicators
+            self._number = self._assembly.wait(timeout, shared.proposal(self._across))
+            self._comm = shared.take(self._across, self._number)
             self._assembly.close()
         self._connected = True
 
@@ -168,7 +178,7 @@ class Team:
         return Waiting(ranks, what, "did every rank make the same calls?")
 
     def free(self) -> None:
-        """Give the communicator back; for when no step is running."""
-        if self._comm is not None and not MPI.Is_finalized():
-            self._comm.Free()
+        """Give the communicator back, local; for when no step is running."""
+        if self._comm is not None:
+            self._manager.communicators.give_back(self._across, self._number)
         self._comm = None

@@ -184,8 +184,14 @@ def test_deactivate_closes_what_was_opened_for_this_partition_alone():
             lambda: world(4).create_partition_inclusive([1, 3, 1]),
             "rank 1 is listed more than once in (1, 3, 1)",
         ),
-        (lambda: world(4).create_partition_inclusive([0, 4]), "rank 4 is not in a partition of 4 ranks"),
-        (lambda: world(1).create_partition_inclusive([-1]), "rank -1 is not in a partition of 1 rank"),
+        (
+            lambda: world(4).create_partition_inclusive([0, 4]),
+            "position 4 is none of a partition of 4 ranks, which has positions 0 to 3",
+        ),
+        (
+            lambda: world(1).create_partition_inclusive([-1]),
+            "position -1 is none of a partition of 1 rank, which has positions 0 to 0",
+        ),
         (lambda: world(4).create_partition_inclusive([]), "a partition needs at least one rank, got none"),
         (lambda: world(2).index_of(5), "rank 5 is not in the partition of ranks (0, 1)"),
         (lambda: world(2).rank_at((2,)), "index (2,) is outside of grid (2,)"),

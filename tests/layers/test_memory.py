@@ -1,7 +1,10 @@
 """Memory of results: owned by one tensor at a time, used again."""
 
 import gc
+import threading
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,3 +68,27 @@ def test_small_results_come_from_torch():
     pool.empty((3,), torch.float32)
     gc.collect()
     assert pool.idle_nbytes == 0
+
+
+def test_memory_that_comes_back_on_another_thread_is_counted_right():
+    nbytes = 2 * SMALLEST_NBYTES
+    pool = Pool(limit=nbytes + 64)
+    late = [np.empty(nbytes + 64, np.uint8)]
+
+    class Interrupted(OrderedDict):
+        """Another thread gives a block back while this one looks for one."""
+
+        def get(self, key):
+            found = super().get(key)
+            while late:
+                other = threading.Thread(target=pool._give_back, args=(late.pop(),))
+                other.start()
+                other.join(5)
+                assert not other.is_alive()
+            return found
+
+    pool._give_back(np.empty(nbytes, np.uint8))
+    pool._idle = Interrupted(pool._idle)
+    taken = pool._take(nbytes)
+    assert taken.nbytes == nbytes
+    assert pool.idle_nbytes == sum(block.nbytes for blocks in pool._idle.values() for block in blocks) > 0

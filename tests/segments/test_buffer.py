@@ -242,3 +242,19 @@ def test_the_timeout_of_an_exchange_is_one_for_all_peers(machine, comm):
     buffer.exchange(peers, "slow")
     comm.Barrier()
     buffer.free()
+
+
+def test_peers_can_be_given_by_rank_alone(machine, comm):
+    peers = [rank for rank in machine.ranks if rank != machine.rank]
+    buffer = machine.segments.get_segment_buffer(8)
+    remotes = buffer.exchange(np.array(peers, np.int64), "listed")
+    assert sorted(remotes) == peers and all(remote.note == (0,) * 4 for remote in remotes.values())
+    with pytest.raises(
+        PartitionError, match=r"exchange 'twice': rank 0 is listed more than once in \[0, 0\]"
+    ):
+        buffer.exchange([0, 0], "twice")
+    for wrong in ("01", 1, [0.5]):
+        with pytest.raises(ShapeError, match="takes rank ids, or notes by rank id, got"):
+            buffer.exchange(wrong, "wrong")
+    comm.Barrier()
+    buffer.free()

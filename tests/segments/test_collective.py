@@ -8,6 +8,7 @@ import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import AllGather, Allreduce, AllToAll, Broadcast, Reduce, ReduceScatter
+from distdl_rma.segments.manager import SegmentManager
 from tests.matrix import over_seeds
 from tests.segments.cases import Case
 
@@ -326,7 +327,62 @@ def test_ranks_that_mean_different_collectives_learn_it(segments, comm):
     if 1 < len(segments.segment.direct_nodes) < comm.size:
         pytest.skip("who meets nobody that differs would wait for those who gave up")
     job = Allreduce(segments, segments.ranks, 30_000 + comm.rank, np.float32, name="differs")
-    with pytest.raises(MismatchError, match="'differs"):
+    with pytest.raises(MismatchError, match=r"'differs.*count is 3000\d on rank \d and 3000\d on rank \d"):
         job.connect()
     comm.Barrier()
     job.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_mismatch_says_which_arguments_differ_with_both_values(segments, comm):
+    if len(segments.segment.direct_nodes) > 1:
+        pytest.skip("who meets nobody that differs would wait for those who gave up")
+    odd = comm.rank % 2
+    jobs = {
+        r"dtype is float\d\d on rank \d and float\d\d on rank \d\)": Allreduce(
+            segments, segments.ranks, 4, (np.float32, np.float64)[odd], name="types"
+        ),
+        r"op is (sum|max) on rank \d and (sum|max) on rank \d\)": Allreduce(
+            segments, segments.ranks, 4, np.float32, ("sum", "max")[odd], name="operations"
+        ),
+        r"root is [01] on rank \d and [01] on rank \d\)": Broadcast(
+            segments, segments.ranks, 4, np.float32, odd, name="roots"
+        ),
+    }
+    for said, job in jobs.items():
+        with pytest.raises(MismatchError, match=said):
+            job.connect()
+        comm.Barrier()
+        job.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_collectives_that_come_and_go_share_their_communicators(comm):
+    own = comm.Dup()
+    manager = SegmentManager(own, None, "8MiB", 15, node_size=1)
+    made = []
+    communicators = manager.communicators
+    take = communicators.take
+
+    def counted(ranks, number):
+        before = sum(map(len, communicators._made.values()))
+        taken = take(ranks, number)
+        made.append(sum(map(len, communicators._made.values())) - before)
+        return taken
+
+    communicators.take = counted
+    kept = Allreduce(manager, manager.ranks, 4000, name="kept")
+    for step in range(6):
+        job = Allreduce(manager, manager.ranks, 5000, name=f"job {step}")
+        for each in (job, kept):
+            each.active[:] = 1
+            each.start()
+        assert (kept.wait() == comm.size).all() and (job.wait() == comm.size).all()
+        job.close()
+        # Each rank gives back when it happens to allocate next; the number still is the same on all.
+        if comm.rank == step % comm.size:
+            manager.stats()
+        comm.Barrier()
+    assert len(made) == 7 and sum(made) <= 3
+    manager.close()
+    own.Free()

@@ -71,7 +71,7 @@ def test_memory_that_is_taken_is_zero_as_before(monkeypatch, problem):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([True, False], "reserve is (True|False) on rank [01] and (True|False) here"),
+        ([True, False], "reserve is True on rank 0 and False on rank 1"),
         (["yes", True], "rank 0: reserve is True or False, got 'yes'"),
     ],
 )

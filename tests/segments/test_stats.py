@@ -90,3 +90,22 @@ def test_describe_tells_ranks_transport_and_progress(comm, options):
     assert told["timeout seconds"] == 12 and told["memory model"] == "unified"
     assert told["MPI"] and told["MPI standard"] and told["thread level"] == "multiple"
     assert told["more ranks than cores"] in (False, True)
+
+
+def test_a_buffer_that_cannot_be_looked_at_keeps_none_of_the_others(machine):
+    manager = machine.segments
+    before = manager.stats()
+    first, second = (manager.get_segment_buffer(8, 0, "retired") for _ in range(2))
+    looks = []
+
+    def idle():
+        looks.append(None)
+        if len(looks) == 1:
+            raise RuntimeError("no answer")
+        return True
+
+    manager.retire(first, idle)
+    manager.retire(second, lambda: True)
+    with pytest.raises(RuntimeError, match="no answer"):
+        manager.stats()
+    assert manager.stats().owners == before.owners
