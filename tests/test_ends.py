@@ -5,21 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_failures import run
+from tests.test_failures import LIGHT, run
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="processes cannot be looked at here"
 )
-# Without torch, which takes seconds to load. The machines' own handlers at exit run before this one, in
-# whose place the end of MPI would wait for those that are gone.
-LIGHT = """
-import atexit, os, signal, sys, time
-from mpi4py import MPI
-from distdl_rma import Machine
-from distdl_rma.errors import DistdlError
-comm = MPI.COMM_WORLD
-atexit.register(os._exit, 0)
-"""
+# The machines' own handlers at exit run before this one, in whose place the end of MPI would wait for those
+# that are gone.
+APART = f"{LIGHT}import atexit\natexit.register(os._exit, 0)\n"
 
 
 def test_rank_that_dies_in_close_or_never_closes_is_named_on_its_node():
@@ -37,7 +30,7 @@ except DistdlError as error:
     sys.stdout.write(f"{comm.rank} was told: {type(error).__name__}: {error}" + chr(10))
     sys.stdout.flush()
 """
-    _, out, err = run(3, body, preamble=LIGHT, survive=True)
+    _, out, err = run(3, body, preamble=APART, survive=True)
     for rank in (0, 2):
         assert re.search(
             rf"{rank} was told: PeerFailedError: rank 1 failed: it is silent, its process \d+ has ended;"
@@ -58,8 +51,56 @@ if comm.rank == 1:
     time.sleep(3)
 atexit.unregister(os._exit)
 """
-    code, _, err = run(2, body, preamble=LIGHT)
+    code, _, err = run(2, body, preamble=APART)
     said = [line for line in err.splitlines() if line.startswith("distdl_rma:")]
     assert code == 0 and len(said) == 1, err
     assert "rank 0 waited 0.5 s for rank 1 to close the machine; rank 1 waits for nobody" in said[0]
     assert said[0].endswith("rank 0 has ended its program and waits on")
+
+
+def test_rank_that_is_killed_or_stopped_while_it_writes_its_header_holds_nobody_up():
+    # The window is some microseconds wide; here both are struck in it on purpose.
+    body = """
+import subprocess
+from distdl_rma.segments import status
+
+class Struck:
+    def __init__(self, form, signal):
+        self._form, self._signal = form, signal
+    def pack_into(self, memory, at, *fields):
+        self._form.pack_into(memory, at, *fields)
+        os.kill(os.getpid(), self._signal)
+    def __getattr__(self, name):
+        return getattr(self._form, name)
+
+machine = Machine(segment_size="8MiB", timeout=60)
+letters = [machine.segments.get_segment_buffer(8, 1, owner=f"letters {rank}") for rank in (1, 2)]
+for rank, buffer in zip((1, 2), letters):
+    if comm.rank in (0, rank):
+        buffer.exchange({rank - comm.rank: ()})
+machine.group().barrier()
+if comm.rank:
+    if comm.rank == 2:
+        subprocess.Popen(["sh", "-c", f"sleep 20; kill -9 {os.getpid()}"], stdout=2, close_fds=True)
+    status._STATE._form = Struck(status._STATE._form, (signal.SIGKILL, signal.SIGSTOP)[comm.rank - 1])
+    # A long wait writes the header.
+    letters[comm.rank - 1].notify_wait(0)
+for buffer, timeout in zip(reversed(letters), (1.5, 60)):
+    try:
+        buffer.notify_wait(0, timeout=timeout)
+    except DistdlError as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}" + chr(10))
+        sys.stdout.flush()
+os._exit(0)
+"""
+    _, out, err = run(3, body, preamble=APART, survive=True)
+    assert re.search(
+        r"ExchangeTimeout: rank 0 waited 1.5 s for rank 2 to set notification 0 of buffer 'letters 2'; rank 2"
+        r" waits for nobody",
+        out,
+    ), (out, err)
+    assert re.search(
+        r"PeerFailedError: rank 1 failed: it is silent, its process \d+ has ended; rank 0 waited for rank 1"
+        r" to set notification 0 of buffer 'letters 1'",
+        out,
+    ), (out, err)

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.bulletin import Bulletin
+from distdl_rma.segments.siblings import others_go_on
 from distdl_rma.segments.status import numbered
 
 __all__ = ["meet", "refuse"]
@@ -308,8 +309,9 @@ class _Meeting:
             time.sleep(seconds)
 
         while True:
-            # What other ranks wait for may need this rank's MPI.
+            # What other ranks wait for, in a machine that both have already, may need this rank.
             MPI.COMM_SELF.Iprobe()
+            others_go_on(None)
             yield pause
 
     def _give_up(self) -> NoReturn:

@@ -50,6 +50,21 @@ def test_wait_in_one_machine_moves_what_was_put_in_another(pair, comm):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_rank_that_waits_for_others_to_make_a_machine_moves_what_was_put_in_another(pair, comm):
+    from distdl_rma import Machine
+
+    big = 2 << 20
+    first, first_peers = letters(pair[0], big)
+    if comm.rank == 0:
+        first_peers[1].put_notify(np.full(big, 7, np.uint8), index=0)
+    elif comm.rank == 1:
+        first.notify_wait(0)
+        assert (first.array == 7).all()
+    Machine(comm, segment_size="8MiB", timeout=15).close()
+    first.free()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_error_in_a_step_of_one_machine_is_raised_there_and_not_in_a_wait_of_another(pair, comm):
     def broken():
         pair[0].withdraw(broken)
