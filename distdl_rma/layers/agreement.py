@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -12,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distdl_rma.errors import DistdlError, ProtocolError, ShapeError
+from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, ProtocolError, ShapeError
 from distdl_rma.geometry.fingerprint import fingerprint
+from distdl_rma.layers.complaints import Complaints
 from distdl_rma.layers.loose import loosely
-from distdl_rma.layers.tensors import DTYPES
+from distdl_rma.layers.outcome import Outcome
+from distdl_rma.layers.tensors import DTYPES, MAX_DIMS, trouble_with
 from distdl_rma.machine import Machine
 from distdl_rma.segments.round import Round
 
@@ -24,9 +27,8 @@ __all__ = ["Facts", "Needs", "Plan", "Plans", "common_dtype"]
 _DTYPE_CODES = list(DTYPES)
 _INPUT, _WEIGHTS = 1, 2
 _NO_DTYPE = -1
-_MAX_DIMS = 8
 _HEAD = 5
-_WORDS = _HEAD + 2 * _MAX_DIMS
+_WORDS = _HEAD + 2 * MAX_DIMS
 _KEPT_PLANS = 16
 
 
@@ -51,6 +53,7 @@ class Facts:
     needs: Needs
     weights: torch.dtype | None = None
     wants: tuple[int, ...] = ()
+    problem: str = ""
 
     @classmethod
     def about(
@@ -59,19 +62,23 @@ class Facts:
         weight: torch.Tensor | None = None,
         wants: tuple[int, ...] = (),
         idle: bool = False,
+        problem: str = "",
     ) -> Facts:
         """Facts about a local tensor, the weight that the layer will use, and numbers it was called with.
 
-        Of an idle rank, which has no part of the input, all tensors without elements are the same.
+        Of an idle rank, which has no part of the input, all tensors without elements are the same. What is
+        no tensor that can move, and any other ``problem`` of the caller, is told instead.
         """
+        problem = problem or trouble_with(x) or _trouble_with_numbers(wants)
+        if problem:
+            return cls((), None, Needs(False, False), problem=problem)
         recording = torch.is_grad_enabled()
         needs = Needs(
             recording and x.requires_grad, recording and weight is not None and weight.requires_grad
         )
-        # What is sparse or on another device cannot move: as little as a type that is not known.
-        dtype = x.dtype if x.layout is torch.strided and x.device.type == "cpu" else None
+        dtype: torch.dtype = x.dtype
         shape = tuple(x.shape)
-        if idle and dtype in DTYPES and 0 in shape:
+        if idle and 0 in shape:
             shape, dtype = (0,), _DTYPE_CODES[0]
         return cls(shape, dtype, needs, None if weight is None else weight.dtype, wants)
 
@@ -81,9 +88,9 @@ class Facts:
         return self.shape, self.dtype, self.weights, self.wants
 
     def encode(self) -> npt.NDArray[np.int64]:
-        """Vector of numbers that travels; what cannot be told becomes a tensor of no type."""
+        """Vector of numbers that travels; a problem becomes a tensor of no type."""
         words = np.zeros(_WORDS, np.int64)
-        if max(len(self.shape), len(self.wants)) > _MAX_DIMS or self.dtype not in DTYPES:
+        if self.dtype is None:
             words[1] = _NO_DTYPE
             return words
         code = _DTYPE_CODES.index(self.dtype)
@@ -104,6 +111,14 @@ class Facts:
         return cls(numbers[:dims], dtype, wanted, kind, numbers[dims:])
 
 
+def _trouble_with_numbers(wants: tuple[int, ...]) -> str:
+    # What does not fit into a row.
+    if len(wants) > MAX_DIMS:
+        return f"the call has {len(wants)} numbers, {MAX_DIMS} are the most"
+    worst = max(wants, key=abs, default=0)
+    return "" if abs(worst) < 1 << 63 else f"the call has the number {worst}, which is out of range"
+
+
 class Plan(Protocol):
     """What a layer derives from the facts of all its ranks."""
 
@@ -112,6 +127,10 @@ class Plan(Protocol):
 
 
 P = TypeVar("P", bound=Plan)
+
+
+def _nobody() -> Outcome | None:
+    return None
 
 
 class Plans(Generic[P]):
@@ -136,6 +155,8 @@ class Plans(Generic[P]):
     arguments
         Asked in the first call for what the layer was built with; ranks that differ in it raise
         ``MismatchError`` when they meet there.
+    outcome
+        Asked in each call for how to tell ranks outside what becomes of it; None where nobody waits.
 
     Notes
     -----
@@ -150,11 +171,15 @@ class Plans(Generic[P]):
         name: str,
         build: Callable[[dict[int, Facts]], P],
         arguments: Callable[[], str] = str,
+        outcome: Callable[[], Outcome | None] = _nobody,
     ) -> None:
         self._ranks, self._name = tuple(ranks), name
         self._build, self._arguments = loosely(build), loosely(arguments)
         self._trace, self._segments = machine.trace, machine.segments
         self._round: Round | None = None
+        self._complaints = Complaints(machine, self._ranks, name)
+        # Asked for when a call begins: within an operation of autograd grad mode is off.
+        self._ask_outcome, self._outcome = loosely(outcome), _nobody()
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
         self._last: tuple[Facts, P] | None = None
         self._mine: Facts | None = None
@@ -173,13 +198,31 @@ class Plans(Generic[P]):
         weight: torch.Tensor | None = None,
         wants: tuple[int, ...] = (),
         idle: bool = False,
+        problem: str = "",
     ) -> P | None:
-        """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see."""
-        self._mine = mine = Facts.about(x, weight, wants, idle)
+        """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see.
+
+        Parameters
+        ----------
+        x
+            What the layer was called with; if it is no tensor that can move, all ranks refuse it.
+        weight
+            The weight that the layer will use.
+        wants
+            Numbers that it was called with.
+        idle
+            Whether this rank has no part of the input.
+        problem
+            What else is wrong with the call on this rank, for all ranks to refuse; empty if nothing is.
+        """
+        self._mine = mine = Facts.about(x, weight, wants, idle, problem)
+        self._outcome = self._ask_outcome()()
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode()
         if len(self._ranks) > 1:
-            self._round = self._round or self._meet()
+            if self._round is None:
+                with self._telling():
+                    self._round = self._meet()
             self._round.start(self._said[1])
         if self._last is None:
             return None
@@ -190,6 +233,7 @@ class Plans(Generic[P]):
         title = f"{self._name} (shapes, {fingerprint(self._arguments()()):014x})"
         met = Round(self._segments, self._ranks, _WORDS, np.int64, title)
         weakref.finalize(self, met.close)
+        met.connect()
         return met
 
     def settle(self) -> tuple[P, Needs]:
@@ -208,8 +252,23 @@ class Plans(Generic[P]):
                 rows = self._round.wait()
         words = rows.tobytes()
         if self._settled is None or self._settled[0] != words:
-            self._settled = words, self._conclude(mine, rows.tolist())
+            with self._telling():
+                self._settled = words, self._conclude(mine, rows.tolist())
+        if self._outcome is not None:
+            self._outcome.tell()
         return self._settled[1]
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        # What the ranks of the layer refuse, all alike, is refused by those that wait for them too.
+        try:
+            yield
+        except (ExchangeTimeout, PeerFailedError):
+            raise
+        except DistdlError as error:
+            if self._outcome is not None:
+                self._outcome.tell(error)
+            raise
 
     def _conclude(self, mine: Facts, rows: list[list[int]]) -> tuple[P, Needs]:
         facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
@@ -218,9 +277,10 @@ class Plans(Generic[P]):
         plan = self._cache.get(key)
         if last is not None and plan is not last:
             last.void()
+        if any(fact.dtype is None for fact in facts.values()):
+            raise self._complaints.refuse(mine.problem, "")
         if plan is None:
             try:
-                _check_types(facts)
                 with torch.inference_mode(False):
                     plan = self._build()(facts)
             except DistdlError as error:
@@ -239,19 +299,11 @@ class Plans(Generic[P]):
         weight: torch.Tensor | None = None,
         wants: tuple[int, ...] = (),
         idle: bool = False,
+        problem: str = "",
     ) -> tuple[P, Needs]:
         """Begin and settle at once, for layers that have nothing to compute in between."""
-        self.begin(x, weight, wants, idle)
+        self.begin(x, weight, wants, idle, problem)
         return self.settle()
-
-
-def _check_types(facts: dict[int, Facts]) -> None:
-    for rank, fact in facts.items():
-        if fact.dtype is None:
-            raise ShapeError(
-                f"rank {rank} passes a tensor of more than {_MAX_DIMS} dimensions, or an unsupported dtype,"
-                f" layout or device; supported are dense tensors on the CPU of {_DTYPE_CODES}"
-            )
 
 
 def common_dtype(facts: dict[int, Facts]) -> torch.dtype:

@@ -20,7 +20,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.machine import Machine
 
-__all__ = ["anchor", "first_derivative", "tells_peers"]
+__all__ = ["anchor", "anchored", "first_derivative", "tells_peers"]
 
 # Raised on every rank of a layer alike, or before it told its peers anything.
 _REFUSALS: tuple[type[BaseException], ...] = (
@@ -53,6 +53,13 @@ def anchor(needed: bool) -> torch.Tensor | None:
     if not (needed and torch.is_grad_enabled()):
         return None
     return torch.empty(0, requires_grad=True)
+
+
+def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
+    """``y`` in a graph if it is in none, so that a rank that no gradient concerns may call backward too."""
+    able = y.is_floating_point() or y.is_complex()
+    root = None if y.requires_grad or not able else anchor(needed)
+    return y if root is None else y + root.sum().to(y.dtype)
 
 
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

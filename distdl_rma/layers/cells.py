@@ -54,6 +54,10 @@ class Layout:
         """Dimensions whose parts have neither cells nor parameters in common."""
         return tuple(d for d in range(ndim) if d not in self.reduced and d not in self.weighted)
 
+    def width(self, channels: Split) -> int:
+        """Channels of a group; 1 where there are no channels, and so no group has any."""
+        return max(1, channels.extent // self.groups)
+
     def sharing(self, P_x: Partition, rank: int, channels: Split | None = None) -> tuple[int, ...]:
         """Ranks of P_x that hold elements of a rank's cells, itself included, in row-major order.
 
@@ -72,7 +76,7 @@ class Layout:
             for d, extent in enumerate(P_x.shape)
         ]
         if channels is not None and self.groups:
-            ranges[_CHANNELS] = _linked(channels, channels.extent // self.groups, index[_CHANNELS])
+            ranges[_CHANNELS] = _linked(channels, self.width(channels), index[_CHANNELS])
         return tuple(P_x.ranks_in(ranges))
 
 
@@ -162,7 +166,7 @@ class Cells:
         self.bands: tuple[Band, ...] = (Band(),)
         groups, width = range(1), 0
         if channels is not None:
-            width = channels.extent // layout.groups
+            width = layout.width(channels)
             low, high = min(b.start[_CHANNELS] for b in boxes), max(b.bounds[_CHANNELS][1] for b in boxes)
             groups = range(low // width, -(-high // width))
             self.bands = _bands(box.bounds[_CHANNELS], width, groups.start)

@@ -43,20 +43,17 @@ class _ClassLoss(DistributedLoss):
             for what in ("input", "target")
         )
 
-    def _local(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
+    def _local(
+        self, input: torch.Tensor, target: torch.Tensor, problem: str
+    ) -> tuple[torch.Tensor, float, str]:
         if not self._gathers:
-            return super()._local(input, target)
-        problem = ""
-        try:
-            self._check(input, target)
-        except ShapeError as error:
-            # The others are on their way to gather.
-            problem = str(error)
-        scores, truth = (gather(wide(x)) for gather, x in zip(self._gathers, (input, target), strict=True))
-        if problem:
-            return torch.zeros(()), 0.0, problem
-        if self.machine.rank in self._gathers[0].roots:
-            return self._attempt(scores, truth)
+            return super()._local(input, target, problem)
+        # The others are on their way to gather: what is wrong is told there.
+        gather_input, gather_target = self._gathers
+        scores = gather_input(input if problem else wide(input), problem)
+        truth = gather_target(wide(target))
+        if self.machine.rank in gather_input.roots:
+            return super()._local(scores, truth, "")
         # Nothing to add, and still part of the way back.
         return scores.sum() + (truth.sum() if truth.is_floating_point() else 0.0), 0.0, ""
 
@@ -97,6 +94,10 @@ class _ClassLoss(DistributedLoss):
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         return weight
 
+    def _terms(self, input: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        # The backward of torch's kernel takes scores in one order of memory only.
+        return super()._terms(input.contiguous(), target, reduction)
+
 
 class DistributedCrossEntropyLoss(_ClassLoss):
     """Cross entropy of logits: ``torch.nn.CrossEntropyLoss`` of the global tensors.
@@ -108,9 +109,9 @@ class DistributedCrossEntropyLoss(_ClassLoss):
     Ranks outside of P_x pass tensors without elements and get 0. Collective to construct over the machine;
     a call involves the ranks of P_x.
 
-    Where P_x splits the classes, the ranks that differ in nothing else have the same class indices. The
-    first of them gathers the input, takes the loss, and has the gradient sent back; its indices count.
-    Shards must then form a grid.
+    Where P_x splits the classes, the ranks that differ in nothing else have the same class indices, which is
+    checked. The first of them gathers the input, takes the loss, and has the gradient sent back. Shards
+    must then form a grid.
 
     Parameters
     ----------
@@ -132,7 +133,8 @@ class DistributedCrossEntropyLoss(_ClassLoss):
     ShapeError
         If an argument is illegal. In a call, on every rank of P_x, if on one of them the shapes or dtypes
         of input, target and weight do not fit each other, or an index is no class; or if two ranks differ
-        in dtype, in the number of classes, or in the kind of target.
+        in dtype, in the number of classes, or in the kind of target; or ranks with parts of the same classes
+        in their class indices.
     UnsupportedError
         If ``size_average`` or ``reduce`` is given, or ``reduction="none"`` with classes that P_x splits. In
         a backward, for second derivatives through split classes.

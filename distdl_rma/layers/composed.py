@@ -10,12 +10,12 @@ import torch
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, Needs, Plans
-from distdl_rma.layers.autograd import anchor, tells_peers
+from distdl_rma.layers.autograd import anchored, tells_peers
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import DistributedLayer, deliver
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.replica import idle
-from distdl_rma.layers.tensors import autocast, plainly
+from distdl_rma.layers.tensors import autocast, plainly, trouble_with
 
 __all__ = ["ComposedLayer", "Flow"]
 
@@ -127,36 +127,48 @@ class ComposedLayer(DistributedLayer):
         Interface document, section 3.2; requirement A8.
         """
         x = self.expected(self.P_x, shape, dtype)
-        if self.placed is not None:
-            self.placed.connect()
+        self.connect_parameters()
         if self.machine.rank in self.members:
-            self._agree(x, list(self.parameters()), self._wants)[0].connect()
+            # No call: nobody outside is told what becomes of it.
+            with torch.no_grad():
+                flow, _ = self._agree(x, list(self.parameters()), self._wants)
+            flow.connect()
 
     @cached_property
     def _plans(self) -> Plans[Flow]:
-        return Plans(self.machine, self.members, self.name, self.plan, self.built_with)
+        return Plans(self.machine, self.members, self.name, self.plan, self.built_with, self.outcome)
 
     def _agree(
-        self, x: torch.Tensor, weights: Collection[torch.Tensor], wants: tuple[int, ...]
+        self,
+        x: torch.Tensor,
+        weights: Collection[torch.Tensor],
+        wants: tuple[int, ...],
+        problem: str = "",
     ) -> tuple[Flow, Needs]:
         # The others take part in a backward if any weight needs a gradient.
         told = sorted(weights, key=lambda weight: not weight.requires_grad)
-        return self._plans.agree(x, next(iter(told), None), wants, not self.P_x.active)
+        if not problem and self.P_x.active and not trouble_with(x):
+            problem = self.trouble(x)
+        return self._plans.agree(x, next(iter(told), None), wants, not self.P_x.active, problem)
+
+    def trouble(self, x: torch.Tensor) -> str:
+        """What is wrong with the elements of this rank's shard, for all to refuse; empty if nothing is."""
+        return ""
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
         return self.apply_to(input)
 
-    def apply_to(self, x: torch.Tensor, wants: tuple[int, ...] = ()) -> torch.Tensor:
-        """Apply the layer, called with some numbers that the plan depends on."""
+    def apply_to(self, x: torch.Tensor, wants: tuple[int, ...] = (), problem: str = "") -> torch.Tensor:
+        """Apply the layer, called with some numbers that the plan depends on, unless there is a problem."""
         weights = {} if self.placed is None else self.placed.use()
         if self.machine.rank not in self.members:
-            return idle(x, weights.values())
+            return self.stand_aside(x, weights.values())
         if self._casts:
             (x, *cast) = autocast(x, *weights.values())  # type: ignore[assignment]
             weights = dict(zip(weights, cast, strict=True))  # type: ignore[arg-type]
-        flow, needs = self._agree(x, weights.values(), wants)
+        flow, needs = self._agree(x, weights.values(), wants, problem)
         # Outside of P_x nothing goes in, but its backward may be waited for by others.
         y = x if self.P_x.active else x.flatten()[:0]
         if flow.gather is not None:
@@ -172,6 +184,4 @@ class ComposedLayer(DistributedLayer):
             y = self.finish(flow, y, **weights)
         batch = x.shape[0] if x.dim() else None
         y = deliver(y, self.P_y.active, batch)
-        # A rank that no gradient concerns may call backward as the others do.
-        root = None if y.requires_grad else anchor(needs.any)
-        return y if root is None else y + root.sum()
+        return anchored(y, needs.any)

@@ -15,11 +15,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Section
 from distdl_rma.layers.agreement import Facts, Plans
-from distdl_rma.layers.autograd import anchor, tells_peers
+from distdl_rma.layers.autograd import anchored, tells_peers
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import DistributedLayer, deliver, movement_of, nbytes_of, source_of
 from distdl_rma.layers.movement import Movement
-from distdl_rma.layers.replica import idle
+from distdl_rma.layers.tensors import trouble_with
 
 __all__ = ["DistributedConcat"]
 
@@ -32,8 +32,9 @@ class DistributedConcat(DistributedLayer):
 
     Local inputs: the shards of this rank, of any sizes that form a grid with the others', tensors without
     elements on ranks outside of a partition. Local output: the balanced shard of the concatenated tensor on
-    P_y, in memory of its own. Where all partitions are the same and cut no channels, the shards of the
-    output are those of the inputs, and nothing is communicated.
+    P_y, in memory of its own; where that is the partition of the first input, the batch stays cut as it is
+    there. Where all partitions are the same and cut no channels, the shards of the output are those of the
+    inputs, and nothing is communicated.
 
     Inputs of different types become one type, as in ``torch.cat``. Each travels as it is, and its gradient
     comes back in its own type.
@@ -156,7 +157,7 @@ class DistributedConcat(DistributedLayer):
         """Concatenate ``inputs``, the local shards, or tensors without elements outside of a partition."""
         if self.machine.rank not in self.members:
             self._count(inputs)
-            return idle(inputs[0], inputs[1:])
+            return self.stand_aside(inputs[0], inputs[1:])
         if self._stays:
             dtype = self._check(inputs)
             return torch.cat([x.to(dtype) for x in inputs], _CHANNELS)
@@ -164,9 +165,7 @@ class DistributedConcat(DistributedLayer):
         y = assembly(inputs, needs)
         batch = inputs[0].shape[0] if inputs[0].dim() else None
         y = deliver(y, self.P_y.active, batch)
-        # A rank that no gradient concerns may call backward as the others do.
-        root = None if y.requires_grad else anchor(any(needs))
-        return y if root is None else y + root.sum()
+        return anchored(y, any(needs))
 
     def _count(self, given: Sequence[object]) -> None:
         if len(given) != len(self.P_xs):
@@ -174,6 +173,10 @@ class DistributedConcat(DistributedLayer):
 
     def _check(self, inputs: Sequence[torch.Tensor]) -> torch.dtype:
         self._count(inputs)
+        for at, x in enumerate(inputs):
+            problem = trouble_with(x, f"input {at}")
+            if problem:
+                raise self._refuse(problem)
         try:
             _, dtype = common(inputs, self.P_y.dim)
         except ShapeError as error:
@@ -232,6 +235,8 @@ class _Assembly:
         except ShapeError as error:
             raise ShapeError(f"{layer.name!r}: {error}") from None
         target = Decomposition.balanced(layer.P_y, shape)
+        if layer.P_xs[0] == layer.P_y:
+            target = target.with_splits({0: sources[0].blocks.splits[0]})
         offset = 0
         self._movements: list[Movement | None] = []
         self._shapes: list[tuple[int, ...]] = []

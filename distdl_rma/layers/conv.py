@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -25,7 +24,7 @@ from distdl_rma.layers.halo import HaloPlan
 from distdl_rma.layers.layer import movement_of, source_of
 from distdl_rma.layers.parts import Parts
 from distdl_rma.layers.reading import Reading
-from distdl_rma.layers.replica import idle, tied
+from distdl_rma.layers.replica import tied
 from distdl_rma.layers.tensors import autocast
 from distdl_rma.layers.work import IN, OUT, Work, placed, runs, whole
 
@@ -128,7 +127,7 @@ class DistributedConv(ComposedLayer):
         """Plans of the feature-distributed form; None on ranks without a part of it, and of other forms."""
         if not self._fused or not self.P_x.active:
             return None
-        return Plans(self.machine, self.P_x.ranks, self.name, self._halo, self.built_with)
+        return Plans(self.machine, self.P_x.ranks, self.name, self._halo, self.built_with, self.outcome)
 
     def _place(self, like: Any) -> None:
         values = {"weight": like.weight, "bias": like.bias}
@@ -162,10 +161,11 @@ class DistributedConv(ComposedLayer):
             super().connect(shape, dtype)
             return
         x = self.expected(self.P_x, shape, dtype)
-        if self.placed is not None:
-            self.placed.connect()
+        self.connect_parameters()
         if self.plans is not None:
-            self.plans.agree(x, self.weight)[0].connect()
+            with torch.no_grad():
+                plan, _ = self.plans.agree(x, self.weight)
+            plan.connect()
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -174,10 +174,9 @@ class DistributedConv(ComposedLayer):
             return self.apply_to(input)
         used = {} if self.placed is None else self.placed.use()
         if self.plans is None:
-            return idle(input, used.values())
+            return self.stand_aside(input, used.values())
+        local: Any
         local, weight, bias = autocast(input, used["weight"], used.get("bias"))
-        if local is None:
-            raise ShapeError(f"{self.name!r}: has no input")
         # Outside of the autograd function, inside of which grad mode is off.
         guess = self.plans.begin(local, weight)
         with torch.autocast("cpu", enabled=False):

@@ -18,6 +18,7 @@ from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.callbacks import callbacks_among
 from distdl_rma.layers.complaints import Complaints
 from distdl_rma.layers.layer import DistributedLayer
+from distdl_rma.layers.tensors import trouble_with
 from distdl_rma.segments.allreduce import Allreduce
 
 __all__ = ["DistributedLoss"]
@@ -94,7 +95,7 @@ class DistributedLoss(DistributedLayer):
 
     @cached_property
     def _sums(self) -> Allreduce | None:
-        if not self.P_x.active or self.reduction == "none":
+        if not self.P_x.active:
             return None
         count = _TOTALS + (self.P_x.size if self.reduction == "batchmean" else 0)
         title = f"{self.name}, {fingerprint(self.extra_repr()):014x}"
@@ -116,7 +117,7 @@ class DistributedLoss(DistributedLayer):
 
     @tells_peers
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Global loss of the local shards ``input`` and ``target``; blocking, except for ``"none"``.
+        """Global loss of the local shards ``input`` and ``target``; blocking.
 
         Parameters
         ----------
@@ -127,30 +128,20 @@ class DistributedLoss(DistributedLayer):
         -------
         torch.Tensor
             A number, the same on all ranks of P_x and 0 elsewhere; for ``"none"`` the loss of each local
-            element, without communication.
+            element.
 
         Raises
         ------
         ShapeError
             On every rank of P_x with the same words, if the tensors of one of them do not fit each other
-            or the layer, or those of two ranks differ in dtype. For ``"none"`` on the rank itself.
+            or the layer, or those of two ranks differ in dtype.
         """
         if not self.P_x.active:
             return self._idle(input, target)
-        if self._sums is None:
-            return self._elements(input, target)
-        local, count, problem = self._local(input, target)
-        facts = self._facts(input, target)
-        code = fingerprint(facts) & _CODES
-        row = self._sums.active
-        row[:] = 0
-        row[:_TOTALS] = (float(local.detach()), count, bool(problem), code, code**2)
-        if self.reduction == "batchmean" and input.dim():
-            row[_TOTALS + (self.P_x.rank or 0)] = input.shape[0]
-        self._sums.start()
-        total, count, misfits, codes, squares, *batches = self._sums.wait().tolist()
-        if misfits or int(squares) * self.P_x.size != int(codes) ** 2:
-            raise self._complaints.refuse(problem, facts)
+        local, count, problem = self._local(input, target, self._trouble(input, target))
+        total, count, batches = self._agree(input, target, local, count, problem)
+        if self.reduction == "none":
+            return local.to(_result_dtype(input))
         if self.reduction == "batchmean":
             count = self._global_batch(batches)
         value, scale = _divided(total, count) if self.reduction != "sum" else (total, 1.0)
@@ -159,29 +150,47 @@ class DistributedLoss(DistributedLayer):
         )
         return loss
 
-    def _local(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
-        """Local sum, what it counts in a mean, and what is wrong with the tensors, if anything is."""
-        return self._attempt(input, target, self._check)
+    def _agree(
+        self, input: torch.Tensor, target: torch.Tensor, local: torch.Tensor, count: float, problem: str
+    ) -> tuple[float, float, list[float]]:
+        # The sums over all ranks, if every rank could form them.
+        if self._sums is None:
+            return 0.0, 0.0, []
+        facts = "" if problem else self._facts(input, target)
+        code = fingerprint(facts) & _CODES
+        row = self._sums.active
+        row[:] = 0
+        part = 0.0 if problem or self.reduction == "none" else float(local.detach())
+        row[:_TOTALS] = (part, count, bool(problem), code, code**2)
+        if self.reduction == "batchmean" and not problem and input.dim():
+            row[_TOTALS + (self.P_x.rank or 0)] = input.shape[0]
+        self._sums.start()
+        total, count, misfits, codes, squares, *batches = self._sums.wait().tolist()
+        if misfits or int(squares) * self.P_x.size != int(codes) ** 2:
+            raise self._complaints.refuse(problem, facts)
+        return total, count, batches
 
-    def _attempt(
-        self,
-        input: torch.Tensor,
-        target: torch.Tensor,
-        check: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    def _trouble(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        # What is wrong with the tensors themselves, or with each other; empty if nothing is.
+        problem = trouble_with(input) or trouble_with(target, "target")
+        if not problem:
+            try:
+                self._check(input, target)
+            except ShapeError as error:
+                problem = str(error)
+        return problem
+
+    def _local(
+        self, input: torch.Tensor, target: torch.Tensor, problem: str
     ) -> tuple[torch.Tensor, float, str]:
+        """Local terms, what they count in a mean, and what is wrong with the tensors, if anything is."""
+        if problem:
+            return torch.zeros(()), 0.0, problem
         try:
-            if check is not None:
-                check(input, target)
-            return self._terms(input, target, "sum"), self._count(input, target), ""
+            terms = self._terms(input, target, "none" if self.reduction == "none" else "sum")
+            return terms, self._count(input, target), ""
         except _MISFITS as error:
             return torch.zeros(()), 0.0, str(error) or repr(error)
-
-    def _elements(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        try:
-            self._check(input, target)
-            return self._terms(input, target, "none").to(_result_dtype(input))
-        except _MISFITS as error:
-            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {error}") from error
 
     def _terms(self, input: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
         arguments = {key: getattr(self, key) for key in self._options}
@@ -278,6 +287,9 @@ class DistributedLoss(DistributedLayer):
         return sum(batches[::per_block])
 
     def _idle(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        problem = trouble_with(input) or trouble_with(target, "target")
+        if problem:
+            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
         if input.numel():
             raise ShapeError(
                 f"{self.name!r}: rank {self.machine.rank} is not in P_x but passes a tensor of shape"

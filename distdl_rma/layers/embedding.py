@@ -61,11 +61,9 @@ class DistributedEmbedding(ComposedLayer):
         If P_y does not have one dimension more than P_x.
     ShapeError
         If an argument is none that torch takes. In a call, on all ranks alike: if the local shapes form no
-        grid, or the types differ or are not ``int64`` or ``int32``.
+        grid, the types differ or are not ``int64`` or ``int32``, or an index is out of range.
     UnsupportedError
         If ``max_norm`` or ``sparse`` is asked for.
-    IndexError
-        In a call, as in torch, if an index is out of range; the machine has failed then.
 
     Notes
     -----
@@ -145,6 +143,16 @@ class DistributedEmbedding(ComposedLayer):
             outputs = Decomposition.balanced(self.P_y, own.shape)
             scatter = movement_of(self, own, outputs, kinds.pop(), "vectors")  # type: ignore[arg-type]
         return Flow(None, scatter)
+
+    def trouble(self, x: torch.Tensor) -> str:
+        """Indices that are out of range."""
+        if x.dtype not in _INDICES or not x.numel():
+            return ""
+        least, most = (int(end) for end in torch.aminmax(x))
+        if least >= 0 and most < self.num_embeddings:
+            return ""
+        wrong = least if least < 0 else most
+        return f"index {wrong} is out of range of {self.num_embeddings} embeddings"
 
     def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Vectors of this rank's indices."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, Unpack
@@ -17,9 +17,12 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.agreement import Facts, common_dtype
 from distdl_rma.layers.announced import Announced, look_alike
+from distdl_rma.layers.autograd import anchored
 from distdl_rma.layers.callbacks import Callbacks, answer, check_answers
 from distdl_rma.layers.movement import Movement
-from distdl_rma.layers.replica import Replica
+from distdl_rma.layers.outcome import Outcome
+from distdl_rma.layers.replica import Replica, idle
+from distdl_rma.layers.tensors import trouble_with
 from distdl_rma.layers.weights import Initial, Placement, Weights, as_whole, lasting, register
 from distdl_rma.machine import Machine
 
@@ -33,7 +36,9 @@ class DistributedLayer(nn.Module):
     """Machine, name, parameters and callbacks: the base of every distributed layer.
 
     Construction is collective over the machine: all its ranks build the same layers in the same order.
-    What a layer opens on the machine it opens in a ``cached_property``, when that is first needed.
+    What a layer opens on the machine it opens in a ``cached_property``, when that is first needed. A call
+    involves the ranks of its partitions; in training, while gradients are recorded, also the others that keep
+    copies of its weights: they hear what becomes of it, and raise the same errors.
 
     ``copy.deepcopy`` gives a layer of its own, local: it has copies of parameters and buffers, opens anew
     what it needs, and belongs to no :class:`GradientSync`. Use it on all ranks alike, as any other layer.
@@ -180,6 +185,72 @@ class DistributedLayer(nn.Module):
     def _asked(self) -> Sequence[int]:
         # Looked up in every call: the user may give the callback later.
         return self.get_ranks_synch_weights()
+
+    def agreeing(self) -> tuple[int, ...]:
+        """Ranks that take part in a call, and so hear of what is refused in it."""
+        return self.members
+
+    @cached_property
+    def _keeping_outside(self) -> Replica | None:
+        # Copies of this rank's parameters, if any of them are on ranks that take no part in a call.
+        replica = self.replica
+        return None if replica is None or set(replica.holders) <= set(self.agreeing()) else replica
+
+    @cached_property
+    def _outcomes(self) -> dict[tuple[int, ...], Outcome | None]:
+        return {}
+
+    def outcome(self) -> Outcome | None:
+        """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
+
+        Those outside that keep copies of the weights wait in the sum of gradients. They hear in calls that a
+        backward may follow: in training, while gradients are recorded, but not again in a recomputation.
+        """
+        keeping = self._keeping_outside
+        if keeping is None or not (self.training and torch.is_grad_enabled()):
+            return None
+        # Looked up in every call, as the user may give the callback later.
+        ranks = keeping.summing()
+        if ranks not in self._outcomes:
+            self._outcomes[ranks] = self._outcome_among(ranks)
+        found = self._outcomes[ranks]
+        if found is None or torch._C._current_graph_task_id() >= 0:
+            return None
+        return found if any(p.requires_grad and p.numel() for p in self.parameters()) else None
+
+    def _outcome_among(self, ranks: Sequence[int]) -> Outcome | None:
+        inside = self.agreeing()
+        audience = tuple(sorted(set(ranks).difference(inside)))
+        if not audience or self.machine.rank not in (inside[0], *audience):
+            return None
+        return Outcome(self.machine, inside[0], audience, self.name)
+
+    def connect_parameters(self) -> None:
+        """Exchange addresses for parameters that travel, and with ranks outside; blocking."""
+        if self.placed is not None:
+            self.placed.connect()
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.connect()
+
+    def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+        """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
+
+        Raises
+        ------
+        ShapeError
+            If ``x`` is no tensor that a layer takes.
+        DistdlError
+            What the ranks of the layer refuse, if this one would wait for their backward.
+        """
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.hear()
+        problem = trouble_with(x)
+        if problem:
+            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
+        # As on the ranks that have work, a backward may start here; it does nothing.
+        return anchored(idle(x, others))
 
     @property
     def layouts(self) -> dict[str, Decomposition]:

@@ -16,7 +16,6 @@ from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.layer import DistributedLayer, deliver
 from distdl_rma.layers.movement import Movement
-from distdl_rma.layers.replica import idle
 
 __all__ = ["Move", "MovingLayer", "movements_of"]
 
@@ -123,8 +122,8 @@ class MovingLayer(DistributedLayer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Move ``input``, the local part on P_x or a tensor without elements elsewhere; blocking."""
         if self.machine.rank not in self.members:
-            y = idle(input)
+            y = self.stand_aside(input)
             return y if self.preserve_batch or not input.numel() else y.flatten()
-        move, needs = self._plans.agree(input)
+        move, needs = self._plans.agree(input, idle=not self.P_x.active)
         batch = input.shape[0] if self.preserve_batch and input.dim() else None
         return deliver(move(input, needs.input), self.P_y.active, batch)

@@ -114,8 +114,7 @@ class DistributedBatchNorm(DistributedRunningNorm):
         """More than one value per channel, as in torch."""
         if self.by_batch and plan.fewest == 1:
             raise ShapeError(
-                f"{self.name!r}: more than 1 value per channel is needed in training, the global input is"
-                f" {plan.shape}"
+                f"more than 1 value per channel is needed in training, the global input is {plan.shape}"
             )
 
 
@@ -224,9 +223,7 @@ class DistributedInstanceNorm(DistributedRunningNorm):
     def check(self, plan: NormPlan) -> None:
         """More than one spatial element, as in torch."""
         if self.by_batch and plan.fewest == 1:
-            raise ShapeError(
-                f"{self.name!r}: more than 1 spatial element is needed, the global input is {plan.shape}"
-            )
+            raise ShapeError(f"more than 1 spatial element is needed, the global input is {plan.shape}")
 
 
 class DistributedInstanceNorm1d(DistributedInstanceNorm):
@@ -310,9 +307,7 @@ class DistributedGroupNorm(DistributedNorm):
         shape = plan.shape
         count = shape[0] * shape[1] // self.num_groups * prod(shape[2:])
         if count == 1:
-            raise ShapeError(
-                f"{self.name!r}: more than 1 value per group is needed, the global input is {shape}"
-            )
+            raise ShapeError(f"more than 1 value per group is needed, the global input is {shape}")
 
 
 def _check_dims(layer: DistributedNorm, P_x: Partition, allowed: tuple[int, ...]) -> None:

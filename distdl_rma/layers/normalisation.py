@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple, Unpack
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import ShapeError
+from distdl_rma.errors import MismatchError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.agreement import Facts, Plans
-from distdl_rma.layers.autograd import anchor, tells_peers
+from distdl_rma.layers.autograd import anchor, anchored, tells_peers
 from distdl_rma.layers.callbacks import Callbacks
 from distdl_rma.layers.cells import Cells, Layout
 from distdl_rma.layers.layer import DistributedLayer, movement_of, source_of
@@ -235,13 +236,14 @@ class DistributedNorm(DistributedLayer):
     def _plans(self) -> Plans[NormPlan] | None:
         if self.machine.rank not in self._agreeing:
             return None
-        return Plans(self.machine, self._agreeing, self.name, self._plan, self.built_with)
+        return Plans(self.machine, self._agreeing, self.name, self._plan, self.built_with, self.outcome)
 
     def agreeing(self) -> tuple[int, ...]:
         """Ranks that take part in a call: those of P_x, and others that keep what a call changes."""
         return self.P_x.ranks
 
     def _plan(self, facts: dict[int, Facts]) -> NormPlan:
+        self._check_modes(facts)
         source, dtype = source_of(self.P_x, facts)
         if not dtype.is_floating_point:
             raise ShapeError(f"an input of a floating-point type is needed, got {dtype}")
@@ -254,7 +256,29 @@ class DistributedNorm(DistributedLayer):
                 f"input of global shape {source.shape} has extents {extents} in dimensions"
                 f" {self.layout.weighted}, the layer takes {self.store.shape}"
             )
-        return NormPlan(self, source, groups_of(self.P_x, self.layout, source, facts))
+        groups = groups_of(self.P_x, self.layout, source, facts)
+        # What moves does not depend on the mode: a plan serves all of them.
+        said = len(self._said())
+        key = tuple((fact.shape, fact.dtype, fact.weights, fact.wants[-said:]) for fact in facts.values())
+        plan = self._known.get(key)
+        if plan is None:
+            plan = self._known[key] = NormPlan(self, source, groups)
+        self.check(plan)
+        return plan
+
+    @cached_property
+    def _known(self) -> WeakValueDictionary[tuple[object, ...], NormPlan]:
+        return WeakValueDictionary()
+
+    def _check_modes(self, facts: dict[int, Facts]) -> None:
+        said = len(self._said())
+        (first, expected), *others = ((rank, fact.wants[:-said]) for rank, fact in facts.items())
+        for rank, mode in others:
+            if mode != expected:
+                raise MismatchError(
+                    f"rank {first} {self.about_mode(expected)} but rank {rank} {self.about_mode(mode)}:"
+                    " train() or eval(), track_running_stats and momentum must be alike on all ranks"
+                )
 
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
@@ -298,21 +322,23 @@ class DistributedNorm(DistributedLayer):
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
         """Plan for an input before it is there, as of :class:`ComposedLayer`."""
         x = self.expected(self.P_x, shape, dtype)
+        self.connect_parameters()
         if self._plans is not None:
-            self._plans.agree(x, self._typed(), self._said(), idle=not self.P_x.active)[0].connect()
+            with torch.no_grad():
+                plan, _ = self._plans.agree(x, self._typed(), self._wants(), not self.P_x.active)
+            plan.connect()
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise; ``input`` is the local shard, or a tensor without elements on ranks outside of P_x."""
         weights = {} if self.placed is None else self.placed.use()
         if self._plans is None:
-            return idle(input, weights.values())
-        plan, needs = self._plans.agree(input, self._typed(), self._said(), idle=not self.P_x.active)
-        self.check(plan)
+            return self.stand_aside(input, weights.values())
+        plan, needs = self._plans.agree(input, self._typed(), self._wants(), not self.P_x.active)
         with plainly():
             if plan.statistics is None:
                 self.stand_by(plan)
-                return idle(input, weights.values())
+                return anchored(idle(input, weights.values()), needs.any)
             used = {key: plan.used(key, values) for key, values in weights.items()}
             moments = self.moments(plan, plan.statistics, input)
             depends = moments.of_input and needs.input
@@ -322,7 +348,7 @@ class DistributedNorm(DistributedLayer):
             place = _as_it_is if elsewhere or self.replica is None else self.replica.fill
             job = Job(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
             return normalise(
-                input, used.get("weight"), used.get("bias"), anchor(depends), job, moments.shifted
+                input, used.get("weight"), used.get("bias"), anchor(needs.any), job, moments.shifted
             )
 
     def _typed(self) -> torch.Tensor | None:
@@ -337,6 +363,17 @@ class DistributedNorm(DistributedLayer):
     def _said(self) -> tuple[int, ...]:
         # What the user of this rank says of the statistics of this call.
         return said(vars(self), self.machine.rank)
+
+    def _wants(self) -> tuple[int, ...]:
+        return (*self.mode(), *self._said())
+
+    def mode(self) -> tuple[int, ...]:
+        """What of a call depends on more than its input, in numbers; to be alike on all ranks of the call."""
+        return ()
+
+    def about_mode(self, mode: tuple[int, ...]) -> str:
+        """A mode in words, for messages."""
+        return ""
 
     def check(self, plan: NormPlan) -> None:
         """Refuse an input that the kind of layer has no statistics of; alike on all ranks of a call."""

@@ -146,6 +146,18 @@ class DistributedRunningNorm(DistributedNorm):
         """Whether a call changes the running statistics."""
         raise NotImplementedError
 
+    def mode(self) -> tuple[int, ...]:
+        """By what a call normalises, and how it changes the running statistics; as of the base."""
+        bits = -1 if self.momentum is None else int(np.float64(self.momentum).view(np.int64))
+        return int(self.by_batch), int(self.tracks), bits if self.tracks else 0
+
+    def about_mode(self, mode: tuple[int, ...]) -> str:
+        """A mode in words, for messages."""
+        by_batch, tracks, bits = mode
+        by = f"normalises by the statistics of {'the batch' if by_batch else 'earlier batches'}"
+        momentum = "None" if bits == -1 else np.int64(bits).view(np.float64)
+        return f"{by} and tracks them with momentum {momentum}" if tracks else f"{by} and tracks none"
+
     def rate(self) -> float:
         """Weight of this batch in the running statistics."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ from distdl_rma.errors import UnsupportedError
 
 __all__ = [
     "DTYPES",
+    "MAX_DIMS",
     "as_array",
     "as_tensor",
     "as_words",
@@ -21,6 +22,7 @@ __all__ = [
     "plainly",
     "reduction_dtype",
     "sum_dtype",
+    "trouble_with",
     "zero_volume_tensor",
 ]
 
@@ -45,6 +47,8 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+# Dimensions of a tensor that ranks can tell each other of.
+MAX_DIMS = 8
 # What moves is bits: words of the same size, as torch and as numpy know them.
 _WORDS: dict[int, tuple[torch.dtype, Any]] = {
     1: (torch.uint8, np.uint8),
@@ -90,6 +94,19 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return _SUM_DTYPES.get(dtype, dtype)
 
 
+def trouble_with(x: object, what: str = "input") -> str:
+    """What keeps a value from being a shard that can move; empty if nothing does."""
+    if not isinstance(x, torch.Tensor):
+        return f"{what} is of type {type(x).__name__}, wanted a tensor"
+    if x.layout is not torch.strided or x.is_nested:
+        return f"{what} has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor"
+    if x.device.type != "cpu":
+        return f"{what} is on device {x.device}, wanted a tensor on the CPU"
+    if x.dtype not in DTYPES:
+        return f"{what} has the unsupported dtype {x.dtype}, wanted one of {list(DTYPES)}"
+    return f"{what} has {x.dim()} dimensions, wanted at most {MAX_DIMS}" if x.dim() > MAX_DIMS else ""
+
+
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Numpy view of a CPU tensor; no copy, no autograd. bfloat16 becomes uint16 words."""
     if tensor.dtype == torch.bfloat16:
@@ -127,7 +144,8 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype("cpu")
     castable = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(t.to(dtype) if t is not None and t.dtype in castable else t for t in tensors)
+    # What is no tensor is refused later, by all ranks at once.
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in castable else t for t in tensors)
 
 
 def plainly() -> AbstractContextManager[object]:

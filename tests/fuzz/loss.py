@@ -197,7 +197,7 @@ def run(P_world, size, seed):
         expected = getattr(nn, case.kind)(reduction=case.reduction, **case.arguments)(x, target)
     loss = getattr(layers, f"Distributed{case.kind}")(P_x, reduction=case.reduction, **case.arguments)
     local = case.cut(x, P_x).requires_grad_(), case.cut(target, P_x).requires_grad_(target_too)
-    refusal = refused(loss, rng, case, *local) if whole and rng.random() < 0.4 else None
+    refusal = refused(loss, rng, case, *local) if rng.random() < 0.4 else None
     value = loss(*local)
     zero = torch.zeros_like(expected)
     results = [("value", value, (expected if P_x.active else zero) if whole else case.cut(expected, P_x))]

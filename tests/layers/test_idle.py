@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import Distribution
+from distdl_rma import Distribution, zero_volume_tensor
 from distdl_rma.layers import (
     Concat,
     Conv,
@@ -27,6 +27,7 @@ LAYERS = {
     "conv": lambda P: Conv(P, (2, 3, 3, 7, 4), ONE, kernel_size=1),
     "circular": lambda P: Conv(P, (2, 3, 3, 7, 4), ONE, kernel_size=3, padding=1, padding_mode="circular"),
     "norm": lambda P: InstanceNorm(P, IMAGE, ONE, affine=True),
+    "norm without weights": lambda P: InstanceNorm(P, IMAGE, ONE),
     "concat": lambda P: Concat(P, (2, (3,), 7, 4), [ONE]),
     "transposed": lambda P: DistributedConvTranspose2d(alone(P), 3, 3, 1),
     "pooling": lambda P: DistributedMaxPool2d(alone(P), 1),
@@ -45,6 +46,17 @@ def test_the_output_of_an_idle_rank_has_no_elements(P_world, comm, make):
     assert not (idle and x.grad.any())
     for parameter in layer.parameters():
         assert parameter.grad is not None
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_a_backward_may_start_at_the_output_of_an_idle_rank(P_world, comm, make):
+    layer = make(P_world)
+    x = torch.randn(IMAGE, requires_grad=True) if comm.rank == 0 else zero_volume_tensor(2)
+    layer(x).sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+    with torch.no_grad():
+        assert not layer(x).requires_grad
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())

@@ -220,7 +220,9 @@ def test_what_does_not_fit_is_refused_with_split_classes_too(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, comm.size))
     loss, odd = DistributedNLLLoss(P_x, name="label"), comm.rank == comm.size - 1
     x, target = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    refused(comm, loss, torch.zeros(2 + odd, 3), target, r"'label \(input\)': .* must agree in dimension 0")
+    wrong = torch.zeros(2 + odd, 3)
+    refused(comm, loss, wrong, target, rf"rank {comm.size - 1}: input has shape \(3, 3\) but target \(2,\)")
+    refused(comm, loss, wrong, target.new_zeros(2 + odd), r"'label \(input\)': .* must agree in dimension 0")
     refused(comm, loss, x, target[: 2 - odd], r"class indices have shape \(2,\)")
     refused(comm, loss, x.double() if odd else x, target, "torch.float32 but rank . torch.float64")
     refused(comm, loss, x, x if odd else target, r"'label \(target\)': rank 0 passes torch.int64 but rank")

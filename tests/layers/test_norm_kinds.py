@@ -190,3 +190,28 @@ def test_running_statistics_start_anew(P_world, comm):
     layer.reset_running_stats()
     for key, value in nn.BatchNorm1d(3).state_dict().items():
         assert torch.equal(layer.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("grid", [lambda n: (1, 1, n), lambda n: (1, n, 1), lambda n: (n, 1, 1)])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_groups_of_no_channels_are_normalised_as_by_torch(P_world, comm, grid, groups):
+    P_x = P_world.create_cartesian_topology_partition(grid(comm.size))
+    layer, x = DistributedGroupNorm(P_x, groups, 0), torch.randn(2, 0, 5, requires_grad=True)
+    y = layer(x)
+    assert y.shape == nn.GroupNorm(groups, 0)(x).shape == (2, 0, 5)
+    y.sum().backward()
+    assert layer.weight.grad.shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4), (2, 2, 0)])
+def test_an_empty_batch_is_counted_and_leaves_running_statistics(P_world, comm, shape):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layers = [DistributedBatchNorm1d(P_x, 2), DistributedInstanceNorm1d(P_x, 2, track_running_stats=True)]
+    for layer, twin in zip(
+        layers, [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)], strict=True
+    ):
+        x = torch.randn(shape, requires_grad=True)
+        layer(x).sum().backward()
+        if shape[0] or isinstance(twin, nn.BatchNorm1d):
+            twin(x)
+        assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))

@@ -1,0 +1,65 @@
+"""What became of a call, for ranks that have no part in it and yet wait for its backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from distdl_rma import errors
+from distdl_rma.errors import DistdlError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
+from distdl_rma.segments.channel import Channel
+
+__all__ = ["Outcome"]
+
+_NBYTES = 1024
+
+
+class Outcome:
+    """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
+
+    Who tells does not wait for those who hear, unless these are two calls behind. Local to make.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    teller
+        Rank id of the rank that tells.
+    audience
+        Rank ids of those that hear.
+    name
+        Name of the layer.
+    """
+
+    def __init__(self, machine: Machine, teller: int, audience: Sequence[int], name: str) -> None:
+        rank, shape = machine.rank, (_NBYTES,)
+        root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
+        others = Decomposition.replicated(Partition(tuple(audience), (len(audience),), rank), shape)
+        self._tells = rank == teller
+        self._channel = Channel(machine.segments, Exchange(rank, root, others), np.uint8, f"{name} (outcome)")
+        weakref.finalize(self, self._channel.close)
+
+    def connect(self) -> None:
+        """Exchange addresses, once; blocking."""
+        self._channel.connect()
+
+    def tell(self, error: DistdlError | None = None) -> None:
+        """Say that a call was refused, or that it was not; nothing on ranks that hear."""
+        if self._tells:
+            row = np.zeros(_NBYTES, np.uint8)
+            words = b"" if error is None else f"{type(error).__name__} {error}".encode()[:_NBYTES]
+            row[: len(words)] = np.frombuffer(words, np.uint8)
+            self._channel.move(row)
+
+    def hear(self) -> None:
+        """Wait for what became of the next call, and raise the error that its ranks raise, if they do."""
+        words = self._channel.move(np.zeros(0, np.uint8)).tobytes().rstrip(b"\0").decode(errors="ignore")
+        if words:
+            kind, _, text = words.partition(" ")
+            raise getattr(errors, kind, ShapeError)(text)

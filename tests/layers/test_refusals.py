@@ -1,0 +1,320 @@
+"""What one rank does wrong is refused on all ranks of a layer in the same words, and the layer goes on."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from distdl_rma import (
+    DistdlError,
+    GradientSync,
+    Machine,
+    MismatchError,
+    ShapeError,
+    layers,
+    zero_volume_tensor,
+)
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+FLOAT, INDEX = torch.float32, torch.int64
+
+
+def rows(P, dims=1):
+    """All ranks along the first spatial dimension."""
+    return P.create_cartesian_topology_partition((1, 1, P.size, *(1,) * (dims - 1)))
+
+
+def columns(P):
+    return P.create_cartesian_topology_partition((1, P.size))
+
+
+def blocks(P):
+    return P.create_cartesian_topology_partition((P.size, 1))
+
+
+def first(P):
+    return P.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1))
+
+
+def linear(kind, P):
+    made = getattr(layers, kind)
+    if kind == "DistributedLinear":
+        return made(columns(P), columns(P), P.create_cartesian_topology_partition((1, P.size)), 4 * P.size, 3)
+    return made(
+        blocks(P) if kind.endswith("Zero") else columns(P), 4 * (1 if kind.endswith("Zero") else P.size), 3
+    )
+
+
+# The layer, the shape of every rank's shard, and its type.
+LAYERS = {
+    "convolution": (lambda P: layers.DistributedConv1d(rows(P), 2, 3, 3, padding=1), (2, 2, 4), FLOAT),
+    "circular": (
+        lambda P: layers.DistributedConv1d(rows(P), 2, 3, 3, padding=1, padding_mode="circular"),
+        (2, 2, 4),
+        FLOAT,
+    ),
+    "channels": (
+        lambda P: layers.DistributedConv1d(
+            P.create_cartesian_topology_partition((1, P.size, 1)), 2 * P.size, 3, 1
+        ),
+        (2, 2, 4),
+        FLOAT,
+    ),
+    "root": (lambda P: layers.DistributedConv1d(rows(P), 2, 3, 3, weights="root"), (2, 2, 4), FLOAT),
+    "transposed": (lambda P: layers.DistributedConvTranspose1d(rows(P), 2, 3, 3), (2, 2, 4), FLOAT),
+    "average": (lambda P: layers.DistributedAvgPool1d(rows(P), 3, 1), (2, 2, 4), FLOAT),
+    "maximum": (lambda P: layers.DistributedMaxPool1d(rows(P), 3, 1, return_indices=True), (2, 2, 4), FLOAT),
+    "adaptive average": (lambda P: layers.DistributedAdaptiveAvgPool1d(rows(P), 2), (2, 2, 4), FLOAT),
+    "adaptive maximum": (lambda P: layers.DistributedAdaptiveMaxPool1d(rows(P), 2), (2, 2, 4), FLOAT),
+    "upsampling": (lambda P: layers.DistributedUpsample(rows(P), scale_factor=2), (2, 2, 4), FLOAT),
+    "padding": (lambda P: layers.DistributedReflectionPad1d(rows(P), 1), (2, 2, 4), FLOAT),
+    "batch norm": (lambda P: layers.DistributedBatchNorm1d(rows(P), 2), (2, 2, 4), FLOAT),
+    "instance norm": (lambda P: layers.DistributedInstanceNorm1d(rows(P), 2, affine=True), (2, 2, 4), FLOAT),
+    "group norm": (lambda P: layers.DistributedGroupNorm(rows(P), 1, 2), (2, 2, 4), FLOAT),
+    "layer norm": (lambda P: layers.DistributedLayerNorm(rows(P), 4 * P.size), (2, 2, 4), FLOAT),
+    "root mean square": (lambda P: layers.DistributedRMSNorm(rows(P), 4 * P.size), (2, 2, 4), FLOAT),
+    "embedding": (lambda P: layers.DistributedEmbedding(columns(P), 7, 3), (2, 3), INDEX),
+    "halo": (lambda P: layers.HaloExchange(rows(P), 1), (2, 2, 4), FLOAT),
+    "repartition": (lambda P: layers.Repartition(columns(P), blocks(P)), (2, 3), FLOAT),
+    "broadcast": (lambda P: layers.Broadcast(columns(P), columns(P)), (2, 3), FLOAT),
+    "sum": (
+        lambda P: layers.SumReduce(
+            columns(P), P.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
+        ),
+        (2, 3),
+        FLOAT,
+    ),
+    "sum on all": (lambda P: layers.AllSumReduce(columns(P), 1), (2, 3), FLOAT),
+    "gather": (lambda P: layers.AllGather(columns(P), 1), (2, 3), FLOAT),
+    "scatter": (lambda P: layers.ReduceScatter(columns(P), 1), (2, 3), FLOAT),
+    "concatenation": (
+        lambda P: partial(twice, layers.DistributedConcat([blocks(P)] * 2, columns(P))),
+        (2, 3),
+        FLOAT,
+    ),
+} | {
+    kind: (partial(linear, kind), (2, 4), FLOAT)
+    for kind in (
+        "DistributedLinear",
+        "DistributedLinearAllGather",
+        "DistributedLinearReduceScatter",
+        "DistributedLinearAllGatherZero",
+        "DistributedLinearReduceScatterZero",
+    )
+}
+LOSSES = {
+    kind: (lambda P, kind=kind, reduction=reduction: getattr(layers, kind)(blocks(P), reduction=reduction))
+    for kind, reduction in (
+        ("DistributedMSELoss", "mean"),
+        ("DistributedL1Loss", "none"),
+        ("DistributedKLDivLoss", "batchmean"),
+        ("DistributedCrossEntropyLoss", "sum"),
+    )
+} | {"split classes": lambda P: layers.DistributedNLLLoss(columns(P))}
+
+
+def twice(layer, x):
+    """A call with one tensor for both inputs, of which the second is right."""
+    other = torch.ones(2, 3)
+    return layer(x, other)
+
+
+# What one rank passes in the place of a tensor, and whether every layer refuses it.
+FAULTS = {
+    "nothing": lambda x: None,
+    "a list": lambda x: x.tolist(),
+    "an array": lambda x: x.detach().numpy(),
+    "sparse": lambda x: x.detach().to_sparse(),
+    "on no device": lambda x: x.detach().to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x.detach().flatten()], layout=torch.jagged),
+    "another type": lambda x: x.detach().to(torch.complex64),
+    "too many dimensions": lambda x: x.detach().reshape(*(1,) * 7, *x.shape),
+}
+
+
+def same_error(comm, call, kind=DistdlError):
+    """The call raises on all ranks, of one type and in the same words."""
+    with pytest.raises(kind) as caught:
+        call()
+    texts = comm.allgather((type(caught.value).__name__, str(caught.value)))
+    assert len(set(texts)) == 1, texts
+    return texts[0][1]
+
+
+def right(shape, dtype):
+    return torch.ones(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_fault_on_one_rank_is_refused_on_all_and_the_layer_goes_on(P_world, comm, kind):
+    make, shape, dtype = LAYERS[kind]
+    layer, good = make(P_world), right(shape, dtype)
+    for at, fault in enumerate(FAULTS.values()):
+        culprit = at % comm.size
+        wrong = fault(good) if comm.rank == culprit else good
+        same_error(comm, lambda wrong=wrong: layer(wrong))
+        if at % 3 == 0:
+            layer(good)
+    leaf = good.clone().requires_grad_(dtype is FLOAT and comm.rank == 0)
+    y = layer(leaf)
+    y = y[0] if isinstance(y, tuple) else y
+    if y.requires_grad:
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_refuses_a_fault_of_one_rank_on_all_of_them(P_world, comm, kind):
+    loss = LOSSES[kind](P_world)
+    x = torch.full((3, 4), 0.25)
+    classes = "Cross" in kind or "split" in kind
+    target = torch.zeros(3, dtype=INDEX) if classes else x
+    for at, fault in enumerate(FAULTS.values()):
+        culprit = at % comm.size
+        mine = comm.rank == culprit
+        same_error(comm, lambda fault=fault, mine=mine: loss(fault(x) if mine else x, target), ShapeError)
+        same_error(
+            comm, lambda fault=fault, mine=mine: loss(x, fault(target) if mine else target), ShapeError
+        )
+        loss(x, target)
+
+
+def test_an_index_out_of_range_is_refused_on_all_ranks(P_world, comm):
+    layer = layers.DistributedEmbedding(columns(P_world), 7, 3)
+    good = torch.tensor([[0, 6]])
+    for wrong, shown in ((7, 7), (-1, -1)):
+        x = torch.tensor([[wrong, 2]]) if comm.rank == 1 else good
+        text = same_error(comm, lambda x=x: layer(x), ShapeError)
+        assert f"rank 1: index {shown} is out of range of 7 embeddings" in text
+    assert layer(good).shape == (1, 2, 3)
+
+
+def test_what_is_no_output_size_on_one_rank_is_refused_on_all(P_world, comm):
+    layer, x = layers.DistributedConvTranspose1d(rows(P_world), 1, 1, 2, stride=2), torch.ones(1, 1, 3)
+    for wrong in (["many"], [1] * 9, [1 << 70]):
+        size = wrong if comm.rank == 1 else None
+        same_error(comm, lambda size=size: layer(x, output_size=size), ShapeError)
+    layer(x)
+
+
+@pytest.mark.parametrize("kind", ["DistributedBatchNorm1d", "DistributedInstanceNorm1d"])
+def test_a_mode_that_differs_between_ranks_is_refused_at_once(P_world, comm, kind):
+    layer = getattr(layers, kind)(rows(P_world), 2, track_running_stats=True)
+    x, odd = torch.randn(2, 2, 4), comm.rank == comm.size - 1
+    for change in (
+        lambda: layer.train(not odd),
+        lambda: setattr(layer, "momentum", 0.5 if odd else 0.1),
+        lambda: setattr(layer, "momentum", None if odd and "Batch" in kind else 0.1 + odd),
+    ):
+        before = {key: value.clone() for key, value in layer.state_dict().items()}
+        change()
+        text = same_error(comm, lambda: layer(x), MismatchError)
+        assert "train() or eval()" in text
+        assert all(torch.equal(before[key], value) for key, value in layer.state_dict().items())
+        layer.train().momentum = 0.1
+        layer(x)
+    assert len(set(comm.allgather(layer.running_mean.sum().item()))) == 1
+
+
+def test_a_plan_serves_every_mode_and_momentum(P_world):
+    layer, x = layers.DistributedBatchNorm1d(rows(P_world), 2), torch.randn(2, 2, 4)
+    layer(x)
+    before = layer.machine.segments.stats().used
+    for momentum in (0.2, 0.3):
+        layer.momentum = momentum
+        layer.train()(x)
+        layer.eval()(x)
+    assert layer.machine.segments.stats().used == before
+
+
+# Layers on the first rank alone, whose weights are on all; a good and a wrong input for it.
+KEEPERS = {
+    "convolution": (lambda P: layers.DistributedConv1d(first(P), 2, 3, 3), (2, 2, 4), (2, 2, 1)),
+    "circular": (
+        lambda P: layers.DistributedConv1d(first(P), 2, 3, 3, padding=1, padding_mode="circular"),
+        (2, 2, 4),
+        (2, 3, 4),
+    ),
+    "transposed": (lambda P: layers.DistributedConvTranspose1d(first(P), 2, 3, 3), (2, 2, 4), (2, 1, 4)),
+    "instance norm": (
+        lambda P: layers.DistributedInstanceNorm1d(first(P), 2, affine=True),
+        (2, 2, 4),
+        (2, 2, 1),
+    ),
+    "group norm": (lambda P: layers.DistributedGroupNorm(first(P), 1, 2), (2, 2, 4), (2, 3, 4)),
+    "batch norm": (lambda P: layers.DistributedBatchNorm1d(first(P), 2), (2, 2, 4), (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_ranks_that_only_keep_weights_hear_what_is_refused(P_world, comm, kind, synchronised):
+    make, shape, bad = KEEPERS[kind]
+    layer = make(P_world)
+    sync = GradientSync(layer, P_world) if synchronised else None
+    busy = comm.rank == 0
+    wrong = torch.ones(bad) if busy else zero_volume_tensor(2)
+    good = torch.arange(16.0).view(shape) if busy else zero_volume_tensor(2)
+    for _ in range(4):
+        same_error(comm, lambda: layer(wrong).sum().backward(), ShapeError)
+    for _ in range(3):
+        layer.zero_grad()
+        layer(good).square().sum().backward()
+    same_error(comm, lambda: layer(None if busy else good).sum().backward(), ShapeError)
+    layer.zero_grad()
+    layer(good).square().sum().backward()
+    gradients = comm.allgather([p.grad.clone() for p in layer.parameters()])
+    assert all(torch.equal(a, b) for one in gradients for a, b in zip(one, gradients[0], strict=True))
+    assert gradients[0][0].any()
+    if sync is not None:
+        sync.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KEEPERS if kind != "batch norm"])
+def test_ranks_that_only_keep_weights_need_not_call_for_an_inference(P_world, comm, kind):
+    make, shape, bad = KEEPERS[kind]
+    layer = make(P_world)
+    for _ in range(4 if comm.rank == 0 else 0):
+        layer.train()
+        with torch.no_grad():
+            layer(torch.ones(shape))
+        with torch.no_grad(), pytest.raises(ShapeError):
+            layer(torch.ones(bad))
+        layer.eval()(torch.ones(shape))
+    layer.train()
+    layer(torch.ones(shape) if comm.rank == 0 else zero_volume_tensor(2)).sum().backward()
+
+
+def test_a_call_that_no_backward_follows_sends_nothing_to_ranks_outside(comm):
+    with Machine(comm, segment_size="4MiB", timeout=15) as machine:
+        layer = layers.DistributedConv1d(first(machine.partition()), 2, 3, 3)
+        before = vars(machine.segments.counters).copy()
+        x = torch.ones(2, 2, 4) if comm.rank == 0 else zero_volume_tensor(2)
+        with torch.no_grad():
+            layer(x)
+        layer.eval()(x)
+        for parameter in layer.train().parameters():
+            parameter.requires_grad_(False)
+        layer(x)
+        assert vars(machine.segments.counters) == before
+
+
+def test_a_recomputation_tells_ranks_outside_nothing_twice(P_world, comm):
+    layer = layers.DistributedConv1d(first(P_world), 2, 3, 3)
+    x = torch.ones(2, 2, 4) if comm.rank == 0 else zero_volume_tensor(2)
+    x.requires_grad_()
+    for again in (False, True):
+        for _ in range(4):
+            checkpoint(layer, x, use_reentrant=again).sum().backward()
+    wrong = torch.ones(2, 3, 4) if comm.rank == 0 else x
+    same_error(comm, lambda: checkpoint(layer, wrong, use_reentrant=False).sum().backward(), ShapeError)
+
+
+def test_ranks_with_parts_of_the_same_classes_must_have_the_same_class_indices(P_world, comm):
+    loss = layers.DistributedCrossEntropyLoss(columns(P_world))
+    scores, labels = torch.zeros(3, 2), torch.tensor([0, 1, 1])
+    other = labels.flip(0) if comm.rank == 1 else labels
+    text = same_error(comm, lambda: loss(scores, other), ShapeError)
+    assert "ranks 0 and 1 " in text
+    loss(scores, labels)
