@@ -193,9 +193,10 @@ class DistributedAdaptiveMaxPool(_Adaptive):
     """Max pooling to a given global size, of a tensor that is split over ranks.
 
     Every rank fetches what its outputs read. Local input: the shard of this rank, of any size that forms a
-    grid with the others'. Local output: the balanced shard of the global output on P_y; with
-    ``return_indices`` a pair of it and of the positions in the *global* plane, flattened, as the sequential
-    layer gives them. Collective to construct over the machine; a call involves the ranks of P_x and P_y.
+    grid with the others'. Local output: the balanced shard of the global output on P_y, but where that is
+    P_x the batch stays cut as it is; with ``return_indices`` a pair of it and of the positions in the
+    *global* plane, flattened, as the sequential layer gives them. Collective to construct over the machine;
+    a call involves the ranks of P_x and P_y.
 
     Parameters
     ----------

@@ -47,8 +47,8 @@ class DistributedPad(SpatialLayer):
     """Padding of a tensor that is split over ranks, in batch, channels and space.
 
     Local input: the shard of this rank, of any size that forms a grid with the others'. Local output: the
-    balanced shard of the padded global tensor on P_y. Any type of elements. Collective to construct over
-    the machine; a call involves the ranks of P_x and P_y.
+    balanced shard of the padded global tensor on P_y; where that is P_x the batch stays cut as it is. Any
+    type of elements. Collective to construct over the machine; a call involves the ranks of P_x and P_y.
 
     Parameters
     ----------

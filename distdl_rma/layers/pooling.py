@@ -96,8 +96,8 @@ class DistributedAvgPool(_Pool):
     """Average pooling of a tensor that is split over ranks, in batch, channels and space.
 
     Local input: the shard of this rank, of any size that forms a grid with the others'. Local output: the
-    balanced shard of the global output on P_y. Collective to construct over the machine; a call involves
-    the ranks of P_x and P_y.
+    balanced shard of the global output on P_y; where that is P_x the batch stays cut as it is. Collective
+    to construct over the machine; a call involves the ranks of P_x and P_y.
 
     Parameters
     ----------
@@ -201,9 +201,9 @@ class DistributedMaxPool(_Pool):
     """Max pooling of a tensor that is split over ranks, in batch, channels and space.
 
     Local input: the shard of this rank, of any size that forms a grid with the others'. Local output: the
-    balanced shard of the global output on P_y; with ``return_indices`` a pair of it and of the positions in
-    the *global* plane, flattened, as the sequential layer gives them. Collective to construct over the
-    machine; a call involves the ranks of P_x and P_y.
+    balanced shard of the global output on P_y, but where that is P_x the batch stays cut as it is; with
+    ``return_indices`` a pair of it and of the positions in the *global* plane, flattened, as the sequential
+    layer gives them. Collective to construct over the machine; a call involves the ranks of P_x and P_y.
 
     Parameters
     ----------

@@ -92,8 +92,9 @@ class SpatialLayer(ComposedLayer):
         raise NotImplementedError
 
     def balanced(self, source: Decomposition, extents: Sequence[int]) -> Decomposition:
-        """Outputs of the given spatial extents, balanced over P_y."""
-        return Decomposition.balanced(self.P_y, (*source.shape[:_LEADING], *extents))
+        """Outputs of the given spatial extents, balanced over P_y; on P_x itself the batch stays as it is."""
+        outputs = Decomposition.balanced(self.P_y, (*source.shape[:_LEADING], *extents))
+        return outputs.with_splits({0: source.splits[0]}) if self.P_y == self.P_x else outputs
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

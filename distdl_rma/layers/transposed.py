@@ -44,9 +44,10 @@ class DistributedConvTranspose(ComposedLayer):
 
     Every rank applies the transposed convolution to its own data, outputs that overlap are summed on their
     way to their owners, who add the bias. Local input: the shard of this rank on P_x, of any size that
-    forms a grid with the others'. Local output: the balanced shard of the global output on P_y. The numbers
-    are those of the sequential torch layer on the global tensor, for every argument of torch. Collective to
-    construct over the machine; a call involves the ranks of the three partitions.
+    forms a grid with the others'. Local output: the balanced shard of the global output on P_y; where that
+    is P_x and P_W is not given, the batch stays cut as it is. The numbers are those of the sequential torch
+    layer on the global tensor, for every argument of torch. Collective to construct over the machine; a
+    call involves the ranks of the three partitions.
 
     Parameters
     ----------
@@ -157,7 +158,11 @@ class DistributedConvTranspose(ComposedLayer):
         output_size
             Global extents of the output, in space or in all dimensions, as in torch; alike on all ranks.
         """
-        wants = () if output_size is None else tuple(as_int(n) for n in output_size)
+        try:
+            wants = () if output_size is None else tuple(as_int(n) for n in output_size)
+        except TypeError:
+            problem = f"output_size is a sequence of integers, got {output_size!r}"
+            return self.apply_to(input, self._wants, problem)
         return self.apply_to(input, (output_size is not None, *wants))
 
     def _output_padding(self, extents: Sequence[int], wants: tuple[int, ...]) -> tuple[int, ...]:
@@ -206,6 +211,8 @@ class DistributedConvTranspose(ComposedLayer):
         reach = self.local.stencil.splits(space, extents)
         partial = self.work.by_columns(batch, reach, rows)
         target = Decomposition.balanced(self.P_y, (source.shape[0], self.out_channels, *extents))
+        if self.P_W is None and self.P_y == self.P_x:
+            target = target.with_splits({0: source.splits[0]})
         gather = None if self.P_W is None else movement_of(self, source, own, dtype, "input")
         scatter = movement_of(self, partial, target, dtype, "output")
         block = self.work.blocks(rows).box(self.machine.rank).bounds[:2]

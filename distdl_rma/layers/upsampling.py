@@ -29,8 +29,8 @@ class DistributedUpsample(SpatialLayer):
 
     Every rank fetches what its outputs read, which is found by torch's rules from the *global* extents.
     Local input: the shard of this rank, of any size that forms a grid with the others'. Local output: the
-    balanced shard of the global output on P_y. Collective to construct over the machine; a call involves
-    the ranks of P_x and P_y.
+    balanced shard of the global output on P_y; where that is P_x the batch stays cut as it is. Collective
+    to construct over the machine; a call involves the ranks of P_x and P_y.
 
     Parameters
     ----------

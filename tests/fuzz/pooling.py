@@ -8,7 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import layers
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
-from tests.layers.random_shards import cut, cut_balanced, random_blocks, random_partition
+from distdl_rma.geometry import Decomposition
+from tests.layers.random_shards import cut, random_blocks, random_partition
 from tests.layers.sequential import agree
 
 REFUSALS = (ShapeError, PartitionError, UnsupportedError)
@@ -206,13 +207,16 @@ def compare(rng, layer, module, P_x, P_y, x, what):
         assert y is None or expected is not None or strict, f"{what}: torch refuses"
         assert expected is None or may_refuse(layer, module), f"{what}: torch does not refuse"
         return
+    target = Decomposition.balanced(P_y, (expected[0] if isinstance(expected, tuple) else expected).shape)
+    if P_x == P_y:
+        target = target.with_splits({0: blocks.splits[0]})
     if isinstance(expected, tuple):
         (expected, index), (y, places) = expected, y
         assert places.dtype == torch.int64
         if P_y.active:
-            assert torch.equal(places, cut_balanced(P_y, index)), f"{what}: indices"
+            assert torch.equal(places, cut(target, index)), f"{what}: indices"
     if P_y.active:
-        agree(y, cut_balanced(P_y, expected), what)
+        agree(y, cut(target, expected), what)
     else:
         assert y.numel() == 0, what
     gradient = torch.randn_like(expected)
@@ -222,6 +226,6 @@ def compare(rng, layer, module, P_x, P_y, x, what):
         # torch's backward of some layers refuses outputs without elements.
         x.grad = torch.zeros_like(x)
     if y.requires_grad:
-        y.backward(cut_balanced(P_y, gradient) if P_y.active else torch.zeros_like(y))
+        y.backward(cut(target, gradient) if P_y.active else torch.zeros_like(y))
     if local.requires_grad:
         agree(local.grad, cut(blocks, x.grad), f"{what}: gradient")

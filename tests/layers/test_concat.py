@@ -42,7 +42,10 @@ def compare(layer, P_xs, P_y, xs, needs=None, blocks=None, target=None):
     )
     wholes = [x.clone().requires_grad_() for x in xs]
     expected = torch.cat(wholes, 1)
-    target = Decomposition.balanced(P_y, expected.shape) if target is None else target
+    if target is None:
+        target = Decomposition.balanced(P_y, expected.shape)
+        if P_xs[0] == P_y:
+            target = target.with_splits({0: blocks[0].splits[0]})
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
     locals_ = [
