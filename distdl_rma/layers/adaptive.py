@@ -81,8 +81,8 @@ class DistributedAdaptiveAvgPool(_Adaptive):
     Every rank sums what its own data contributes to each output; these sums travel, not the data, and the
     owners of the outputs add them: a global pool sends one number per channel and rank. Local input: the
     shard of this rank, of any size that forms a grid with the others'. Local output: the balanced shard of
-    the global output on P_y. Collective to construct over the machine; a call involves the ranks of P_x
-    and P_y.
+    the global output on P_y; where that is P_x the batch stays cut as it is. Collective to construct over
+    the machine; a call involves the ranks of P_x and P_y.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from distdl_rma.layers.announced import Announced, look_alike
 from distdl_rma.layers.autograd import anchored
 from distdl_rma.layers.callbacks import Callbacks, answer, check_answers
 from distdl_rma.layers.movement import Movement
-from distdl_rma.layers.outcome import Outcome
+from distdl_rma.layers.outcome import Audience, Outcome
 from distdl_rma.layers.replica import Replica, idle
 from distdl_rma.layers.tensors import trouble_with
 from distdl_rma.layers.weights import Initial, Placement, Weights, as_whole, lasting, register
@@ -191,14 +191,11 @@ class DistributedLayer(nn.Module):
         return self.members
 
     @cached_property
-    def _keeping_outside(self) -> Replica | None:
-        # Copies of this rank's parameters, if any of them are on ranks that take no part in a call.
-        replica = self.replica
-        return None if replica is None or set(replica.holders) <= set(self.agreeing()) else replica
-
-    @cached_property
-    def _outcomes(self) -> dict[tuple[int, ...], Outcome | None]:
-        return {}
+    def _audience(self) -> Audience | None:
+        replica, inside = self.replica, self.agreeing()
+        if replica is None or set(replica.holders) <= set(inside):
+            return None
+        return Audience(self.machine, inside, replica.summing, self.name)
 
     def outcome(self) -> Outcome | None:
         """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
@@ -206,24 +203,11 @@ class DistributedLayer(nn.Module):
         Those outside that keep copies of the weights wait in the sum of gradients. They hear in calls that a
         backward may follow: in training, while gradients are recorded, but not again in a recomputation.
         """
-        keeping = self._keeping_outside
-        if keeping is None or not (self.training and torch.is_grad_enabled()):
+        audience = self._audience
+        if audience is None or not (self.training and torch.is_grad_enabled()):
             return None
-        # Looked up in every call, as the user may give the callback later.
-        ranks = keeping.summing()
-        if ranks not in self._outcomes:
-            self._outcomes[ranks] = self._outcome_among(ranks)
-        found = self._outcomes[ranks]
-        if found is None or torch._C._current_graph_task_id() >= 0:
-            return None
-        return found if any(p.requires_grad and p.numel() for p in self.parameters()) else None
-
-    def _outcome_among(self, ranks: Sequence[int]) -> Outcome | None:
-        inside = self.agreeing()
-        audience = tuple(sorted(set(ranks).difference(inside)))
-        if not audience or self.machine.rank not in (inside[0], *audience):
-            return None
-        return Outcome(self.machine, inside[0], audience, self.name)
+        learns = any(p.requires_grad and p.numel() for p in self.parameters())
+        return audience.outcome() if learns and torch._C._current_graph_task_id() < 0 else None
 
     def connect_parameters(self) -> None:
         """Exchange addresses for parameters that travel, and with ranks outside; blocking."""

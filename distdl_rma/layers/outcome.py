@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
 
-__all__ = ["Outcome"]
+__all__ = ["Audience", "Outcome"]
 
 _NBYTES = 1024
 
@@ -63,3 +63,38 @@ class Outcome:
         if words:
             kind, _, text = words.partition(" ")
             raise getattr(errors, kind, ShapeError)(text)
+
+
+class Audience:
+    """Ranks that keep copies of a layer's weights without a part in its calls; local to make.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    inside
+        Rank ids that take part in calls; the first of them tells.
+    summing
+        Asked in every call, as its answer may change: rank ids that gradients are summed over.
+    name
+        Name of the layer.
+    """
+
+    def __init__(
+        self, machine: Machine, inside: Sequence[int], summing: Callable[[], Sequence[int]], name: str
+    ) -> None:
+        self._machine, self._inside, self._summing, self._name = machine, tuple(inside), summing, name
+        self._outcomes: dict[tuple[int, ...], Outcome | None] = {}
+
+    def outcome(self) -> Outcome | None:
+        """How those that will wait are told what becomes of a call; None where none do, or hear of it."""
+        ranks = tuple(self._summing())
+        if ranks not in self._outcomes:
+            self._outcomes[ranks] = self._among(ranks)
+        return self._outcomes[ranks]
+
+    def _among(self, ranks: tuple[int, ...]) -> Outcome | None:
+        teller, hearing = self._inside[0], sorted(set(ranks).difference(self._inside))
+        if not hearing or self._machine.rank not in (teller, *hearing):
+            return None
+        return Outcome(self._machine, teller, hearing, self._name)
