@@ -18,8 +18,13 @@ Words = dict[str, Any]
 
 
 def check(
-    machine: Machine, covers: Sequence[Cover], options: Mapping[str, object], refusal: str, name: str
-) -> None:
+    machine: Machine,
+    covers: Sequence[Cover],
+    options: Mapping[str, object],
+    refusal: str,
+    name: str,
+    generator: Sequence[int] | None = None,
+) -> bool:
     """Have all ranks compare what their modules say; collective over the machine, blocking.
 
     Parameters
@@ -34,6 +39,13 @@ def check(
         What is wrong on this rank otherwise; empty if nothing is.
     name
         For messages, alike on all ranks.
+    generator
+        Seed and state of this rank's generator of random numbers, if it matters.
+
+    Returns
+    -------
+    bool
+        Whether generators with one seed are in different states.
 
     Raises
     ------
@@ -44,6 +56,7 @@ def check(
         "refusal": refusal,
         "options": {key: repr(value) for key, value in options.items()},
         "covers": [cover.words() for cover in covers],
+        "generator": generator,
     }
     told = tell_all(machine.segments, json.dumps(mine).encode(), name)
     said: dict[int, Words] = {}
@@ -61,6 +74,8 @@ def check(
                 )
     for problem in problems({rank: said[rank]["covers"] for rank in machine.ranks}):
         raise ConfigurationError(f"GradientSync: {problem}")
+    generators = {tuple(said[rank]["generator"]) for rank in machine.ranks if said[rank]["generator"]}
+    return len(generators) > 1 and len({seed for seed, _ in generators}) == 1
 
 
 def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from distdl_rma.segments.unique import Unique
 from distdl_rma.sync.assembly import Assembly
 from distdl_rma.sync.bucket import Bucket, Group, Slot
 from distdl_rma.sync.clipping import Norms
-from distdl_rma.sync.plain import warn_of_shortsighted
+from distdl_rma.sync.plain import warn_of_drift, warn_of_shortsighted
 from distdl_rma.sync.roster import Options, Roster
 
 __all__ = ["GradientSync"]
@@ -67,6 +67,8 @@ class GradientSync(Unique):
         or callbacks do not fit together. They may not name ranks outside of M or leave the caller out,
         differ between the ranks that they name, state sizes that the layer does not hold, or leave
         parameters that several ranks hold without ranks.
+    SegmentError
+        On all ranks, if the gradients do not fit into the segment of one; nothing is taken then.
 
     Notes
     -----
@@ -146,6 +148,7 @@ class GradientSync(Unique):
             self.release()
             raise
         warn_of_shortsighted(module, self._machine)
+        warn_of_drift(admission.drifted, self._machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

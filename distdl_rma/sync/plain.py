@@ -1,17 +1,19 @@
-"""Plain modules that are wrong on a shard, as far as that can be seen."""
+"""What is done to shards and parts without regard to the other ranks, as far as that can be seen."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.layers.layer import DistributedLayer
 from distdl_rma.machine import Machine
 
-__all__ = ["shortsighted", "warn_of_shortsighted"]
+__all__ = ["generator_state", "shortsighted", "warn_of_drift", "warn_of_shortsighted"]
 
 _LEADING = 2
 _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
@@ -24,6 +26,23 @@ _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
     padding._ReplicationPadNd,
     padding._CircularPadNd,
 )
+
+
+def generator_state() -> list[int]:
+    """Seed of torch's generator of random numbers, and a number that tells states apart; local."""
+    return [torch.initial_seed(), fingerprint(torch.get_rng_state().numpy().tobytes())]
+
+
+def warn_of_drift(layers: Sequence[str], machine: Machine) -> None:
+    """Warn that equally seeded generators have drifted apart, on the first rank of the machine; local."""
+    if layers and machine.rank == machine.ranks[0]:
+        warnings.warn(
+            "GradientSync: the ranks were seeded alike, and their generators of random numbers are in"
+            f" different states now. If that is since weights of {', '.join(map(repr, layers))} were filled,"
+            " of which ranks keep different parts, fill them by model.apply(function) or under"
+            " whole_parameters(model)",
+            stacklevel=3,
+        )
 
 
 def warn_of_shortsighted(model: nn.Module | None, machine: Machine) -> None:

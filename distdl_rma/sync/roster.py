@@ -21,6 +21,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.sync.bucket import Group, Kind, Slot
 from distdl_rma.sync.checking import check
 from distdl_rma.sync.coverage import Cover, Entry, by_module, covers_of
+from distdl_rma.sync.plain import generator_state
 
 __all__ = ["Admission", "Options", "Roster"]
 
@@ -83,12 +84,16 @@ class Admission:
         Makes parameters and buffers those of the first of their ranks; collective over the machine, blocking.
     undo
         Admits it no longer, if nothing else was done yet; local.
+    drifted
+        Names of layers whose weights are not whole on every rank, if equally seeded generators of random
+        numbers are in different states by now.
     """
 
     moved: set[int]
     groups: list[Group]
     equalise: Callable[[], None]
     undo: Callable[[], None]
+    drifted: list[str]
 
 
 class Roster:
@@ -150,7 +155,9 @@ class Roster:
         try:
             title = f"GradientSync (callbacks {self._admitted})"
             refusal = self._options.refusal or refusal or self._taken(new)
-            check(self._machine, [*kept, *new], asdict(self._options), refusal, title)
+            cut = [cover.name for cover in new if cover.layer is not None and cover.layer.scattered]
+            state = generator_state() if cut else None
+            drifted = check(self._machine, [*kept, *new], asdict(self._options), refusal, title, state)
         except ConfigurationError:
             undo()
             raise
@@ -161,7 +168,7 @@ class Roster:
             self._parts[id(part)] = path, part
         self._seen = None
         groups = [group for cover in new for group in self._groups_of(cover)]
-        return Admission(moved, groups, partial(self._equalise, new, elsewhere), undo)
+        return Admission(moved, groups, partial(self._equalise, new, elsewhere), undo, cut if drifted else [])
 
     def _undoing(self, module: nn.Module | None, callbacks: Mapping[str, Any]) -> Callable[[], None]:
         # What puts everything back that admitting a module changes here and in the module.

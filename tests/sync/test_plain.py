@@ -47,6 +47,22 @@ def test_plain_modules_that_look_around_are_named_where_all_layers_split_the_ima
 
 
 @pytest.mark.mpi(min_size=2)
+def test_generators_that_drifted_apart_while_parts_of_weights_were_filled_are_warned_of(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    root = DistributedConv2d(P_x, 1, 2, 3, weights="root", name="first")
+    copied = DistributedConv2d(P_x, 1, 2, 3)
+    for seeds, fills, warned in (("equal", True, True), ("equal", False, False), ("different", True, False)):
+        torch.manual_seed(comm.rank if seeds == "different" else 0)
+        if fills:
+            nn.init.uniform_(root.weight)
+        assert spoken(lambda: GradientSync(copied, P_world).close()) == []
+        said = spoken(lambda: GradientSync(root, P_world).close())
+        assert len(said) == (1 if warned and comm.rank == 0 else 0)
+        assert all("weights of 'first' were filled" in words for words in said)
+        root.apply(lambda module: nn.init.uniform_(module.weight))
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_functional_call_without_a_sync_is_warned_of_once_on_each_rank(comm):
     with Machine(comm, segment_size="4MiB", timeout=15) as machine:
         P_x = machine.partition((1, 1, comm.size, 1))
