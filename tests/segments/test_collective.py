@@ -81,6 +81,8 @@ def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, co
         Broadcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
         AllGather(segments, segments.ranks, 300, np.int64, name="ahead too"),
         Allreduce(segments, segments.ranks, 30, np.int64, name="ahead as well"),
+        AllToAll(segments, segments.ranks, 50, np.int64, name="ahead, between all"),
+        Reduce(segments, segments.ranks, 3000, np.int64, name="ahead, to a root"),
     ]
     mine = random.Random(comm.rank)
     first, everyone = segments.ranks[0], np.array(segments.ranks)
@@ -93,6 +95,9 @@ def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, co
         assert (jobs[0].wait() == 1000 * step + first).all()
         assert (jobs[1].wait().reshape(comm.size, -1) == 1000 * step + everyone[:, None]).all()
         assert (jobs[2].wait() == (1000 * step + everyone).sum()).all()
+        assert (jobs[3].wait().reshape(comm.size, -1) == 1000 * step + everyone[:, None]).all()
+        total = jobs[4].wait()
+        assert (total == (1000 * step + everyone).sum()).all() and (total.size > 0) == (comm.rank == first)
     for job in jobs:
         job.close()
 
@@ -122,6 +127,31 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count
             job.wait(timeout=0)
         comm.Barrier()
     assert (job.wait() == comm.size).all()
+    comm.Barrier()
+    job.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("make", [Reduce, AllToAll])
+def test_the_wait_for_a_root_or_for_blocks_names_who_is_missing_and_can_be_repeated(segments, comm, make):
+    job, late = make(segments, segments.ranks, 3000, np.int64, name="late"), comm.size - 1
+    job.connect()
+    if comm.rank == late:
+        comm.Barrier()
+        comm.Barrier()
+    job.active[:] = 1
+    job.start()
+    if comm.rank != late:
+        comm.Barrier()
+        one_node = len(segments.segment.direct_nodes) == 1
+        # Between nodes a rank that only sends to the root may wait for nobody.
+        if one_node or make is AllToAll or comm.rank == segments.ranks[0]:
+            who = f"for rank {late} " if one_node else "for rank"
+            with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} .*{who}.*in 'late' "):
+                job.wait(timeout=0.1)
+        comm.Barrier()
+    result = job.wait()
+    assert (result == (1 if make is AllToAll else comm.size)).all()
     comm.Barrier()
     job.close()
 

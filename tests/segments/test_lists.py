@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, Machine, SegmentError, ShapeError
+from distdl_rma.segments import RemoteBuffer
 
 pytestmark = pytest.mark.mpi
 
@@ -93,6 +94,28 @@ def test_notified_gets_of_several_peers_are_taken_as_they_come(meet, machine, co
             assert inbox.notify_reset(index) == 1 + expected % 100
             assert outs[index, 0] == expected
         assert machine.segments.counters.notifications - notified == number
+    comm.Barrier()
+
+
+def test_the_array_of_a_notified_get_is_filled_before_its_notification_is_set(
+    meet, machine, comm, monkeypatch
+):
+    buffer, remotes = meet(8)
+    buffer.view(np.int64, (1,))[0] = 1 + comm.rank
+    comm.Barrier()
+    seen, notify = [], RemoteBuffer.notify
+
+    def watched(self, index, value=1):
+        seen.append(int(out[0]))
+        notify(self, index, value)
+
+    monkeypatch.setattr(RemoteBuffer, "notify", watched)
+    with machine.segments.get_segment_buffer(0, 1, "inbox") as inbox:
+        for peer, remote in remotes.items():
+            out = np.zeros(1, np.int64)
+            remote.get_notify(out, inbox, 0)
+            inbox.notify_wait(0)
+            assert seen.pop() == 1 + peer and not seen
     comm.Barrier()
 
 
