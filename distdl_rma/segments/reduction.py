@@ -65,7 +65,6 @@ class Element:
             out[...] = wide
 
 
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _TYPES: tuple[tuple[str, npt.DTypeLike, npt.DTypeLike], ...] = (
     ("float32", np.float32, np.float32),
     ("float64", np.float64, np.float64),
@@ -73,7 +72,15 @@ _TYPES: tuple[tuple[str, npt.DTypeLike, npt.DTypeLike], ...] = (
     ("bfloat16", np.uint16, np.float32),
     ("complex64", np.complex64, np.complex64),
     ("complex128", np.complex128, np.complex128),
-    *((name, name, name) for name in _INTEGERS),
+    # Some MPIs have sums of short integers stop at the largest: modulo 2**32 they wrap around as they should.
+    ("int8", np.int8, np.int32),
+    ("int16", np.int16, np.int32),
+    ("int32", np.int32, np.int32),
+    ("int64", np.int64, np.int64),
+    ("uint8", np.uint8, np.uint32),
+    ("uint16", np.uint16, np.uint32),
+    ("uint32", np.uint32, np.uint32),
+    ("uint64", np.uint64, np.uint64),
     # MPI has no arithmetic of its truth values: as numbers 0 and 1.
     ("bool", np.bool_, np.uint8),
 )
