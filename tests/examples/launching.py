@@ -12,7 +12,20 @@ from tests.run_mpi import completed, mpiexec
 
 # Every rank says what it ends with, which mpiexec sums up in one number.
 SHELL = '"$@"; status=$?; echo "status $status"; exit $status'
-SETTINGS = {"TTY_COMPATIBLE": "0", "COLUMNS": "100"}
+# Several mistakes one after the other, each of which is told before anything is computed.
+MISTAKES = """
+import sys
+sys.path.insert(0, {folder!r})
+import {demo}
+for number, arguments in enumerate({cases!r}):
+    sys.argv[1:] = arguments
+    if {demo}.COMM.rank == 0:
+        print("case", number, file=sys.stderr)
+    assert {demo}.main() == 2, arguments
+{demo}.leave(2)
+"""
+# Wide: a path may be long.
+SETTINGS = {"TTY_COMPATIBLE": "0", "COLUMNS": "300"}
 
 
 def launch(ranks, script, *arguments):
@@ -22,6 +35,15 @@ def launch(ranks, script, *arguments):
     python = [sys.executable, "-m", "mpi4py", str(script), *map(str, arguments)]
     done = completed([*mpiexec(ranks), "sh", "-c", SHELL, "sh", *python], **SETTINGS)
     return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def launch_with_mistakes(ranks, demo, cases, folder):
+    """Run a demo once with each of these arguments, in one job; its outcome, and lines on stderr by case."""
+    script = folder / "mistakes.py"
+    script.write_text(MISTAKES.format(folder=str(demo.parent), demo=demo.stem, cases=cases))
+    outcome = launch(ranks, script)
+    _, *told = "\n".join(["", *outcome[2]]).split("\ncase ")
+    return outcome, [lines.splitlines()[1:] for lines in told]
 
 
 @functools.cache

@@ -13,7 +13,12 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from examples import denoise_image
-from tests.examples.launching import assert_all_ranks_end_with, launch, launcher_is_hydra
+from tests.examples.launching import (
+    assert_all_ranks_end_with,
+    launch,
+    launch_with_mistakes,
+    launcher_is_hydra,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "denoise.py"
@@ -56,28 +61,35 @@ def test_failed_proof_ends_all_ranks_with_1(picture, tmp_path):
     assert "proof FAILS: the limit is -1e+00" in outcome[1]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "arguments", "message"),
-    [
-        (2, ["--grid", "3x2"], "--grid 3x2 needs 6 ranks, but 2 are running"),
-        (2, ["--grid", "two"], "a grid is ROWSxCOLUMNS, such as 2x2, not 'two'"),
-        (2, ["--steps", "0"], "at least 1 step is needed, not '0'"),
-        (2, ["--colour", "red"], "unrecognized arguments: --colour red"),
-        (2, ["--image", "nowhere.png"], "no such picture: nowhere.png"),
-        (2, ["--image", __file__], f"cannot read {__file__} as a picture"),
-        (2, ["--image", "{tiny}", "--grid", "1x2"], "2 x 1 pixels, too few for 1 x 2 ranks"),
-    ],
-    ids=["grid", "malformed grid", "steps", "option", "missing", "unreadable", "tiny"],
-)
-def test_mistake_is_told_once_and_ends_all_ranks(ranks, arguments, message, tmp_path):
-    tiny = tmp_path / "tiny.png"
-    skimage.io.imsave(tiny, np.full((2, 1), 128, np.uint8), check_contrast=False)
-    outcome = launch(ranks, DEMO, *(argument.format(tiny=tiny) for argument in arguments))
-    assert_all_ranks_end_with(2, ranks, outcome)
+MISTAKES = {
+    "--grid 3x2": "--grid 3x2 needs 6 ranks, but 2 are running",
+    "--grid two": "a grid is ROWSxCOLUMNS, such as 2x2, not 'two'",
+    "--steps 0": "at least 1 step is needed, not '0'",
+    "--colour red": "unrecognized arguments: --colour red",
+    "--image nowhere.png": "no such picture: nowhere.png",
+    f"--image {__file__}": f"cannot read {__file__} as a picture",
+    "--image {tiny} --grid 1x2": "2 x 1 pixels, too few for 1 x 2 ranks",
+}
+
+
+def test_mistake_is_told_once_and_ends_all_ranks():
+    outcome = launch(2, DEMO, "--grid", "two")
+    assert_all_ranks_end_with(2, 2, outcome)
     told = [line for line in outcome[2] if line.startswith("denoise.py: ")]
     assert len(told) == 1
-    assert message in told[0]
     assert not launcher_is_hydra() or outcome[2] == told
+
+
+def test_every_mistake_is_told_once_and_before_anything_is_computed(tmp_path):
+    tiny = tmp_path / "tiny.png"
+    skimage.io.imsave(tiny, np.full((2, 1), 128, np.uint8), check_contrast=False)
+    cases = [arguments.format(tiny=tiny).split() for arguments in MISTAKES]
+    outcome, told = launch_with_mistakes(2, DEMO, cases, tmp_path)
+    assert_all_ranks_end_with(2, 2, outcome)
+    assert len(told) == len(cases), outcome[2]
+    for lines, message in zip(told, MISTAKES.values(), strict=True):
+        told_here = [line for line in lines if line.startswith("denoise.py: ")]
+        assert len(told_here) == 1 and message in told_here[0], lines
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1), (1, 7)])

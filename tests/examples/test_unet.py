@@ -9,7 +9,12 @@ import skimage.io
 
 from distdl_rma import Partition
 from examples.unet_network import layouts
-from tests.examples.launching import assert_all_ranks_end_with, launch, launcher_is_hydra
+from tests.examples.launching import (
+    assert_all_ranks_end_with,
+    launch,
+    launch_with_mistakes,
+    launcher_is_hydra,
+)
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "unet.py"
 SMALL = ("--size", "33x49", "--steps", 4)
@@ -48,25 +53,31 @@ def test_failed_proof_ends_all_ranks_with_1(tmp_path):
     assert "proof FAILS: the limit is -1e+00" in outcome[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layout", "diagonal"], "invalid choice: 'diagonal'"),
-        (["--ranks", "0,2"], "--ranks names rank 2, but 2 are running, from 0 on"),
-        (["--ranks", "1,1"], "--ranks names a rank twice: 1,1"),
-        (["--ranks", "all"], "ranks are numbers with commas between them, not 'all'"),
-        (["--size", "15x40"], "both at least 16, not '15x40'"),
-        (["--steps", "0"], "at least 1 step is needed, not '0'"),
-    ],
-    ids=["layout", "rank", "twice", "malformed ranks", "size", "steps"],
-)
-def test_mistake_is_told_once_and_ends_all_ranks(arguments, message):
-    outcome = launch(2, DEMO, *arguments)
+MISTAKES = {
+    "--layout diagonal": "invalid choice: 'diagonal'",
+    "--ranks 0,2": "--ranks names rank 2, but 2 are running, from 0 on",
+    "--ranks 1,1": "--ranks names a rank twice: 1,1",
+    "--ranks all": "ranks are numbers with commas between them, not 'all'",
+    "--size 15x40": "both at least 16, not '15x40'",
+    "--steps 0": "at least 1 step is needed, not '0'",
+}
+
+
+def test_mistake_is_told_once_and_ends_all_ranks():
+    outcome = launch(2, DEMO, "--ranks", "1,1")
     assert_all_ranks_end_with(2, 2, outcome)
     told = [line for line in outcome[2] if line.startswith("unet.py: ")]
     assert len(told) == 1
-    assert message in told[0]
     assert not launcher_is_hydra() or outcome[2] == told
+
+
+def test_every_mistake_is_told_once_and_before_anything_is_computed(tmp_path):
+    outcome, told = launch_with_mistakes(2, DEMO, [case.split() for case in MISTAKES], tmp_path)
+    assert_all_ranks_end_with(2, 2, outcome)
+    assert len(told) == len(MISTAKES), outcome[2]
+    for lines, message in zip(told, MISTAKES.values(), strict=True):
+        told_here = [line for line in lines if line.startswith("unet.py: ")]
+        assert len(told_here) == 1 and message in told_here[0], lines
 
 
 @pytest.mark.parametrize("ranks", range(1, 17))
