@@ -85,6 +85,7 @@ def test_connecting_takes_no_memory_for_the_input(comm):
         layer = distributed.DistributedConv2d(P_x, 1, 1, 1)
         # An image of many terabytes.
         layer.connect((1, 1, 1 << 22, 1 << 22))
+        assert machine.segments.heap.used < 1 << 20
 
 
 def test_a_shape_that_is_missing_or_wrong_is_refused_and_the_layer_goes_on(P_world, comm):

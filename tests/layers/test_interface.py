@@ -429,7 +429,8 @@ def test_true_answers_of_a_user_are_taken(permuted, comm):
         get_ranks_synch_norm=list,
         get_sizeof_norm=lambda: 0,
     )
-    conv(torch.rand(2, 3, 9) if active else zero_volume_tensor(2))
+    y = conv(torch.rand(2, 3, 9) if active else zero_volume_tensor(2))
+    assert y.numel() == conv.get_sizeof_output_tensor() // 4 == 2 * 4 * 7 * active
 
 
 def test_a_net_with_a_skip_connection_over_other_ranks_equals_the_sequential_one(permuted, comm):

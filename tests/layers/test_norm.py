@@ -136,4 +136,8 @@ def test_rules_are_checked(P_world, comm):
 def test_state_loads_from_the_sequential_layer(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     layer, sequential = twins(P_x, 1, affine=True, track_running_stats=True)
-    layer.load_state_dict(copy.deepcopy(sequential.state_dict()))
+    state = {key: torch.full_like(value, 3) for key, value in sequential.state_dict().items()}
+    layer.load_state_dict(copy.deepcopy(state))
+    assert layer.state_dict().keys() == state.keys()
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, state[key]), key

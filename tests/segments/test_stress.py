@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from mpi4py import MPI
 from distdl_rma import Machine
 from distdl_rma import machine as machine_module
 from distdl_rma.segments import Allreduce, meeting
+from tests.handles import handles
 
 pytestmark = pytest.mark.mpi
 
@@ -263,12 +263,6 @@ class Counted(MPI.Intracomm):
     def Free(self):  # noqa: N802
         Counted.alive -= 1
         super().Free()
-
-
-def handles():
-    """Open files of this process, and shared memory that it maps."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return len(list(Path("/proc/self/fd").iterdir())), sum("/dev/shm" in line for line in maps)
 
 
 @pytest.mark.parametrize(("transport", "progress"), WAYS)

@@ -72,6 +72,9 @@ def test_rank_that_comes_back_before_all_have_left_is_waited_for(node):
     look(watch, waiting)
     boards[19].write(State.LEFT, "closing the machine")
     look(watch, waiting)
+    boards[3].write(State.LEFT, "closing the machine")
+    with pytest.raises(PeerFailedError, match="it left, closing the machine"):
+        look(watch, waiting)
 
 
 @pytest.mark.parametrize("anyone", [False, True])
