@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.segments import Allreduce
+from distdl_rma.segments.reduction import element_of
 
 pytestmark = pytest.mark.mpi
 
@@ -22,6 +23,12 @@ def test_integers_wrap_around_as_in_numpy(segments, comm, count, kind, op):
     expected = getattr(np.array([values(rank) for rank in segments.ranks]), op)(0, dtype=kind)
     assert job.wait().dtype == kind and np.array_equal(job.result, expected)
     job.close()
+
+
+@pytest.mark.parametrize("kind", ["i1", "i2", "u1", "u2"])
+def test_no_mpi_is_given_short_integers_to_sum(kind):
+    # Open MPI has them stop at the largest where the processor can.
+    assert element_of(kind, "short").wide.itemsize >= 4
 
 
 @pytest.mark.parametrize("count", [4, 20_000])
