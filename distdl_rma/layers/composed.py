@@ -127,7 +127,8 @@ class ComposedLayer(DistributedLayer):
         Interface document, section 3.2; requirement A8.
         """
         x = self.expected(self.P_x, shape, dtype)
-        self.connect_parameters()
+        if self.placed is not None:
+            self.placed.connect()
         if self.machine.rank in self.members:
             # No call: nobody outside is told what becomes of it.
             with torch.no_grad():

@@ -161,7 +161,8 @@ class DistributedConv(ComposedLayer):
             super().connect(shape, dtype)
             return
         x = self.expected(self.P_x, shape, dtype)
-        self.connect_parameters()
+        if self.placed is not None:
+            self.placed.connect()
         if self.plans is not None:
             with torch.no_grad():
                 plan, _ = self.plans.agree(x, self.weight)

@@ -11,9 +11,11 @@ from distdl_rma import errors
 from distdl_rma.errors import DistdlError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
+from distdl_rma.segments.round import Round
 
 __all__ = ["Audience", "Outcome"]
 
@@ -44,10 +46,6 @@ class Outcome:
         self._tells = rank == teller
         self._channel = Channel(machine.segments, Exchange(rank, root, others), np.uint8, f"{name} (outcome)")
         weakref.finalize(self, self._channel.close)
-
-    def connect(self) -> None:
-        """Exchange addresses, once; blocking."""
-        self._channel.connect()
 
     def tell(self, error: DistdlError | None = None) -> None:
         """Say that a call was refused, or that it was not; nothing on ranks that hear."""
@@ -94,7 +92,19 @@ class Audience:
         return self._outcomes[ranks]
 
     def _among(self, ranks: tuple[int, ...]) -> Outcome | None:
-        teller, hearing = self._inside[0], sorted(set(ranks).difference(self._inside))
+        # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
+        views = self._views(ranks)
+        mine = views[self._machine.rank][0]
+        hearing = [rank for rank in sorted(ranks) if views[rank] == (mine, False)]
+        teller = self._inside[0]
         if not hearing or self._machine.rank not in (teller, *hearing):
             return None
         return Outcome(self._machine, teller, hearing, self._name)
+
+    def _views(self, ranks: tuple[int, ...]) -> dict[int, tuple[int, bool]]:
+        # Which ranks take part as each rank has it, and whether it is one of them; collective, blocking.
+        meeting = Round(self._machine.segments, ranks, 2, np.int64, f"{self._name} (audience)")
+        meeting.start(np.array([fingerprint(self._inside), self._machine.rank in self._inside], np.int64))
+        rows = meeting.wait().tolist()
+        meeting.close()
+        return {rank: (view, bool(inside)) for rank, (view, inside) in zip(ranks, rows, strict=True)}

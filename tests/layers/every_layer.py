@@ -59,7 +59,7 @@ def _classes(name, split):
     # Classes whole, or split over the ranks.
     def make(P_world):
         P_x = line(P_world) if split else P_world.create_cartesian_topology_partition((P_world.size, 1))
-        return getattr(layers, name)(P_x), (torch.rand(5, 3), torch.randint(0, 3, (5,)))
+        return getattr(layers, name)(P_x), (torch.rand(5, 3), torch.arange(5) % 3)
 
     yield f"{name} of {'split' if split else 'whole'} classes", make
 

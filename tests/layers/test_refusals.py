@@ -318,3 +318,24 @@ def test_ranks_with_parts_of_the_same_classes_must_have_the_same_class_indices(P
     text = same_error(comm, lambda: loss(scores, other), ShapeError)
     assert "ranks 0 and 1 " in text
     loss(scores, labels)
+
+
+def test_layers_of_replicas_hear_nothing_of_each_other(P_world, comm):
+    # Every rank builds the layer for itself: it keeps the others' weights, and works all the same.
+    own = P_world.create_partition_inclusive([comm.rank]).create_cartesian_topology_partition((1, 1, 1))
+    layer = layers.DistributedConv1d(own, 2, 3, 3)
+    for _ in range(4):
+        layer.zero_grad()
+        layer(torch.ones(2, 2, 4)).sum().backward()
+    assert len(set(comm.allgather(layer.weight.grad.sum().item()))) == 1
+    with pytest.raises(ShapeError) if comm.rank == 1 else torch.no_grad():
+        layer(torch.ones(2, 3 if comm.rank == 1 else 2, 4))
+
+
+def test_ranks_that_only_keep_weights_need_not_connect(comm):
+    with Machine(comm, segment_size="4MiB", timeout=15) as machine:
+        layer = layers.DistributedConv1d(first(machine.partition()), 2, 3, 3)
+        if comm.rank == 0:
+            layer.connect((2, 2, 4))
+        x = torch.ones(2, 2, 4) if comm.rank == 0 else zero_volume_tensor(2)
+        layer(x).sum().backward()
