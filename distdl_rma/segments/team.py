@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.fingerprint import fingerprint
 from distdl_rma.segments.barrier import Barrier
 from distdl_rma.segments.heap import aligned
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.patience import Waiting
 from distdl_rma.segments.reduction import Array
+from distdl_rma.segments.remote import RemoteBuffer
 from distdl_rma.segments.schedule import Layout
 
 __all__ = ["Team"]
@@ -95,12 +98,7 @@ class Team:
             return
         manager = self._manager
         if not self.rows:
-            peers: dict[int, tuple[int, ...]] = {rank: () for rank in self.here if rank != manager.rank}
-            remotes = (
-                self.memory.exchange(peers, self._name, self._plan, timeout, terms=self._terms)
-                if peers
-                else {}
-            )
+            remotes = self._meet_here(timeout)
             remotes[manager.rank] = self.memory.here
             direct = [
                 [remotes[rank].direct(self._dtype, self._count, k * self._stride) for rank in self.here]
@@ -111,15 +109,31 @@ class Team:
             self._theirs = [words for words in flags if words is not None]
         if self._across and self._comm is None:
             # Making a communicator cannot be interrupted: not before all its ranks are here.
-            if self._assembly is None:
-                self._assembly = Barrier(
-                    manager, self._across, f"{self._name} (connect)", self._plan, self._terms
-                )
-            shared = manager.communicators
-            self._number = self._assembly.wait(timeout, shared.proposal(self._across))
+            assembly, shared = self._assemble(), manager.communicators
+            self._number = assembly.wait(timeout, shared.proposal(self._across))
             self._comm = shared.take(self._across, self._number)
-            self._assembly.close()
+            assembly.close()
         self._connected = True
+
+    def _meet_here(self, timeout: float | None) -> dict[int, RemoteBuffer]:
+        peers: dict[int, tuple[int, ...]] = {rank: () for rank in self.here if rank != self._manager.rank}
+        if not peers:
+            return {}
+        try:
+            return self.memory.exchange(peers, self._name, self._plan, timeout, terms=self._terms)
+        except MismatchError:
+            # The other nodes would wait for this one: let them see what it connects.
+            if self._across:
+                with suppress(MismatchError, ExchangeTimeout):
+                    self._assemble().connect(0.0)
+            raise
+
+    def _assemble(self) -> Barrier:
+        if self._assembly is None:
+            self._assembly = Barrier(
+                self._manager, self._across, f"{self._name} (connect)", self._plan, self._terms
+            )
+        return self._assembly
 
     @property
     def comm(self) -> MPI.Intracomm:

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ExchangeTimeout, PartitionError
+from distdl_rma import ExchangeTimeout, MismatchError, PartitionError
 from distdl_rma.segments import Group
 
 pytestmark = pytest.mark.mpi
@@ -116,3 +116,18 @@ def test_a_machine_makes_groups(machine):
     group.barrier()
     assert group.ranks == machine.ranks
     group.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_first_rank_that_means_something_else_is_noticed_on_its_node_and_by_one_rank_of_each_other(
+    segments, comm
+):
+    name = "other" if segments.rank == 0 else "same"
+    job = Group(segments).broadcast(5, np.int64, name=name)
+    node = next(node for node in segments.segment.direct_nodes if segments.rank in node)
+    if 0 in node or segments.rank == node[0]:
+        with pytest.raises(MismatchError, match=r"'(other|same)( \(connect\))?' but rank \d connects"):
+            job.connect()
+    else:
+        job.connect()
+    job.close()
