@@ -220,7 +220,7 @@ def _fuse(
     core: torch.Tensor | None,
     strips: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    # Weight gradient of local and remote data, put straight into the segment where there is a place.
+    # Weight gradient of local and remote data, fused in the segment where there is a place.
     if core is not None and core.shape == weight.shape:
         whole = core
     else:

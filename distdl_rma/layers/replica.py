@@ -25,8 +25,8 @@ class Replica:
     """The parameters of one layer, held by several ranks.
 
     Until a :class:`GradientSync` takes over, the gradients are summed over the ranks in every backward,
-    before it returns. Afterwards the layer only computes them, straight into the memory that the
-    ``GradientSync`` offers.
+    before it returns. Afterwards the layer only computes them, and puts them into the memory that the
+    ``GradientSync`` offers: a linear layer computes them there, others copy them there.
 
     Parameters
     ----------
