@@ -18,6 +18,7 @@ from distdl_rma.errors import (
     ShapeError,
     UnsupportedError,
 )
+from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.machine import Machine
 
 __all__ = ["anchor", "anchored", "first_derivative", "tells_peers"]
@@ -65,6 +66,7 @@ def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Backward that refuses to be differentiated itself, instead of taking its result for a constant."""
 
+    @uncompiled
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # Grad mode is on in a backward only under create_graph.
@@ -92,6 +94,7 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
     would leave its peers waiting for data that never comes.
     """
 
+    @uncompiled
     @wraps(forward)
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
         try:

@@ -16,6 +16,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.autograd import tells_peers
 from distdl_rma.layers.callbacks import callbacks_among
+from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.layers.complaints import Complaints
 from distdl_rma.layers.layer import DistributedLayer
 from distdl_rma.layers.tensors import trouble_with
@@ -312,6 +313,7 @@ class _GlobalValue(torch.autograd.Function):
         return local.new_tensor(value, dtype=dtype)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # A factor that depends on the input would bring in terms of two ranks.
         if gradient.requires_grad:

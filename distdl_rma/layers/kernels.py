@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.layers.tensors import sum_dtype
 
 __all__ = ["Steps", "convolution", "convolution_adjoint"]
@@ -89,6 +90,7 @@ class _Plain(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return *_plain_backward(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None

@@ -19,6 +19,7 @@ from distdl_rma.layers.agreement import Facts, common_dtype
 from distdl_rma.layers.announced import Announced, look_alike
 from distdl_rma.layers.autograd import anchored
 from distdl_rma.layers.callbacks import Callbacks, answer, check_answers
+from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.layers.movement import Movement
 from distdl_rma.layers.outcome import Audience, Outcome
 from distdl_rma.layers.replica import Replica, idle
@@ -97,6 +98,7 @@ class DistributedLayer(nn.Module):
         twin.name = f"{self.name.partition(_COPY)[0]}{_COPY}{next(self._copies)})"
         return twin
 
+    @uncompiled
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call ``forward``, and remember the sizes of the local shards.
 

@@ -10,6 +10,7 @@ import torch
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.layers.convolution import LocalConvolution
 from distdl_rma.layers.tile import Patch
 
@@ -136,6 +137,7 @@ class _Fuse(torch.autograd.Function):
         return y
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return None, None, *(gradient[place] for place in ctx.places)
 

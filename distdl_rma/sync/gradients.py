@@ -14,6 +14,7 @@ from torch import nn
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.callbacks import Callbacks
+from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.machine import Machine
 from distdl_rma.segments.unique import Unique
 from distdl_rma.sync.assembly import Assembly
@@ -38,8 +39,8 @@ class GradientSync(Unique):
     machine. Parameters and buffers of all but the layers of this library are made equal at construction,
     the first of their ranks counts.
 
-    A gradient lies in the segment, where the layers of this library put it without a copy. It stays valid
-    until the next but one backward, or ``close()``; clone it to keep it longer.
+    A gradient lies in the segment, where the layers of this library put it themselves. It stays valid until
+    the next but one backward, or ``close()``; clone it to keep it longer.
 
     Collective to construct over the machine; every rank runs the same backwards, idle ranks included.
     Parameters that are frozen at construction are left alone. A context manager: leaving it closes it.
@@ -162,6 +163,7 @@ class GradientSync(Unique):
         finally:
             self._paused = before
 
+    @uncompiled
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of all gradients together, each counted once however many ranks hold or share it.
 
@@ -179,6 +181,7 @@ class GradientSync(Unique):
         mine = [s for s in self._slots if s.parameter.grad is not None and s.counted_by(rank)]
         return self._norms.of([slot.parameter.grad for slot in mine], norm_type)
 
+    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -203,8 +206,8 @@ class GradientSync(Unique):
         """What travels together, in the order of a backward: one row per allreduce; local.
 
         ``ranks``, ``dtype``, ``divisor``, ``parameters`` (their names), ``nbytes``; and of all steps so far
-        ``in_place_nbytes``, gradients that layers computed straight into the segment, and
-        ``copied_nbytes``, those that were computed elsewhere and had to be copied there.
+        ``in_place_nbytes``, gradients that layers of this library put into the segment, and
+        ``copied_nbytes``, those that had to be copied there after the layer's backward.
         """
         return [
             {
@@ -293,8 +296,8 @@ class GradientSync(Unique):
         slot.entry.take()
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
         slot.handles = [
-            parameter.register_hook(lambda gradient: self._before(bucket, slot)),
-            parameter.register_post_accumulate_grad_hook(lambda _: self._after(bucket, slot)),
+            parameter.register_hook(uncompiled(lambda gradient: self._before(bucket, slot))),
+            parameter.register_post_accumulate_grad_hook(uncompiled(lambda _: self._after(bucket, slot))),
         ]
         slot.take_over(lambda: None if self._paused else bucket.claim(slot))
 
@@ -302,7 +305,7 @@ class GradientSync(Unique):
         self._alone.append(slot)
         slot.entry.take()
         parameter: Any = slot.parameter
-        slot.handles = [parameter.register_hook(lambda gradient: self._alone_before(slot, gradient))]
+        slot.handles = [parameter.register_hook(uncompiled(lambda g: self._alone_before(slot, g)))]
         if any(len(replica.holders) > 1 for replica, _ in slot.entry.replicas):
             # Its user says that nobody else is to sum them.
             slot.take_over(lambda: None)
@@ -317,7 +320,7 @@ class GradientSync(Unique):
                 )
             return
         self._in_backward = True
-        ending = partial(self._finish)
+        ending = partial(uncompiled(self._finish))
         # torch drops it without a call if this backward fails.
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.machine import Machine
 from distdl_rma.segments.allreduce import Allreduce
 
@@ -55,6 +56,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._found = Allreduce(home.segments, home.ranks, 1, np.float32, "max", "GradScaler")
         weakref.finalize(self, self._found.close)
 
+    @uncompiled
     def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
         # What torch itself overrides for parameters in shards.
         found = super()._unscale_grads_(_InReals(optimizer), *arguments)  # type: ignore[arg-type]
