@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
@@ -21,14 +20,13 @@ class Bulletin:
 
     MPI's name service (``MPI_Publish_name``) carries it: whoever reads learns of a process that makes no
     call, and nothing of it meets what the processes send to each other. Not for a step: each call asks the
-    launcher, in about 0.1 ms. A process that ends takes its line back.
+    launcher, in about 0.1 ms. What a process said last stays until the job ends.
     """
 
     def __init__(self) -> None:
         self._written = ""
         self._usable: bool | None = None
         self._job = os.environ.get("PMIX_NAMESPACE", "")
-        self._process = os.getpid()
 
     @property
     def longest(self) -> int:
@@ -69,14 +67,7 @@ class Bulletin:
             self.write("")
         except (MPI.Exception, NotImplementedError):
             return False
-        atexit.register(self._end)
         return heard == "-"
-
-    def _end(self) -> None:
-        # A forked process speaks for none.
-        if os.getpid() == self._process and not MPI.Is_finalized():
-            with suppress(MPI.Exception):
-                self.write("")
 
     def _name(self, rank: int) -> str:
         return f"distdl_rma-{self._job}-{rank}"

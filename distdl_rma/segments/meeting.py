@@ -26,6 +26,7 @@ _SLEEP_SECONDS = (1e-4, 5e-3)
 _SLEEP_SECONDS_PER_RANK = 1e-4
 # What a rank that is bound to come may wait longer than the first rank, which decides.
 _GRACE_SECONDS = 10.0
+_BETWEEN_SECONDS = 0.02
 # Of the ranks that may be late, so many are looked at for a message.
 _LOOKED_UP = 64
 # Characters of a list of ranks, and of what is said about it: the launcher passes on short lines only.
@@ -318,6 +319,9 @@ class _Meeting:
         self._say(_State.LEFT, text=f"gave up after {self._seconds:g} s")
         others = [rank for rank in self._ranks if rank != self._me][:_LOOKED_UP]
         heard = {rank: self._heard(rank) for rank in (self._first, *others) if rank != self._me}
+        # Others give up at the same moment, and say nothing between two lines.
+        time.sleep(_BETWEEN_SECONDS)
+        heard = {rank: line or self._heard(rank) for rank, line in heard.items()}
         late = [rank for rank, line in heard.items() if line is None or line.meeting != self._meeting]
         # Those that gave up have been here: they waited for the others as well.
         late = late or [rank for rank, line in heard.items() if line and line.state is _State.LEFT]
