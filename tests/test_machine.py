@@ -1,7 +1,9 @@
 """The machine: its ranks, options, and end."""
 
+import random
 import re
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -140,6 +142,22 @@ def test_rank_that_gave_up_waiting_can_make_the_machine_later(comm, early):
     comm.Barrier()
     with Machine(comm, segment_size="1MiB") as machine:
         machine.group().barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_give_up_and_come_again_meet_in_the_end(comm):
+    delays, lists = random.Random(comm.rank), random.Random(5)
+    for _ in range(12):
+        ranks = tuple(lists.sample(range(comm.size), lists.randint(2, comm.size)))
+        made = None
+        comm.Barrier()
+        while comm.rank in ranks and made is None:
+            time.sleep(0.005 * delays.random())
+            with suppress(ExchangeTimeout):
+                made = meeting.meet(comm, ranks, 0.01 * delays.random())
+        if made is not None:
+            assert (made.size, made.rank) == (len(ranks), ranks.index(comm.rank))
+            made.Free()
 
 
 @pytest.mark.mpi(min_size=2)
