@@ -280,6 +280,29 @@ lone.close()
     assert code == 0, err
 
 
+def test_wait_for_one_of_several_peers_ends_when_that_one_left_though_others_stay(tell):
+    body = """
+if comm.rank == 1:
+    sys.exit(0)
+if comm.rank == 0:
+    for wait in (board.notify_wait, lambda index, **named: board.notify_waitsome(index, 1, **named)):
+        try:
+            wait(1, timeout=60, senders=[1])
+        except Exception as error:
+            told(error)
+    peers[2].notify(0)
+else:
+    # Peers of it are both, and one of them has not left.
+    board.notify_wait(0, timeout=60)
+"""
+    code, err, said = tell(3, NOTES.format("auto") + body, light=True)
+    seconds, text = said[0]
+    assert code == 0 and set(said) == {0}, err
+    assert text.count("PeerFailedError: rank 1 failed: it left") == 2
+    assert text.count("rank 0 waited for rank 1 to set notification 1") == 2
+    assert seconds < SOON
+
+
 @pytest.mark.parametrize("transport", ["auto", "remote"])
 def test_rank_that_left_is_reported_on_every_way(tell, transport):
     body = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, Self
 
@@ -114,25 +114,45 @@ class SegmentBuffer:
             self._manager.segment.acquire()
         return found
 
-    def notify_waitsome(self, first: int = 0, count: int | None = None, timeout: float | None = None) -> int:
+    def notify_waitsome(
+        self,
+        first: int = 0,
+        count: int | None = None,
+        timeout: float | None = None,
+        senders: Collection[int] | None = None,
+    ) -> int:
         """Wait until any of ``count`` notifications from ``first`` on is set, and return the lowest.
 
         Blocking. All to the end if ``count`` is None. The notification stays until it is reset.
 
+        Parameters
+        ----------
+        first, count
+            The notifications.
+        timeout
+            Deadline in seconds, 0 to look once; None for the machine's default.
+        senders
+            Rank ids of those that may set them, for messages, and for the wait to end when they have left;
+            all peers of the buffer if None.
+
         Raises
         ------
         ExchangeTimeout
-            At the deadline (seconds, 0 to look once; None: the machine's default); the call can be
-            repeated.
+            At the deadline; the call can be repeated.
+        PeerFailedError
+            If a rank failed, or all that may set them have left.
         SegmentError
             If there is no such notification, or none at all to wait for.
+        PartitionError
+            If a sender is none of the machine's ranks.
         """
         first, stop = self._range(first, count)
+        ranks = self._peers if senders is None else self._known(senders)
         if first == stop:
             raise SegmentError(f"buffer {self.owner!r}: a wait for none of its notifications would not end")
         found = self._find(first, stop)
         if found is None:
-            found = self._wait_for_any(first, stop, timeout)
+            found = self._wait_for_any(first, stop, timeout, ranks)
         self._manager.segment.acquire()
         return found
 
@@ -148,12 +168,15 @@ class SegmentBuffer:
         self._manager.segment.acquire()
         return word >> NOTIFICATION_BITS
 
-    def notify_wait(self, index: int = 0, timeout: float | None = None) -> int:
+    def notify_wait(
+        self, index: int = 0, timeout: float | None = None, senders: Collection[int] | None = None
+    ) -> int:
         """Wait for one notification, reset it and return its value.
 
         Blocking; raises as :meth:`notify_waitsome`.
         """
         words, reset = self._words, self._reset_words
+        ranks = self._peers if senders is None else self._known(senders)
         try:
             if self._freed or self._manager.closed or not 0 <= index < self.notifications:
                 raise self._wrong(index)
@@ -162,14 +185,14 @@ class SegmentBuffer:
             raise self._wrong(index) from None
         if unset:
             self._manager.patience.until(
-                lambda: words[index] != reset[index], lambda: self._waiting(index, index + 1), timeout
+                lambda: words[index] != reset[index], lambda: self._waiting(index, index + 1, ranks), timeout
             )
         word = words[index]
         reset[index] = word
         self._manager.segment.acquire()
         return word >> NOTIFICATION_BITS
 
-    def _wait_for_any(self, first: int, stop: int, timeout: float | None) -> int:
+    def _wait_for_any(self, first: int, stop: int, timeout: float | None, ranks: tuple[int, ...]) -> int:
         found: list[int] = []
 
         def any_set() -> bool:
@@ -178,7 +201,7 @@ class SegmentBuffer:
                 found.append(some)
             return some is not None
 
-        self._manager.patience.until(any_set, lambda: self._waiting(first, stop), timeout)
+        self._manager.patience.until(any_set, lambda: self._waiting(first, stop, ranks), timeout)
         return found[0]
 
     def _find(self, first: int, stop: int) -> int | None:
@@ -199,11 +222,20 @@ class SegmentBuffer:
             )
         return first, stop
 
-    def _waiting(self, first: int, stop: int) -> Waiting:
+    def _known(self, senders: Collection[int]) -> tuple[int, ...]:
+        known = self._manager.ranks
+        for rank in senders:
+            if rank not in known:
+                raise PartitionError(
+                    f"buffer {self.owner!r}: sender {rank!r} is none of the machine's ranks {known}"
+                )
+        return tuple(senders)
+
+    def _waiting(self, first: int, stop: int, ranks: tuple[int, ...]) -> Waiting:
         which = (
             f"notification {first}" if stop == first + 1 else f"one of notifications {first} to {stop - 1}"
         )
-        return Waiting(self._peers, f"to set {which} of buffer {self.owner!r}", anyone=True)
+        return Waiting(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
 
     # What channels and collectives are made of: words that hold growing epochs, each with one writer.
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ClosedError, ConfigurationError, ExchangeTimeout, SegmentError
+from distdl_rma import ClosedError, ConfigurationError, ExchangeTimeout, PartitionError, SegmentError
 
 pytestmark = pytest.mark.mpi
 
@@ -197,3 +197,12 @@ def test_waitsome_serves_the_ranks_in_the_order_in_which_they_come(meet, comm):
                 remotes[peer].notify(0, epoch)
         else:
             assert buffer.notify_wait(0) == epoch
+
+
+def test_a_sender_that_is_no_rank_is_refused(own):
+    buffer, me = own
+    me.notify(0)
+    for call in (buffer.notify_wait, buffer.notify_waitsome):
+        with pytest.raises(PartitionError, match="sender 1000 is none of the machine's ranks"):
+            call(0, senders=[1000])
+    assert buffer.notify_wait(0, senders=[0]) == 1
