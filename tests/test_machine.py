@@ -147,14 +147,15 @@ def test_rank_that_gave_up_waiting_can_make_the_machine_later(comm, early):
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_give_up_and_come_again_meet_in_the_end(comm):
     delays, lists = random.Random(comm.rank), random.Random(5)
-    for _ in range(12):
+    for _ in range(8):
         ranks = tuple(lists.sample(range(comm.size), lists.randint(2, comm.size)))
-        made = None
+        made, patience = None, 0.01
         comm.Barrier()
         while comm.rank in ranks and made is None:
             time.sleep(0.005 * delays.random())
             with suppress(ExchangeTimeout):
-                made = meeting.meet(comm, ranks, 0.01 * delays.random())
+                made = meeting.meet(comm, ranks, patience * delays.random())
+            patience *= 1.5
         if made is not None:
             assert (made.size, made.rank) == (len(ranks), ranks.index(comm.rank))
             made.Free()
