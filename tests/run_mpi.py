@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="a run for each number")
     parser.add_argument("--day", type=day, help="of the tests those of a day, such as today; without it all")
-    parser.add_argument("--limit", type=float, default=1500, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, default=3000, help="seconds that one run may take")
     parser.add_argument("--mpiexec", default=default_mpiexec(), help="the launcher, with its options")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, pytest_options = parser.parse_args(arguments[:end]), [*arguments[end + 1 :]]
@@ -134,7 +134,7 @@ def launched(
 
 
 def completed(
-    command: Sequence[str], limit: float = 100, cwd: Path | None = None, **changes: str
+    command: Sequence[str], limit: float = 200, cwd: Path | None = None, **changes: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a job to its end; past the limit, in seconds, it is ended, and what it said is in the error.
 

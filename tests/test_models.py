@@ -154,7 +154,6 @@ def resnets(P_world, comm):
     return P_x, P_y, ours, ResNet(sequential, nn.Linear)
 
 
-@pytest.mark.timeout(180)
 @each_type
 def test_resnet_trains_as_on_one_machine(P_world, comm, dtype):
     P_x, P_y, ours, theirs = resnets(P_world, comm)
@@ -172,7 +171,6 @@ def test_resnet_trains_as_on_one_machine(P_world, comm, dtype):
         torch.testing.assert_close(state[key], value, rtol=10 * TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
 
 
-@pytest.mark.timeout(180)
 @each_type
 def test_unet_trains_as_on_one_machine(P_world, comm, dtype):
     P_x = P_world.create_cartesian_topology_partition(GRIDS[comm.size])

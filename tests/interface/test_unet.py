@@ -11,7 +11,7 @@ from distdl_rma.layers import DistributedConvTranspose2d, DistributedMSELoss, Re
 from examples.unet_network import Distributed, Sequential, UNet, layouts, levels
 from tests.layers.sequential import shard
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mpi
 SIZE, BATCH, WIDTH, STEPS = (49, 37), 2, 3, 4
 LAYOUTS = list(layouts(1))
 

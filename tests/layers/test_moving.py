@@ -180,7 +180,6 @@ def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm
     assert torch.equal(layer(input_of(layer)), before)
 
 
-@pytest.mark.timeout(120)
 @over_seeds(96, each=12)
 def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, seeds):
     check_each(check, P_world, comm, seeds)

@@ -199,7 +199,6 @@ class Rank:
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("transport", "progress"), WAYS)
 def test_random_operations_leave_what_the_model_says_and_nothing_behind(comm, transport, progress):
     rounds = -(-OPERATIONS // (OPERATIONS_PER_ROUND * comm.size**2))
