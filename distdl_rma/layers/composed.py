@@ -106,7 +106,7 @@ class ComposedLayer(DistributedLayer):
 
         Otherwise the first forward and the first backward do it, as they do in any case for the sum of
         gradients, and for what a layer moves while it computes. Collective over the ranks of the layer,
-        blocking. Calls with other inputs remain possible.
+        and in training over those that keep its weights, blocking. Calls with other inputs remain possible.
 
         Parameters
         ----------
@@ -127,8 +127,7 @@ class ComposedLayer(DistributedLayer):
         Interface document, section 3.2; requirement A8.
         """
         x = self.expected(self.P_x, shape, dtype)
-        if self.placed is not None:
-            self.placed.connect()
+        self.connect_parameters()
         if self.machine.rank in self.members:
             # No call: nobody outside is told what becomes of it.
             with torch.no_grad():

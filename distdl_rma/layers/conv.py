@@ -161,8 +161,7 @@ class DistributedConv(ComposedLayer):
             super().connect(shape, dtype)
             return
         x = self.expected(self.P_x, shape, dtype)
-        if self.placed is not None:
-            self.placed.connect()
+        self.connect_parameters()
         if self.plans is not None:
             with torch.no_grad():
                 plan, _ = self.plans.agree(x, self.weight)

@@ -211,6 +211,14 @@ class DistributedLayer(nn.Module):
         learns = any(p.requires_grad and p.numel() for p in self.parameters())
         return audience.outcome() if learns and torch._C._current_graph_task_id() < 0 else None
 
+    def connect_parameters(self) -> None:
+        """Exchange addresses for parameters that travel, and in training with who keeps them; blocking."""
+        if self.placed is not None:
+            self.placed.connect()
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.connect()
+
     def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
 

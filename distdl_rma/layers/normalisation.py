@@ -322,6 +322,7 @@ class DistributedNorm(DistributedLayer):
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
         """Plan for an input before it is there, as of :class:`ComposedLayer`."""
         x = self.expected(self.P_x, shape, dtype)
+        self.connect_parameters()
         if self._plans is not None:
             with torch.no_grad():
                 plan, _ = self._plans.agree(x, self._typed(), self._wants(), not self.P_x.active)

@@ -47,6 +47,10 @@ class Outcome:
         self._channel = Channel(machine.segments, Exchange(rank, root, others), np.uint8, f"{name} (outcome)")
         weakref.finalize(self, self._channel.close)
 
+    def connect(self) -> None:
+        """Exchange addresses, once; blocking."""
+        self._channel.connect()
+
     def tell(self, error: DistdlError | None = None) -> None:
         """Say that a call was refused, or that it was not; nothing on ranks that hear."""
         if self._tells:

@@ -180,9 +180,9 @@ def test_a7_a_size_that_is_none_is_refused(M):
 def test_a8_neighbours_exchange_their_pointers_once(M, comm, monkeypatch, early):
     peers, exchange = [], SegmentBuffer.exchange
 
-    def counted(buffer, notes, *rest):
+    def counted(buffer, notes, *rest, **named):
         peers.append(set(notes))
-        return exchange(buffer, notes, *rest)
+        return exchange(buffer, notes, *rest, **named)
 
     split = Distribution(1, 1, comm.size)
     layer = Conv(M, (2, 3, 4, 3 * comm.size), split, kernel_size=3, padding=1, **DOUBLE)
@@ -203,9 +203,9 @@ def test_a8_neighbours_exchange_their_pointers_once(M, comm, monkeypatch, early)
 def test_a8_who_is_no_neighbour_gets_no_pointer(M, comm, monkeypatch):
     asked, exchange = [], SegmentBuffer.exchange
 
-    def counted(buffer, notes, label, *rest):
+    def counted(buffer, notes, label, *rest, **named):
         asked.append((label, set(notes)))
-        return exchange(buffer, notes, label, *rest)
+        return exchange(buffer, notes, label, *rest, **named)
 
     split = Distribution(1, 1, comm.size)
     layer = Conv(M, (2, 3, 4, 3 * comm.size), split, kernel_size=3, padding=1, name="c1", **DOUBLE)

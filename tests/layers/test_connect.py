@@ -58,9 +58,9 @@ def test_the_first_forward_of_a_connected_layer_shakes_no_hands(P_world, comm, m
 def record(patched):
     calls, exchange = [], SegmentBuffer.exchange
 
-    def counted(*arguments):
+    def counted(*arguments, **named):
         calls.append(arguments)
-        return exchange(*arguments)
+        return exchange(*arguments, **named)
 
     patched.setattr(SegmentBuffer, "exchange", counted)
     return calls

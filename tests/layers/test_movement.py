@@ -101,9 +101,9 @@ def test_connecting_a_movement_is_for_both_directions(P_world, comm, monkeypatch
     x = torch.randn(movement.forward.exchange.own.shape, dtype=torch.float64, requires_grad=True)
     calls, exchange = [], SegmentBuffer.exchange
 
-    def counted(*arguments):
+    def counted(*arguments, **named):
         calls.append(arguments)
-        return exchange(*arguments)
+        return exchange(*arguments, **named)
 
     monkeypatch.setattr(SegmentBuffer, "exchange", counted)
     movement(x, needs_grad=True).sum().backward()

@@ -330,12 +330,3 @@ def test_layers_of_replicas_hear_nothing_of_each_other(P_world, comm):
     assert len(set(comm.allgather(layer.weight.grad.sum().item()))) == 1
     with pytest.raises(ShapeError) if comm.rank == 1 else torch.no_grad():
         layer(torch.ones(2, 3 if comm.rank == 1 else 2, 4))
-
-
-def test_ranks_that_only_keep_weights_need_not_connect(comm):
-    with Machine(comm, segment_size="4MiB", timeout=15) as machine:
-        layer = layers.DistributedConv1d(first(machine.partition()), 2, 3, 3)
-        if comm.rank == 0:
-            layer.connect((2, 2, 4))
-        x = torch.ones(2, 2, 4) if comm.rank == 0 else zero_volume_tensor(2)
-        layer(x).sum().backward()
