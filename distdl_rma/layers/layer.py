@@ -38,8 +38,8 @@ class DistributedLayer(nn.Module):
 
     Construction is collective over the machine: all its ranks build the same layers in the same order.
     What a layer opens on the machine it opens in a ``cached_property``, when that is first needed. A call
-    involves the ranks of its partitions; in training, while gradients are recorded, also the others that keep
-    copies of its weights: they hear what becomes of it, and raise the same errors.
+    involves the ranks of its partitions; while gradients are recorded, also the others that keep copies of
+    its weights: they hear what becomes of it, and raise the same errors.
 
     ``copy.deepcopy`` gives a layer of its own, local: it has copies of parameters and buffers, opens anew
     what it needs, and belongs to no :class:`GradientSync`. Use it on all ranks alike, as any other layer.
@@ -203,10 +203,11 @@ class DistributedLayer(nn.Module):
         """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
 
         Those outside that keep copies of the weights wait in the sum of gradients. They hear in calls that a
-        backward may follow: in training, while gradients are recorded, but not again in a recomputation.
+        backward may follow: while gradients are recorded, in ``train()`` and ``eval()`` alike, but not again
+        in a recomputation.
         """
         audience = self._audience
-        if audience is None or not (self.training and torch.is_grad_enabled()):
+        if audience is None or not torch.is_grad_enabled():
             return None
         learns = any(p.requires_grad and p.numel() for p in self.parameters())
         return audience.outcome() if learns and torch._C._current_graph_task_id() < 0 else None

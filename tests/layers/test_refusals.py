@@ -272,6 +272,18 @@ def test_ranks_that_only_keep_weights_hear_what_is_refused(P_world, comm, kind, 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KEEPERS if kind != "batch norm"])
+def test_ranks_that_only_keep_weights_hear_in_whatever_mode_each_rank_is(P_world, comm, kind):
+    make, shape, bad = KEEPERS[kind]
+    layer = make(P_world)
+    busy = comm.rank == 0
+    good, wrong = (torch.ones(s) if busy else zero_volume_tensor(2) for s in (shape, bad))
+    for training in (False, busy, not busy):
+        layer.train(training)
+        same_error(comm, lambda: layer(wrong).sum().backward(), ShapeError)
+        layer(good).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KEEPERS if kind != "batch norm"])
 def test_ranks_that_only_keep_weights_need_not_call_for_an_inference(P_world, comm, kind):
     make, shape, bad = KEEPERS[kind]
     layer = make(P_world)
@@ -281,7 +293,8 @@ def test_ranks_that_only_keep_weights_need_not_call_for_an_inference(P_world, co
             layer(torch.ones(shape))
         with torch.no_grad(), pytest.raises(ShapeError):
             layer(torch.ones(bad))
-        layer.eval()(torch.ones(shape))
+        with torch.inference_mode():
+            layer.eval()(torch.ones(shape))
     layer.train()
     layer(torch.ones(shape) if comm.rank == 0 else zero_volume_tensor(2)).sum().backward()
 
@@ -293,7 +306,7 @@ def test_a_call_that_no_backward_follows_sends_nothing_to_ranks_outside(comm):
         x = torch.ones(2, 2, 4) if comm.rank == 0 else zero_volume_tensor(2)
         with torch.no_grad():
             layer(x)
-        layer.eval()(x)
+            layer.eval()(x)
         for parameter in layer.train().parameters():
             parameter.requires_grad_(False)
         layer(x)
