@@ -20,6 +20,7 @@ _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
 # In the place of a number: the user says nothing, or nothing that can be used.
 _SILENT, _STRANGE = -1, -2
 _NOBODY = -1
+_ORDER = {_STRANGE: 0, _SILENT: 2}
 
 
 class Said(NamedTuple):
@@ -103,8 +104,8 @@ def groups_of(
     for rank in P_x.ranks:
         together.setdefault(numbers[rank], []).append(rank)
     groups = {rank: tuple(together[numbers[rank]]) for rank in P_x.ranks}
-    # First those who say something.
-    for rank, words in sorted(told.items(), key=lambda item: item[1].listed == _SILENT):
+    # First those who say what cannot be used, last those who say nothing: others do not fit to them then.
+    for rank, words in sorted(told.items(), key=lambda item: _ORDER.get(item[1].listed, 1)):
         if rank not in P_x:
             _check_idle(rank, words)
             continue
