@@ -274,8 +274,9 @@ class Channel:
     def _quiet(self) -> bool:
         # An acknowledgement is the last thing that a reader writes here; a data flag follows what a sender
         # put, or says that it puts nothing: of a void it may come later than this rank's own.
+        # Without addresses nobody puts anything.
         flag = self._buffer.flag
-        return (
+        return not self._connected or (
             self._finished == self._started
             and all(flag(lane.notification) >= self._started for lane in self._sends)
             and all(flag(lane.notification) >= lane.risen(self._finished) for lane in self._receives)

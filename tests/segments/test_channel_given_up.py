@@ -55,6 +55,16 @@ def test_memory_of_a_voided_epoch_is_kept_until_no_late_put_can_come(machine, co
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_channel_that_was_voided_before_it_had_addresses_gives_its_memory_back(machine, comm):
+    channel = Channel(machine.segments, movements(machine)["sum_reduce"], np.int64, "never connected")
+    channel.void()
+    channel.close()
+    machine.segments.progress()
+    assert "never connected" not in machine.segments.stats().owners
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, monkeypatch):
     # What they come from is written again after the acknowledgement, which came unread.
     if machine.segments.transport != "remote":
