@@ -59,6 +59,14 @@ def test_a_backward_may_start_at_the_output_of_an_idle_rank(P_world, comm, make)
         assert not layer(x).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex64])
+def test_a_type_that_only_moves_is_moved_past_an_idle_rank(P_world, comm, dtype):
+    x = torch.ones(IMAGE).to(dtype) if comm.rank == 0 else zero_volume_tensor(2, dtype)
+    y = Repartition(alone(P_world), alone(P_world))(x)
+    assert y.dtype is dtype
+    assert y.shape == ((2, 0) if comm.rank else IMAGE)
+
+
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 def test_an_input_without_elements_keeps_its_shape_on_an_idle_rank(P_world, comm, make):
     layer = make(P_world)
