@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.segments.segment import Segment
-from distdl_rma.segments.status import HEADER_BYTES, Record, is_gone, namespace, parse
+from distdl_rma.segments.status import HEADER_BYTES, Record, State, is_gone, namespace, parse
 from distdl_rma.segments.wire import Bytes, Runs
 
 __all__ = ["Headers"]
@@ -35,6 +35,8 @@ class Headers:
         # Gets under way; what ranks of other nodes answered, and when.
         self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
         self._answers: dict[int, tuple[Record, float]] = {}
+        # When a rank wrote what it last said, by its clock, and since when that has been read, by this one's.
+        self._last: dict[int, tuple[float, float]] = {}
 
     def read(self, rank: int, deadline: float) -> Record | None:
         """What a rank says; None if it does not answer. Blocking, until the deadline at most."""
@@ -64,6 +66,18 @@ class Headers:
         if self._segment.link(rank).memory is not None:
             return 0.0
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
+
+    def unchanged(self, rank: int, record: Record) -> float:
+        """Seconds for which a rank that waits, and ought to say so again and again, has said nothing else.
+
+        As far as this rank has looked before; 0 for one that does not wait.
+        """
+        now = time.monotonic()
+        written, since = self._last.get(rank, (0.0, now))
+        if written != record.written:
+            since = now
+        self._last[rank] = record.written, since
+        return now - since if record.state in (State.WAITING, State.LEFT) else 0.0
 
     def forget(self) -> None:
         """Believe no answer any more that was given before."""

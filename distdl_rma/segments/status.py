@@ -27,8 +27,8 @@ __all__ = [
 HEADER_BYTES = 2048
 _RANKS = 8
 _TEXT, _NAME = 512, 256
-# Process, its namespace, state, since when; ranks waited for (number, first few), text.
-_STATE = Twin(f"qqqdq{_RANKS}q{_TEXT}s", 0)
+# Process, its namespace, state, since when, when written; ranks waited for (number, first few), text.
+_STATE = Twin(f"qqqddq{_RANKS}q{_TEXT}s", 0)
 # Epoch, begin and name of the operation begun last.
 _OPERATION = Twin(f"qd{_NAME}s", _STATE.end)
 
@@ -50,6 +50,7 @@ class Record:
     process: int
     namespace: int
     since: float
+    written: float
     waits_for: tuple[int, ...]
     text: str
     operation: str
@@ -117,6 +118,7 @@ class Board:
             self._namespace,
             state,
             self._since,
+            time.time(),
             len(ranks),
             *listed,
             clip(text, _TEXT),
@@ -147,13 +149,14 @@ def parse(header: bytes) -> Record | None:
     doing, begun = _STATE.read(header), _OPERATION.read(header)
     if doing is None or begun is None:
         return None
-    process, space, state, since, number, *ranks, text = doing
+    process, space, state, since, written, number, *ranks, text = doing
     epoch, began, name = begun
     return Record(
         State(state),
         process,
         space,
         since,
+        written,
         tuple(ranks[: min(number, _RANKS)]),
         text.rstrip(b"\0").decode(errors="replace"),
         name.rstrip(b"\0").decode(errors="replace"),

@@ -172,7 +172,7 @@ class Supervision:
             elif self._headers.process_is_gone(rank, record):
                 said.append(f"rank {rank} is silent: its process {record.process} has ended")
             else:
-                said.append(f"rank {rank} {record.doing}")
+                said.append(f"rank {rank} {record.doing}{self._silence(rank, record)}")
                 if record.state is State.WAITING:
                     open_ranks += record.waits_for
         return said
@@ -230,7 +230,7 @@ class Supervision:
         """Some of the ranks without which all cannot leave together, the worst first; does not block.
 
         Those whose process has ended, then those that have not said that they leave, then those that do not
-        answer any more.
+        answer any more, or have said nothing new for a while, as when they are stopped.
         """
         ended, there, silent = [], [], []
         for rank in self.others:
@@ -241,6 +241,8 @@ class Supervision:
                 ended.append(rank)
             elif record.state is not State.LEFT:
                 there.append(rank)
+            elif self._headers.unchanged(rank, record) > _ANSWER_SECONDS:
+                silent.append(rank)
         return (*ended, *there, *silent)[:_WATCHED]
 
     def gone(self) -> list[tuple[int, str]]:
@@ -268,11 +270,17 @@ class Supervision:
         here = f"; rank {self.rank} waited {_for(waiting)}" if waiting else ""
         raise PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause)
 
+    def _silence(self, rank: int, record: Record) -> str:
+        seconds = self._headers.unchanged(rank, record)
+        return f", and has said nothing for {in_seconds(seconds)}" if seconds > _ANSWER_SECONDS else ""
+
     def _gone(self, rank: int, waiting: Waiting) -> tuple[str, bool]:
         # Why nothing more can come from a rank, "" while it can; and whether it left of its own accord.
         record = self._headers.glance(rank)
         if record is None:
             return "", False
+        # Noted, for the message of a wait that reaches its deadline.
+        self._headers.unchanged(rank, record)
         if record.state is State.FAILED:
             return record.text, False
         if record.state is State.LEFT and rank != self.rank and not (self._left or waiting.leavers):

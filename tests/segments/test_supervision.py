@@ -3,6 +3,7 @@
 import os
 import subprocess
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,6 +101,37 @@ def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node)
     assert [rank for rank, _ in watch.gone()] == [17]
     with pytest.raises(PeerFailedError, match="rank 17 failed: it is silent"):
         look(watch, Waiting(watch.missing(), "to close the machine", leavers=True))
+
+
+def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkeypatch):
+    watch, boards, _ = node
+    monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
+    for one in boards.values():
+        one.write(State.LEFT, "closing the machine")
+    assert watch.missing() == ()
+    time.sleep(0.1)
+    for rank in RANKS[1:-1]:
+        boards[rank].write(State.LEFT, "closing the machine")
+    assert watch.missing() == (19,)
+    silence = r"for rank 19 to close the machine; rank 19 left .* s ago, closing the machine, and has said nothing"
+    with pytest.raises(ExchangeTimeout, match=silence):
+        watch.give_up(Waiting(watch.missing(), "to close the machine", leavers=True), 6.0)
+
+
+def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, monkeypatch):
+    watch, boards, _ = node
+    monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
+    waiting = Waiting((1, 2), "to set notification 0")
+    boards[1].write(State.WAITING, "to answer", (2,))
+    boards[2].write(State.RUNNING)
+    watch.look(waiting)
+    time.sleep(0.1)
+    # A rank that computes writes nothing; one that waits does so ten times a second.
+    first, second = watch.chain(waiting)
+    assert "for rank 2 to answer, and has said nothing for" in first
+    assert second.startswith("rank 2 waits for nobody") and "has said" not in second
+    boards[1].write(State.WAITING, "to answer", (2,))
+    assert not any("has said" in clause for clause in watch.chain(waiting))
 
 
 def test_ranks_that_left_still_take_puts(node):
