@@ -225,7 +225,8 @@ def test_a_plan_serves_every_mode_and_momentum(P_world):
         layer.momentum = momentum
         layer.train()(x)
         layer.eval()(x)
-    assert layer.machine.segments.stats().used == before
+    # Less, if what an earlier layer held was given back meanwhile.
+    assert layer.machine.segments.stats().used <= before
 
 
 # Layers on the first rank alone, whose weights are on all; a good and a wrong input for it.
