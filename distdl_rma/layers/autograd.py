@@ -60,19 +60,22 @@ def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
     """``y`` in a graph if it is in none, so that a rank that no gradient concerns may call backward too."""
     able = y.is_floating_point() or y.is_complex()
     root = None if y.requires_grad or not able else anchor(needed)
-    return y if root is None else _Anchored.apply(root, y)
+    if root is None:
+        return y
+    tied: torch.Tensor = _Anchored.apply(root, y)  # type: ignore[no-untyped-call]
+    return tied
 
 
 class _Anchored(torch.autograd.Function):
     """A tensor as it is, in the graph of another one that gets no gradient from it."""
 
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: Any, _root: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         # A copy, which may be changed in place; a sum with zeros would not do for types that only move.
         return y.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None]:
+    def backward(_ctx: Any, _gradient: torch.Tensor) -> tuple[None, None]:
         return None, None
 
 

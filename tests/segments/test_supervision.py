@@ -113,7 +113,9 @@ def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkey
     for rank in RANKS[1:-1]:
         boards[rank].write(State.LEFT, "closing the machine")
     assert watch.missing() == (19,)
-    silence = r"for rank 19 to close the machine; rank 19 left .* s ago, closing the machine, and has said nothing"
+    silence = (
+        r"for rank 19 to close the machine; rank 19 left .* s ago, closing the machine, and has said nothing"
+    )
     with pytest.raises(ExchangeTimeout, match=silence):
         watch.give_up(Waiting(watch.missing(), "to close the machine", leavers=True), 6.0)
 
