@@ -58,6 +58,22 @@ atexit.unregister(os._exit)
     assert said[0].endswith("rank 0 has ended its program and waits on")
 
 
+def test_rank_that_failed_and_caught_it_does_not_wait_at_exit_for_others_that_are_at_the_end_of_mpi():
+    body = """
+try:
+    with Machine(segment_size="8MiB", timeout=2, transport="remote") as machine:
+        machine.group().barrier()
+        if comm.rank == 1:
+            raise OSError("disk on fire")
+        machine.group().barrier()
+except (OSError, PeerFailedError):
+    if comm.rank == 1:
+        time.sleep(1)
+"""
+    code, _, err = run(3, body, preamble=LIGHT)
+    assert code == 0 and "distdl_rma:" not in err, err
+
+
 def test_rank_that_is_killed_or_stopped_while_it_writes_its_header_holds_nobody_up():
     # The window is some microseconds wide; here both are struck in it on purpose.
     body = """

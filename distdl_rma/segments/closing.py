@@ -15,6 +15,8 @@ from distdl_rma.segments.supervision import Supervision
 __all__ = ["Closing"]
 
 _WHY = "closing the machine or ending its program"
+# How long a rank that failed stays for the others to notice.
+_NOTICE_SECONDS = 1.0
 
 
 class Closing:
@@ -67,12 +69,18 @@ class Closing:
         well. What keeps this rank from ending, now or there, is said once, in a line each.
         """
         supervision = self._supervision
-        with suppress(DistdlError):
-            try:
-                self._meet(None)
-            except ExchangeTimeout as error:
-                say(f"{error}; rank {supervision.rank} has ended its program and waits on")
-                self._meet(float("inf"))
+        if supervision.failed:
+            # The others do not close any more, and may be at MPI's end, where they answer nothing.
+            waiting = Waiting(supervision.others, "to hear of its failure", leavers=True)
+            with suppress(DistdlError):
+                self._patience.until(supervision.noticed, lambda: waiting, _NOTICE_SECONDS)
+        else:
+            with suppress(DistdlError):
+                try:
+                    self._meet(None)
+                except ExchangeTimeout as error:
+                    say(f"{error}; rank {supervision.rank} has ended its program and waits on")
+                    self._meet(float("inf"))
         if not supervision.in_vain:
             return True
         # Others may already wait for this rank to close as well.

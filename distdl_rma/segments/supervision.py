@@ -67,6 +67,8 @@ class Supervision:
         # Ranks that seem to have gone: since when, and why.
         self._suspects: dict[int, tuple[float, str]] = {}
         self._watched = 0
+        # Ranks whose process was seen to have ended, which their headers may not tell a second time.
+        self._ended: dict[int, str] = {}
 
     def advance(self, waiting: Callable[[], Waiting]) -> None:
         """Make progress for everyone, and raise ``PeerFailedError`` if a rank failed."""
@@ -251,7 +253,9 @@ class Supervision:
         for rank in self.others:
             record = self._headers.glance(rank)
             if record is not None and self._headers.process_is_gone(rank, record):
-                found.append((rank, _ended(record)))
+                self._ended[rank] = _ended(record)
+            if rank in self._ended:
+                found.append((rank, self._ended[rank]))
         return found
 
     def noticed(self) -> bool:
@@ -286,7 +290,8 @@ class Supervision:
         if record.state is State.LEFT and rank != self.rank and not (self._left or waiting.leavers):
             return f"it left, {record.text}", True
         if self._headers.process_is_gone(rank, record):
-            return _ended(record), False
+            self._ended[rank] = _ended(record)
+            return self._ended[rank], False
         return "", False
 
 

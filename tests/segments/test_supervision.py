@@ -114,7 +114,7 @@ def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkey
         boards[rank].write(State.LEFT, "closing the machine")
     assert watch.missing() == (19,)
     silence = (
-        r"for rank 19 to close the machine; rank 19 left .* s ago, closing the machine, and has said nothing"
+        r"for rank 19 to close the machine; rank 19 left .*, closing the machine, and has said nothing for"
     )
     with pytest.raises(ExchangeTimeout, match=silence):
         watch.give_up(Waiting(watch.missing(), "to close the machine", leavers=True), 6.0)
@@ -134,6 +134,16 @@ def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, mon
     assert second.startswith("rank 2 waits for nobody") and "has said" not in second
     boards[1].write(State.WAITING, "to answer", (2,))
     assert not any("has said" in clause for clause in watch.chain(waiting))
+
+
+def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_be_read_any_more(node):
+    watch, boards, memories = node
+    boards[4]._process = ended()
+    boards[4].write(State.RUNNING)
+    with pytest.raises(PeerFailedError, match="rank 4 failed: it is silent"):
+        look(watch, Waiting((4,), "to send in 'enc1'"))
+    memories[4][:] = 0
+    assert [rank for rank, _ in watch.gone()] == [4]
 
 
 def test_ranks_that_left_still_take_puts(node):
