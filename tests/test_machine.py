@@ -4,6 +4,7 @@ import random
 import re
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +121,23 @@ def test_ranks_that_mean_different_machines_are_refused_alike_and_can_go_on(comm
             assert machine.ranks == everyone
 
 
+@pytest.mark.mpi(min_size=3)
+def test_rank_that_comes_when_the_others_were_refused_already_is_refused_too(comm):
+    everyone = tuple(range(comm.size))
+    for short in (0, 1) * 4:
+        wanted = (
+            rf"rank 0 was given M = {((0, 1), everyone)[short]} but rank 1 M = {(everyone, (0, 1))[short]}"
+        )
+        if comm.rank >= 2:
+            comm.Barrier()
+        with pytest.raises(PartitionError, match=re.escape(wanted)):
+            Machine(comm, (0, 1) if comm.rank == short else everyone, segment_size="1MiB")
+        if comm.rank < 2:
+            comm.Barrier()
+        with Machine(comm, segment_size="1MiB") as machine:
+            assert machine.ranks == everyone
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_impossible_list_of_one_rank_is_an_error_on_all_that_wait_for_it(comm, wrong):
@@ -171,6 +189,24 @@ def test_machine_needs_no_name_service(comm, monkeypatch):
     with Machine(comm, range(comm.size)[::-1], segment_size="1MiB") as machine:
         assert machine.ranks == tuple(reversed(range(comm.size)))
         machine.group().barrier()
+
+
+def test_machine_needs_no_groups_of_the_launcher(comm, monkeypatch):
+    def unsupported(*_):
+        raise MPI.Exception(MPI.ERR_UNSUPPORTED_OPERATION)
+
+    class Without:
+        Intracomm = SimpleNamespace(Create_from_group=unsupported)
+
+        def __getattr__(self, name):
+            return getattr(MPI, name)
+
+    monkeypatch.setattr(meeting, "MPI", Without())
+    for ranks in ([comm.rank], range(comm.size)[::-1], range(comm.size)[1:][::-1]):
+        if comm.rank in ranks:
+            with Machine(comm, ranks, segment_size="1MiB") as machine:
+                assert machine.ranks == tuple(ranks)
+                machine.group().barrier()
 
 
 def test_close_is_idempotent_and_use_after_close_says_so(comm):

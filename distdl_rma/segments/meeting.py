@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from mpi4py import MPI
 
@@ -53,8 +53,7 @@ class _Refusal:
 
     def names(self, rank: int) -> bool:
         """Whether a rank is a member; not known, and False, if there are too many to say."""
-        spans = (span.split("-") for span in self.members.split(",") if span)
-        return any(int(span[0]) <= rank <= int(span[-1]) for span in spans)
+        return any(rank in span for span in _ranges(self.members))
 
 
 @dataclass(frozen=True)
@@ -191,11 +190,24 @@ def _in_world(group: MPI.Group) -> tuple[int, ...] | None:
 def _create(
     comm: MPI.Intracomm, group: MPI.Group, ranks: tuple[int, ...], world: tuple[int, ...], number: int
 ) -> MPI.Intracomm:
+    if len(ranks) == 1:
+        return MPI.COMM_SELF.Dup()
     # Open MPI sends what Create_group needs with the user's tags, where a receive from anyone takes it.
-    with suppress(NotImplementedError):
+    with suppress(NotImplementedError), _unsupported_passed():
         return MPI.Intracomm.Create_from_group(group, f"distdl_rma-{fingerprint(ranks, world):014x}-{number}")
-    # An MPI before version 4.
+    # An MPI before version 4, or a launcher that cannot help with it.
+    if len(ranks) == comm.size:
+        return cast(MPI.Intracomm, comm.Split(0, ranks.index(comm.rank)))
     return comm.Create_group(group, _CREATE_TAG)
+
+
+@contextmanager
+def _unsupported_passed() -> Iterator[None]:
+    try:
+        yield
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_UNSUPPORTED_OPERATION:
+            raise
 
 
 class _Meeting:
@@ -272,6 +284,7 @@ class _Meeting:
             return None
         # What both have known of is no news.
         if line.last.number > _memory.refusals and line.last.names(me):
+            self._members = _united(self._members, line.last.members)
             self._refuse(line.last.text, line.last.number)
         if line.last.number < _memory.refusals and _memory.last.names(self._world[rank]):
             # It has yet to hear of what this rank was refused for before.
@@ -281,7 +294,7 @@ class _Meeting:
         if line.waits_for(me):
             # Each waits for the other one, and whoever waits for either of them does so in vain.
             (low, listed), (high, other) = sorted([(self._me, _short(self._ranks)), (rank, line.text)])
-            self._members = f"{self._members},{line.members}"
+            self._members = _united(self._members, line.members)
             self._refuse(f"rank {low} was given M = {listed} but rank {high} M = {other}")
         return None
 
@@ -347,6 +360,17 @@ def _short(ranks: tuple[int, ...]) -> str:
 def _clipped(members: str) -> str:
     # Whole or not at all: a rank that is not named must not be taken for none of them, nor for another.
     return members if len(members) <= _LONGEST_LIST else ""
+
+
+def _united(*members: str) -> str:
+    return _spans({rank for some in members for span in _ranges(some) for rank in span})
+
+
+def _ranges(members: str) -> Iterator[range]:
+    for span in members.split(","):
+        if span:
+            first, _, last = span.partition("-")
+            yield range(int(first), int(last or first) + 1)
 
 
 def _spans(ranks: Iterable[int]) -> str:
