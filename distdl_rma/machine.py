@@ -242,6 +242,8 @@ class Machine(Shared):
         if self.segments.wait_for_all_at_exit(_say):
             self.close()
         self.segments.stop()
+        if not self.closed:
+            self.segments.keep()
 
     def __enter__(self) -> Machine:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import weakref
@@ -316,11 +317,20 @@ class SegmentManager(Unique):
         self._reclaim()
         self._work.end()
         self.closed = True
-        if not self.failed:
-            self.communicators.close()
-            self.supervision.close()
-            self.segment.close()
-            self._comm.Free()
+        if self.failed:
+            self.keep()
+            return
+        self.communicators.close()
+        self.supervision.close()
+        self.segment.close()
+        self._comm.Free()
+
+    def keep(self) -> None:
+        """Keep all memory that MPI may still read or write, until the process has ended; local.
+
+        MPI ends after the interpreter has let go of everything, and goes on with what is under way.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def stop(self) -> None:
         """End the progress engine, if there is one; idempotent."""
