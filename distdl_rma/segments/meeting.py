@@ -192,12 +192,13 @@ def _create(
 ) -> MPI.Intracomm:
     if len(ranks) == 1:
         return MPI.COMM_SELF.Dup()
+    # A collective of all its ranks meets no message of the user's.
+    if len(ranks) == comm.size:
+        return cast(MPI.Intracomm, comm.Split(0, ranks.index(comm.rank)))
     # Open MPI sends what Create_group needs with the user's tags, where a receive from anyone takes it.
     with suppress(NotImplementedError), _unsupported_passed():
         return MPI.Intracomm.Create_from_group(group, f"distdl_rma-{fingerprint(ranks, world):014x}-{number}")
     # An MPI before version 4, or a launcher that cannot help with it.
-    if len(ranks) == comm.size:
-        return cast(MPI.Intracomm, comm.Split(0, ranks.index(comm.rank)))
     return comm.Create_group(group, _CREATE_TAG)
 
 
