@@ -45,6 +45,9 @@ class LocalConvolution:
         stride, dilation = tuple(w.stride for w in windows), tuple(w.dilation for w in windows)
         return Steps(stride, (0,) * len(windows), dilation, self.groups)
 
+    def _padded(self, padding: tuple[int, ...]) -> Steps:
+        return Steps(self._unpadded.stride, padding, self._unpadded.dilation, self.groups)
+
     def _operand(self, patch: Patch, block: torch.Tensor, data: Box) -> tuple[torch.Tensor, tuple[int, ...]]:
         # Tensor to convolve and its symmetric padding, exact for the outputs of the patch.
         if data != patch.region:
@@ -71,7 +74,7 @@ class LocalConvolution:
     ) -> torch.Tensor:
         """Outputs of a patch from a block that holds the box ``data``."""
         operand, padding = self._operand(patch, block, data)
-        return convolution(operand, weight[patch.weight], bias, self._unpadded._replace(padding=padding))
+        return convolution(operand, weight[patch.weight], bias, self._padded(padding))
 
     def convolve_adjoint(
         self,
@@ -84,7 +87,7 @@ class LocalConvolution:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of a patch's block, in the shape of the block, and of its part of the weight."""
         operand, padding = self._operand(patch, block, data)
-        steps = self._unpadded._replace(padding=padding)
+        steps = self._padded(padding)
         inner, taps = convolution_adjoint(gradient, operand, weight[patch.weight], steps, needs)
         if inner is None or data == patch.region:
             return inner, taps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -131,15 +132,20 @@ def _without_onednn() -> Iterator[None]:
 def _safe(x: torch.Tensor, weight: torch.Tensor, steps: Steps) -> bool:
     if x.dtype not in _AT_FAULT or not x.numel():
         return True
-    extents, kernel = x.shape[2:], weight.shape[2:]
+    return _wide_enough(steps, x.shape[2:], weight.shape[2:], x.dtype.itemsize < torch.float32.itemsize)
+
+
+# Asked for every patch of every step, mostly of the same few shapes.
+@lru_cache(maxsize=1024)
+def _wide_enough(steps: Steps, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool) -> bool:
     if steps.transposed:
-        extents = torch.Size(
+        extents = tuple(
             (n - 1) * s - 2 * p + d * (k - 1) + 1
             for n, k, s, p, d in zip(
                 extents, kernel, steps.stride, steps.padding, steps.dilation, strict=True
             )
         )
-    return steps.fills(extents, kernel, x.dtype.itemsize < torch.float32.itemsize)
+    return steps.fills(extents, kernel, short)
 
 
 def _arguments(steps: Steps) -> tuple[Any, ...]:
