@@ -9,7 +9,7 @@ from distdl_rma import Partition
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Window, WindowSplit
-from distdl_rma.segments.schedule import (
+from distdl_rma.segments.collectives.engine.node_layout import (
     Layout,
     Traffic,
     allreduce_traffic,

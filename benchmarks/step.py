@@ -21,7 +21,7 @@ from distdl_rma import GradientSync, Machine
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.collective import Collective
+from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.trace import chrome_trace
 
 COMM = MPI.COMM_WORLD

@@ -16,7 +16,7 @@ from benchmarks.measure import COMM, Row, compare
 from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import DistributedInstanceNorm2d
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.round import Round
+from distdl_rma.segments.collectives.all_push import Round
 
 # Together 25 MiB of float32 parameters.
 PIXELS, WIDTH, DEPTH, CLASSES = 784, 1352, 4, 10

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     )
     from distdl_rma.geometry.distribution import Distribution
     from distdl_rma.geometry.partition import Partition
-    from distdl_rma.layers.tensors import zero_volume_tensor
     from distdl_rma.machine import Machine, MPIPartition
+    from distdl_rma.ops.tensors import zero_volume_tensor
     from distdl_rma.state import gather_state_dict, load_global_state_dict, whole_parameters
     from distdl_rma.sync import DistributedGradScaler, GradientSync
 
@@ -46,7 +46,7 @@ _HOMES = {
     ),
     "geometry.distribution": ("Distribution",),
     "geometry.partition": ("Partition",),
-    "layers.tensors": ("zero_volume_tensor",),
+    "ops.tensors": ("zero_volume_tensor",),
     "machine": ("Machine", "MPIPartition"),
     "state": ("gather_state_dict", "load_global_state_dict", "whole_parameters"),
     "sync": ("DistributedGradScaler", "GradientSync"),

@@ -21,14 +21,12 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
-from distdl_rma.segments.group import Group
+from distdl_rma.segments.collectives.group import Group
+from distdl_rma.segments.lifecycle.meeting import meet, refuse
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.meeting import meet, refuse
-from distdl_rma.segments.patience import DEFAULT_TIMEOUT, chosen_timeout
-from distdl_rma.segments.unique import Shared
+from distdl_rma.segments.uncopyable import Shared
+from distdl_rma.segments.waiting.waiter import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.trace import Recording, Tracer
-
-__all__ = ["MPIPartition", "Machine"]
 
 # How long a rank that fails stays for its peers to notice, and then to say so themselves.
 _NOTICE_SECONDS = 1.0

@@ -11,12 +11,10 @@ from torch import nn
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.layer import DistributedLayer
-from distdl_rma.layers.passes import gather_whole
-from distdl_rma.layers.weights import as_whole, one_copy
+from distdl_rma.layers.core.layer import DistributedLayer
+from distdl_rma.layers.core.placement import as_whole, one_copy
 from distdl_rma.machine import Machine
-
-__all__ = ["gather_state_dict", "load_global_state_dict", "whole_parameters"]
+from distdl_rma.ops.set_up_transfer import gather_whole
 
 
 def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from distdl_rma.errors import ProtocolError
 
-__all__ = ["Event", "Recording", "Tracer", "chrome_trace"]
-
 T = TypeVar("T")
 _DOING = 1  # the track of what a rank does; what travels has tracks of its own
 

@@ -16,15 +16,14 @@ import torch
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.geometry.grouping import groups_along, groups_onto, transposed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.reach import ReachSplit
+from distdl_rma.geometry.rank_groups import groups_along, groups_onto, transposed
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stages import all_reduction, broadcast, reduction
-from distdl_rma.geometry.stencil import Stencil, Window, WindowSplit
-from distdl_rma.layers.cells import Layout
-from distdl_rma.layers.taps import Resize, Taps
-from distdl_rma.layers.tile import Tile
+from distdl_rma.geometry.stencil import ReachSplit, Stencil, Window, WindowSplit
+from distdl_rma.geometry.trees import all_reduction, broadcast, reduction
+from distdl_rma.ops.conv.own_and_halo import Tile
+from distdl_rma.ops.norm.statistic_groups import Layout
+from distdl_rma.ops.windows.interpolation import Resize, Taps
 from sheet import FRAME, GREY, HATCHED, STAYS, SUM, Canvas, Plane, Point, svg
 
 __all__ = ["FIGURES", "drawn"]

@@ -78,7 +78,7 @@ def test_rank_that_is_killed_or_stopped_while_it_writes_its_header_holds_nobody_
     # The window is some microseconds wide; here both are struck in it on purpose.
     body = """
 import subprocess
-from distdl_rma.segments import status
+from distdl_rma.segments.waiting import header as status
 
 class Struck:
     def __init__(self, form, signal):

@@ -20,8 +20,9 @@ from distdl_rma import (
     ProtocolError,
     SegmentError,
 )
-from distdl_rma.segments import meeting, segment
-from distdl_rma.segments.bulletin import Bulletin
+from distdl_rma.segments.lifecycle import meeting
+from distdl_rma.segments.lifecycle.job_board import Bulletin
+from distdl_rma.segments.transport import segment
 from tests.handles import handles
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]

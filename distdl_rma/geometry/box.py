@@ -9,8 +9,6 @@ from math import prod
 
 from distdl_rma.errors import ShapeError
 
-__all__ = ["Box"]
-
 
 @dataclass(frozen=True)
 class Box:

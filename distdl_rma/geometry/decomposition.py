@@ -12,8 +12,6 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Listed, Split, meeting
 
-__all__ = ["Decomposition"]
-
 
 @dataclass(frozen=True)
 class Decomposition:

@@ -14,8 +14,6 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition, integers
 
-__all__ = ["INPUT", "NORM", "OUTPUT", "Distribution", "Ranked"]
-
 # Numbers of the inequalities: of an input, of an output, of a normalisation.
 INPUT, OUTPUT, NORM = ("3.1", "3.2", "3.3"), ("3.4", "3.5", "3.6"), ("4.1", "4.2", "4.3")
 _LEADING = 2

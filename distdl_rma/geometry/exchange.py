@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from itertools import combinations, pairwise
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.fingerprint import fingerprint
-
-__all__ = ["Exchange", "Piece"]
 
 # More boxes than this are not compared with each other, but in one dimension at a time; where that does not
 # tell, the sum over them is right in any case.
@@ -170,3 +168,11 @@ def by_peer(pieces: tuple[Piece, ...]) -> list[tuple[int, tuple[Piece, ...]]]:
     for piece in pieces:
         groups.setdefault(piece.peer, []).append(piece)
     return [(peer, tuple(group)) for peer, group in groups.items()]
+
+
+def fingerprint(*facts: object) -> int:
+    """Number of 56 bits that is equal on all ranks with the same facts, and (almost surely) on no others.
+
+    Facts are compared by their ``repr``.
+    """
+    return int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "little")

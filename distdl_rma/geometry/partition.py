@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from distdl_rma.errors import PartitionError
 
-__all__ = ["Home", "Partition", "integers"]
-
 
 class Home(Protocol):
     """What the ranks of a partition belong to; geometry never looks further into it."""

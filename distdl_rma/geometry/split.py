@@ -9,8 +9,6 @@ from typing import Protocol
 
 from distdl_rma.errors import PartitionError
 
-__all__ = ["Balanced", "Copies", "Grouped", "Listed", "Section", "Split", "meeting"]
-
 
 class Split(Protocol):
     """Intervals of one dimension, one per part; both their ends rise (weakly) with the part."""

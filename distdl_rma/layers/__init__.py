@@ -1,29 +1,26 @@
 """PyTorch layers whose tensors are split over ranks."""
 
-from distdl_rma.layers.adaptive import (
-    DistributedAdaptiveAvgPool1d,
-    DistributedAdaptiveAvgPool2d,
-    DistributedAdaptiveAvgPool3d,
-    DistributedAdaptiveMaxPool1d,
-    DistributedAdaptiveMaxPool2d,
-    DistributedAdaptiveMaxPool3d,
+from distdl_rma.layers.conv.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
+from distdl_rma.layers.conv.conv_transpose import (
+    DistributedConvTranspose1d,
+    DistributedConvTranspose2d,
+    DistributedConvTranspose3d,
 )
-from distdl_rma.layers.classification import DistributedCrossEntropyLoss, DistributedNLLLoss
-from distdl_rma.layers.concat import DistributedConcat
-from distdl_rma.layers.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from distdl_rma.layers.embedding import (
     DistributedEmbedding,
 )
-from distdl_rma.layers.gather import AllGather, ReduceScatter
-from distdl_rma.layers.halo_exchange import HaloExchange
-from distdl_rma.layers.interface import Concat, Conv, InstanceNorm
-from distdl_rma.layers.layernorm import DistributedLayerNorm, DistributedRMSNorm
-from distdl_rma.layers.linear import (
+from distdl_rma.layers.from_global import Concat, Conv, InstanceNorm
+from distdl_rma.layers.linear.linear import (
     DistributedLinear,
     DistributedLinearAllGather,
     DistributedLinearReduceScatter,
 )
-from distdl_rma.layers.loss import (
+from distdl_rma.layers.linear.linear_zero import (
+    DistributedLinearAllGatherZero,
+    DistributedLinearReduceScatterZero,
+)
+from distdl_rma.layers.loss.classification import DistributedCrossEntropyLoss, DistributedNLLLoss
+from distdl_rma.layers.loss.elementwise import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
     DistributedHuberLoss,
@@ -33,8 +30,12 @@ from distdl_rma.layers.loss import (
     DistributedPoissonNLLLoss,
     DistributedSmoothL1Loss,
 )
-from distdl_rma.layers.movement import Movement
-from distdl_rma.layers.norm import (
+from distdl_rma.layers.moves.broadcast_reduce import AllSumReduce, Broadcast, SumReduce
+from distdl_rma.layers.moves.concat import DistributedConcat
+from distdl_rma.layers.moves.gather_scatter import AllGather, ReduceScatter
+from distdl_rma.layers.moves.halo_exchange import HaloExchange
+from distdl_rma.layers.moves.repartition import DistributedTranspose, Repartition
+from distdl_rma.layers.norm.batch_instance_group import (
     DistributedBatchNorm1d,
     DistributedBatchNorm2d,
     DistributedBatchNorm3d,
@@ -43,7 +44,16 @@ from distdl_rma.layers.norm import (
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
 )
-from distdl_rma.layers.pad import (
+from distdl_rma.layers.norm.layer_rms import DistributedLayerNorm, DistributedRMSNorm
+from distdl_rma.layers.windows.adaptive_pool import (
+    DistributedAdaptiveAvgPool1d,
+    DistributedAdaptiveAvgPool2d,
+    DistributedAdaptiveAvgPool3d,
+    DistributedAdaptiveMaxPool1d,
+    DistributedAdaptiveMaxPool2d,
+    DistributedAdaptiveMaxPool3d,
+)
+from distdl_rma.layers.windows.pad import (
     DistributedCircularPad1d,
     DistributedCircularPad2d,
     DistributedCircularPad3d,
@@ -60,7 +70,7 @@ from distdl_rma.layers.pad import (
     DistributedZeroPad2d,
     DistributedZeroPad3d,
 )
-from distdl_rma.layers.pooling import (
+from distdl_rma.layers.windows.pool import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
     DistributedAvgPool3d,
@@ -68,19 +78,12 @@ from distdl_rma.layers.pooling import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
-from distdl_rma.layers.reduction import AllSumReduce, Broadcast, SumReduce
-from distdl_rma.layers.repartition import DistributedTranspose, Repartition
-from distdl_rma.layers.transposed import (
-    DistributedConvTranspose1d,
-    DistributedConvTranspose2d,
-    DistributedConvTranspose3d,
-)
-from distdl_rma.layers.upsampling import (
+from distdl_rma.layers.windows.upsample import (
     DistributedUpsample,
     DistributedUpsamplingBilinear2d,
     DistributedUpsamplingNearest2d,
 )
-from distdl_rma.layers.zero import DistributedLinearAllGatherZero, DistributedLinearReduceScatterZero
+from distdl_rma.ops.movement import Movement
 
 __all__ = [
     "AllGather",

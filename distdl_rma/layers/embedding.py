@@ -15,15 +15,13 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.layers.agreement import Facts
-from distdl_rma.layers.autograd import first_derivative
-from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.composed import ComposedLayer, Flow
-from distdl_rma.layers.layer import movement_of, source_of
-from distdl_rma.layers.weights import Placement
-from distdl_rma.segments.allreduce import Allreduce
-
-__all__ = ["DistributedEmbedding"]
+from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.gather_compute_scatter import ComposedLayer, Flow
+from distdl_rma.layers.core.layer import movement_of, source_of
+from distdl_rma.layers.core.placement import Placement
+from distdl_rma.layers.core.plan_cache import Facts
+from distdl_rma.ops.autograd import first_derivative
+from distdl_rma.segments.collectives.allreduce import Allreduce
 
 _INDICES = (torch.int64, torch.int32)
 _WEIGHTS = ("replicated", "root")

@@ -1,17 +1,17 @@
 """One-sided communication in a segment that the ranks of a machine share."""
 
-from distdl_rma.segments.allgather import AllGather
-from distdl_rma.segments.allreduce import Allreduce
-from distdl_rma.segments.alltoall import AllToAll
-from distdl_rma.segments.broadcast import Broadcast
-from distdl_rma.segments.buffer import SegmentBuffer
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.group import Group
+from distdl_rma.segments.collectives.allgather import AllGather
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.alltoall import AllToAll
+from distdl_rma.segments.collectives.broadcast import Broadcast
+from distdl_rma.segments.collectives.group import Group
+from distdl_rma.segments.collectives.reduce import Reduce
+from distdl_rma.segments.collectives.reduce_scatter import ReduceScatter
 from distdl_rma.segments.manager import SegmentManager, SegmentStats
-from distdl_rma.segments.queue import Queue
-from distdl_rma.segments.reduce import Reduce
-from distdl_rma.segments.reduce_scatter import ReduceScatter
-from distdl_rma.segments.remote import RemoteArray, RemoteBuffer
+from distdl_rma.segments.memory.buffer import SegmentBuffer
+from distdl_rma.segments.memory.queue import Queue
+from distdl_rma.segments.memory.remote_buffer import RemoteArray, RemoteBuffer
 
 __all__ = [
     "AllGather",

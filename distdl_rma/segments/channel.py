@@ -9,14 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
-from distdl_rma.geometry.exchange import Exchange, Piece
-from distdl_rma.geometry.fingerprint import fingerprint
-from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
 from distdl_rma.segments.lanes import SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.patience import Waiting
-
-__all__ = ["Channel"]
+from distdl_rma.segments.memory.buffer import SegmentBuffer
+from distdl_rma.segments.waiting.waiter import Waiting
 
 Array = npt.NDArray[Any]
 

@@ -13,11 +13,9 @@ import numpy.typing as npt
 from distdl_rma.errors import ProtocolError
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.segments.buffer import SegmentBuffer
-from distdl_rma.segments.heap import aligned
-from distdl_rma.segments.remote import RemoteBuffer
-
-__all__ = ["SLOTS", "Lane", "Lanes", "in_steps"]
+from distdl_rma.segments.memory.buffer import SegmentBuffer
+from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
+from distdl_rma.segments.transport.heap import aligned
 
 Array = npt.NDArray[Any]
 SLOTS = 2

@@ -15,22 +15,20 @@ from typing import Protocol
 from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError, DistdlError, PartitionError, PeerFailedError, SegmentError
-from distdl_rma.segments.buffer import SegmentBuffer
-from distdl_rma.segments.closing import Closing
-from distdl_rma.segments.communicators import Communicators
-from distdl_rma.segments.handshake import Handshake
-from distdl_rma.segments.heap import Heap
-from distdl_rma.segments.patience import Counters, Patience, chosen_timeout
-from distdl_rma.segments.progress import check_progress
-from distdl_rma.segments.queue import Queue
-from distdl_rma.segments.segment import Segment
-from distdl_rma.segments.status import HEADER_BYTES, operation_name
-from distdl_rma.segments.supervision import Supervision, cause_of
-from distdl_rma.segments.unique import Unique
-from distdl_rma.segments.work import Work
+from distdl_rma.segments.lifecycle.closing import Closing
+from distdl_rma.segments.lifecycle.communicators import Communicators
+from distdl_rma.segments.memory.buffer import SegmentBuffer
+from distdl_rma.segments.memory.handshake import Handshake
+from distdl_rma.segments.memory.queue import Queue
+from distdl_rma.segments.transport.heap import Heap
+from distdl_rma.segments.transport.progress_thread import check_progress
+from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.uncopyable import Unique
+from distdl_rma.segments.waiting.header import HEADER_BYTES, operation_name
+from distdl_rma.segments.waiting.peer_watch import Supervision, cause_of
+from distdl_rma.segments.waiting.pending_work import Work
+from distdl_rma.segments.waiting.waiter import Counters, Patience, chosen_timeout
 from distdl_rma.trace import Tracer
-
-__all__ = ["SegmentManager", "SegmentStats"]
 
 _SPINS = 2000
 

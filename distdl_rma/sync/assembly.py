@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
-from distdl_rma.segments.telling import tell_all
+from distdl_rma.segments.collectives.gather_bytes import tell_all
 from distdl_rma.sync.bucket import Bucket, Group, Kind, bucketed
-
-__all__ = ["Assembly"]
 
 
 class Assembly:

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from distdl_rma.layers.replica import Sink
-from distdl_rma.layers.tensors import as_tensor, reduction_dtype
+from distdl_rma.layers.core.replica import Sink
 from distdl_rma.machine import Machine
-from distdl_rma.segments.allreduce import Allreduce
-from distdl_rma.sync.coverage import Entry
-
-__all__ = ["Bucket", "Group", "Kind", "Slot", "bucketed"]
+from distdl_rma.ops.tensors import as_tensor, reduction_dtype
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.sync.claims import Entry
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ import torch
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
-from distdl_rma.segments.allreduce import Allreduce
-
-__all__ = ["Norms"]
+from distdl_rma.segments.collectives.allreduce import Allreduce
 
 
 class Norms:

@@ -13,17 +13,15 @@ from torch import nn
 
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.callbacks import Callbacks
-from distdl_rma.layers.compiled import uncompiled
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.segments.unique import Unique
+from distdl_rma.ops.uncompiled import uncompiled
+from distdl_rma.segments.uncopyable import Unique
 from distdl_rma.sync.assembly import Assembly
 from distdl_rma.sync.bucket import Bucket, Group, Slot
 from distdl_rma.sync.clipping import Norms
-from distdl_rma.sync.plain import warn_of_drift, warn_of_shortsighted
-from distdl_rma.sync.roster import Options, Roster
-
-__all__ = ["GradientSync"]
+from distdl_rma.sync.plain_modules import warn_of_drift, warn_of_shortsighted
+from distdl_rma.sync.registry import Options, Roster
 
 _BUCKET_NBYTES = 1 << 20
 

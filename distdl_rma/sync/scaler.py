@@ -9,11 +9,9 @@ import numpy as np
 import torch
 
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.compiled import uncompiled
 from distdl_rma.machine import Machine
-from distdl_rma.segments.allreduce import Allreduce
-
-__all__ = ["DistributedGradScaler"]
+from distdl_rma.ops.uncompiled import uncompiled
+from distdl_rma.segments.collectives.allreduce import Allreduce
 
 
 class _InReals:

@@ -10,7 +10,7 @@ from distdl_rma import GradientSync, Partition, ShapeError
 from distdl_rma import layers as distributed
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.split import Listed
-from distdl_rma.layers import statistics
+from distdl_rma.ops.norm import statistics
 
 DTYPE = torch.float64
 # The gradient of two values that almost agree is known to |x| / eps roundings only, in torch and here alike.

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distdl_rma.errors import PartitionError
-from distdl_rma.geometry.grouping import groups_along, groups_onto, transposed
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.rank_groups import groups_along, groups_onto, transposed
 from tests.geometry.strategies import partitions
 
 WORLD = Partition(tuple(range(48)), (48,), me=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma.geometry.reach import Reach, ReachSplit, ReaderSplit
 from distdl_rma.geometry.split import Balanced, meeting
+from distdl_rma.geometry.stencil import Reach, ReachSplit, ReaderSplit
 from tests.geometry.strategies import splits
 
 extents = st.integers(1, 12)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.geometry.stages import all_reduction, broadcast, reduction, reversed_stages
+from distdl_rma.geometry.trees import all_reduction, broadcast, reduction, reversed_stages
 from tests.geometry.simulation import equal, execute, product_of
 from tests.geometry.strategies import RANKS, one_of
 

@@ -20,7 +20,7 @@ from distdl_rma import (
     zero_volume_tensor,
 )
 from distdl_rma.layers import Concat, Conv, InstanceNorm
-from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.interface import compare
 from tests.layers.sequential import agree, shard
 

@@ -10,8 +10,8 @@ from torch import nn
 from distdl_rma import GradientSync
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
-from distdl_rma.layers.convolution import LocalConvolution
-from distdl_rma.segments.allreduce import Allreduce
+from distdl_rma.ops.conv.split_convolution import LocalConvolution
+from distdl_rma.segments.collectives.allreduce import Allreduce
 
 pytestmark = pytest.mark.mpi
 

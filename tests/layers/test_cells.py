@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from distdl_rma.geometry import Decomposition, Partition
 from distdl_rma.geometry.split import Listed
-from distdl_rma.layers.cells import Cells, Layout
+from distdl_rma.ops.norm.statistic_groups import Cells, Layout
 
 
 @st.composite

@@ -16,7 +16,7 @@ from distdl_rma import (
 )
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConcat, DistributedConvTranspose1d, DistributedInstanceNorm1d
-from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.random_shards import cut, random_blocks, random_partition
 from tests.layers.sequential import agree, shard
 

@@ -5,7 +5,7 @@ import torch
 
 from distdl_rma import Machine, ProtocolError, ShapeError, zero_volume_tensor
 from distdl_rma import layers as distributed
-from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import shard
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]

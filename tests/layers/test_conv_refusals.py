@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma import Machine, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d
-from distdl_rma.layers.halo import HaloPlan
+from distdl_rma.ops.conv.halo_plan import HaloPlan
 
 pytestmark = pytest.mark.mpi
 

@@ -26,7 +26,7 @@ from distdl_rma.layers import (
     DistributedInstanceNorm3d,
     InstanceNorm,
 )
-from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.interface import check, compare
 from tests.layers.sequential import CONV, NORM, agree, shard
 from tests.matrix import check_each, over_seeds

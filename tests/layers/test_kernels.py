@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from distdl_rma.layers.kernels import Steps, convolution, convolution_adjoint
+from distdl_rma.ops.conv.kernels import Steps, convolution, convolution_adjoint
 from tests.layers import sequential
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}

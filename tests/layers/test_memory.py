@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distdl_rma.layers.memory import SMALLEST_NBYTES, Pool
+from distdl_rma.ops.result_pool import SMALLEST_NBYTES, Pool
 
 LARGE = (SMALLEST_NBYTES // 4, 2)
 

@@ -10,7 +10,7 @@ from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Window, WindowSplit
 from distdl_rma.layers import DistributedConv2d, Movement
-from distdl_rma.segments.buffer import SegmentBuffer
+from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distdl_rma.geometry import Box, Stencil
-from distdl_rma.layers.convolution import LocalConvolution
-from distdl_rma.layers.parts import Parts
+from distdl_rma.ops.conv.own_and_others import Parts
+from distdl_rma.ops.conv.split_convolution import LocalConvolution
 
 
 def some(rng, extent):

@@ -12,10 +12,10 @@ from distdl_rma import GradientSync, Machine, MismatchError, UnsupportedError, g
 from distdl_rma.geometry import Decomposition, Partition
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.layers import DistributedEmbedding, DistributedLinearAllGatherZero, passes
-from distdl_rma.layers.passes import PASS_NBYTES, Passes, broadcast_from_first, gather_whole
-from distdl_rma.segments.broadcast import Broadcast
-from distdl_rma.segments.heap import aligned
+from distdl_rma.ops.set_up_transfer import PASS_NBYTES, Passes, broadcast_from_first, gather_whole
+from distdl_rma.segments.collectives.broadcast import Broadcast
 from distdl_rma.segments.lanes import Lanes
+from distdl_rma.segments.transport.heap import aligned
 
 
 def all_kinds(rank):

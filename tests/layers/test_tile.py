@@ -13,7 +13,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.geometry.stencil import Stencil, Window, WindowSplit
-from distdl_rma.layers.tile import Patch, Tile
+from distdl_rma.ops.conv.own_and_halo import Patch, Tile
 from tests.geometry.strategies import extents_for, partitions, splits, unbalanced, windows
 
 some = settings(max_examples=80)

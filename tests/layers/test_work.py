@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from distdl_rma.geometry import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.layers.work import IN, OUT, Work, runs
+from distdl_rma.layers.conv.worker_grid import IN, OUT, Work, runs
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 6))

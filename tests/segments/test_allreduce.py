@@ -8,7 +8,7 @@ import pytest
 
 from distdl_rma import ClosedError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.round import Round
+from distdl_rma.segments.collectives.all_push import Round
 from tests.matrix import over_seeds
 
 pytestmark = pytest.mark.mpi

@@ -18,7 +18,7 @@ from distdl_rma import (
     SegmentError,
     ShapeError,
 )
-from distdl_rma.segments.handshake import _UNFINISHED
+from distdl_rma.segments.memory.handshake import _UNFINISHED
 
 pytestmark = pytest.mark.mpi
 
@@ -235,7 +235,7 @@ def test_the_timeout_of_an_exchange_is_one_for_all_peers(machine, comm):
                 machine.segments.patience, "until", lambda *args: (waits.append(args[2]), time.sleep(0.02))
             )
             patch.setattr(machine.segments, "withdraw", lambda _: None)
-            patch.setattr("distdl_rma.segments.handshake.Handshake._remote", lambda *_: None)
+            patch.setattr("distdl_rma.segments.memory.handshake.Handshake._remote", lambda *_: None)
             buffer._handshake.finish(0.03)
         assert waits[0] <= 0.03 and waits[1] <= 0.01 and waits[2] == 0
     comm.Barrier()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl_rma.errors import SegmentError
-from distdl_rma.segments.heap import ALIGNMENT, Heap, aligned
+from distdl_rma.segments.transport.heap import ALIGNMENT, Heap, aligned
 
 LINE = ALIGNMENT
 some = settings(max_examples=80)

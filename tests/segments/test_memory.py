@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from distdl_rma import ShapeError
-from distdl_rma.segments.memory import ArrayLayout, as_bytes, as_target, as_values
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_target, as_values
 from tests.segments.strategies import slices
 
 DTYPES = ("uint8", ">i2", "float32", "int64", "complex128", "M8[s]", "U3", [("a", "<i4"), ("b", ">f8")])

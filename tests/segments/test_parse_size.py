@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ConfigurationError
-from distdl_rma.segments.segment import parse_size
+from distdl_rma.segments.transport.segment import parse_size
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_a_remote_array_is_a_sequence_of_rows_and_an_array(around):
 def test_a_get_that_is_not_answered_says_how_much_it_asked_for(there, monkeypatch):
     monkeypatch.setattr(there, "_near", None)
     monkeypatch.setattr(there._link, "get", lambda *_, **__: [None], raising=False)
-    monkeypatch.setattr("distdl_rma.segments.queue.Queue.test", lambda self: False)
+    monkeypatch.setattr("distdl_rma.segments.memory.queue.Queue.test", lambda self: False)
     with pytest.raises(ExchangeTimeout, match="to answer a get of 24 bytes"):
         there.get(np.zeros(3), timeout=0)
 

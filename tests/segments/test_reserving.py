@@ -5,7 +5,7 @@ import errno
 import numpy as np
 import pytest
 
-from distdl_rma.segments import reserving
+from distdl_rma.segments.transport import reserving
 from tests.private_memory import run_alone
 
 FULL = """
@@ -13,7 +13,7 @@ import os, sys
 from mpi4py import MPI
 from distdl_rma import Machine
 from distdl_rma.errors import DistdlError
-from distdl_rma.segments import reserving, segment
+from distdl_rma.segments.transport import reserving, segment
 comm = MPI.COMM_WORLD
 
 def fill(*arguments):

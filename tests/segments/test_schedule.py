@@ -10,9 +10,9 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry import Decomposition, Exchange, Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Window, WindowSplit
-from distdl_rma.segments import schedule
-from distdl_rma.segments.blocks import Blocks, alltoall_traffic
-from distdl_rma.segments.schedule import Layout
+from distdl_rma.segments.collectives.engine import node_layout as schedule
+from distdl_rma.segments.collectives.engine.alltoall_blocks import Blocks, alltoall_traffic
+from distdl_rma.segments.collectives.engine.node_layout import Layout
 
 MACHINES = [(2, 2), (4, 4), (8, 4), (64, 16), (256, 64), (1024, 4), (1024, 64)]
 

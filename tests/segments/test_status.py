@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distdl_rma.segments.headers import Headers
-from distdl_rma.segments.status import HEADER_BYTES, Board, State, operation_name, parse
-from distdl_rma.segments.twin import Twin
+from distdl_rma.segments.waiting.double_record import Twin
+from distdl_rma.segments.waiting.header import HEADER_BYTES, Board, State, operation_name, parse
+from distdl_rma.segments.waiting.peer_headers import Headers
 
 
 class Struck(Exception):
@@ -86,7 +86,7 @@ def test_record_of_a_writer_that_stops_midway_leaves_the_one_before(monkeypatch)
         def __getattr__(self, name):
             return getattr(self._form, name)
 
-    from distdl_rma.segments import status
+    from distdl_rma.segments.waiting import header as status
 
     monkeypatch.setattr(status._STATE, "_form", Form(status._STATE._form))
     with pytest.raises(Struck):

@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from distdl_rma import Machine
 from distdl_rma import machine as machine_module
-from distdl_rma.segments import Allreduce, meeting
+from distdl_rma.segments import Allreduce
+from distdl_rma.segments.lifecycle import meeting
 from tests.handles import handles
 
 pytestmark = pytest.mark.mpi

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
-from distdl_rma.segments import headers, supervision
-from distdl_rma.segments.patience import Waiting
-from distdl_rma.segments.status import HEADER_BYTES, Board, State
-from distdl_rma.segments.supervision import Supervision
+from distdl_rma.segments.waiting import peer_headers as headers
+from distdl_rma.segments.waiting import peer_watch as supervision
+from distdl_rma.segments.waiting.header import HEADER_BYTES, Board, State
+from distdl_rma.segments.waiting.peer_watch import Supervision
+from distdl_rma.segments.waiting.waiter import Waiting
 
 RANKS = tuple(range(20))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from distdl_rma import Machine
-from distdl_rma.segments.telling import tell_all
+from distdl_rma.segments.collectives.gather_bytes import tell_all
 
 pytestmark = pytest.mark.mpi
 

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from distdl_rma.segments.patience import Counters
-from distdl_rma.segments.transport import RemoteLink
-from distdl_rma.segments.wire import Runs, Wire
+from distdl_rma.segments.transport.links import RemoteLink
+from distdl_rma.segments.transport.rma_peer import Runs, Wire
+from distdl_rma.segments.waiting.waiter import Counters
 
 _WORDS = 16
 

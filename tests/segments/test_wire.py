@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from distdl_rma.segments.patience import Counters
-from distdl_rma.segments.wire import Runs, Wire
+from distdl_rma.segments.transport.rma_peer import Runs, Wire
+from distdl_rma.segments.waiting.waiter import Counters
 
 LARGE = 1 << 17
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
-from distdl_rma.segments.patience import Counters
-from distdl_rma.segments.work import Work
+from distdl_rma.segments.waiting.pending_work import Work
+from distdl_rma.segments.waiting.waiter import Counters
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, Machine, SegmentError
 from distdl_rma.layers import DistributedConv1d
-from distdl_rma.segments.allreduce import Allreduce
-from distdl_rma.sync.roster import Roster
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.sync.registry import Roster
 
 pytestmark = pytest.mark.mpi
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from distdl_rma.sync.checking import problems
+from distdl_rma.sync.consensus import problems
 
 HEAD = {
     "name": "head",

@@ -1,0 +1,64 @@
+"""Which ranks of two grids belong together in a broadcast or a sum-reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import product
+
+from distdl_rma.errors import PartitionError
+from distdl_rma.geometry.partition import Partition
+
+# Rank ids, group by group.
+Groups = tuple[tuple[int, ...], ...]
+
+
+def transposed(partition: Partition) -> Partition:
+    """The same ranks on the transposed grid: who was at (i, j, k) is at (k, j, i)."""
+    indices = product(*map(range, reversed(partition.shape)))
+    ranks = tuple(partition.rank_at(index[::-1]) for index in indices)
+    return Partition(ranks, partition.shape[::-1], partition.me, partition.home)
+
+
+def groups_onto(many: Partition, few: Partition, transpose_many: bool, transpose_few: bool) -> Groups:
+    """Ranks of ``many`` that belong to each rank of ``few``, in the order of ``few.ranks``.
+
+    The grid of ``few`` is extended to the left with ones; then each of its dimensions is as large as that
+    of ``many``, or 1. A transposition comes first. Within a group the ranks are in the order of ``many``.
+
+    Raises
+    ------
+    PartitionError
+        If the grids do not fit together; names both.
+
+    Notes
+    -----
+    Sum-reduce document, reduction rules; requirement B3.
+    """
+    above = transposed(many) if transpose_many else many
+    below = transposed(few) if transpose_few else few
+    missing = above.dim - below.dim
+    extended = (1,) * missing + below.shape
+    if missing < 0 or any(b not in (a, 1) for a, b in zip(above.shape, extended, strict=True)):
+        raise PartitionError(
+            f"grids {_shown(many, transpose_many)} and {_shown(few, transpose_few)} do not fit together:"
+            f" aligned at the right, each dimension of the second must be equal to that of the first, or 1"
+        )
+    groups: dict[int, list[int]] = {rank: [] for rank in few.ranks}
+    for rank in many.ranks:
+        index = above.index_of(rank)[missing:]
+        place = tuple(0 if extent == 1 else i for i, extent in zip(index, below.shape, strict=True))
+        groups[below.rank_at(place)].append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def groups_along(partition: Partition, axes: Collection[int]) -> Groups:
+    """Ranks that differ in the given grid dimensions only, in the order of the partition."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in partition.ranks:
+        kept = tuple(i for d, i in enumerate(partition.index_of(rank)) if d not in axes)
+        groups.setdefault(kept, []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def _shown(partition: Partition, flipped: bool) -> str:
+    return f"{partition.shape} transposed to {partition.shape[::-1]}" if flipped else f"{partition.shape}"

@@ -1,0 +1,109 @@
+"""Who computes which part of a convolution, and where its weights are for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced, Grouped, Split
+from distdl_rma.layers.core.placement import Placement, one_copy
+from distdl_rma.machine import Machine
+
+# Grid dimensions of the ranks that compute; the spatial ones follow.
+BATCH, OUT, IN = 0, 1, 2
+_SPACE = 3
+_LEADING = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """The ranks that compute a convolution, on a grid (batch, out-channel, in-channel, *spatial).
+
+    Parameters
+    ----------
+    grid
+        The ranks.
+    rows
+        Grid dimension that cuts the first dimension of the weight: ``OUT`` for a convolution, ``IN`` for a
+        transposed one. The other one cuts the second, the channels within a group.
+    groups
+        As in torch.
+    weight
+        Global shape of the weight.
+    """
+
+    grid: Partition
+    rows: int
+    groups: int
+    weight: tuple[int, ...]
+
+    @property
+    def columns(self) -> int:
+        """Grid dimension that cuts the second dimension of the weight."""
+        return OUT + IN - self.rows
+
+    def blocks(self, row_split: Split | None = None) -> Decomposition:
+        """Which block of the weight each rank computes with."""
+        rows = Balanced(self.weight[0], self.grid.shape[self.rows]) if row_split is None else row_split
+        columns = Balanced(self.weight[1], self.grid.shape[self.columns])
+        kernel = (Balanced(n, 1) for n in self.weight[2:])
+        return Decomposition(self.grid, (rows, columns, *kernel), self._axes({self.rows: 0, self.columns: 1}))
+
+    def by_rows(self, batch: Split, space: Sequence[Split], row_split: Split | None = None) -> Decomposition:
+        """Blocks of the tensor whose channels are the rows of the weight, copied along the columns."""
+        channels = self.blocks(row_split).splits[0]
+        return self._tensor(batch, channels, self.rows, space)
+
+    def by_columns(
+        self, batch: Split, space: Sequence[Split], row_split: Split | None = None
+    ) -> Decomposition:
+        """Blocks of the other tensor: the columns, or where there are groups all channels of those groups."""
+        blocks = self.blocks(row_split)
+        if self.groups == 1:
+            return self._tensor(batch, blocks.splits[1], self.columns, space)
+        channels = Grouped(blocks.splits[0], self.weight[0] // self.groups, self.weight[1])
+        return self._tensor(batch, channels, self.rows, space)
+
+    def bias(self, channels: int) -> Decomposition:
+        """Blocks of the bias, on the ranks of the first in-channel block."""
+        slab = self.grid.slab({IN: 0})
+        return Decomposition(slab, (Balanced(channels, slab.shape[OUT]),), self._axes({OUT: 0}))
+
+    def _tensor(self, batch: Split, channels: Split, by: int, space: Sequence[Split]) -> Decomposition:
+        spatial = {_SPACE + d: _LEADING + d for d in range(len(space))}
+        return Decomposition(self.grid, (batch, channels, *space), self._axes({BATCH: 0, by: 1, **spatial}))
+
+    def _axes(self, cuts: dict[int, int]) -> tuple[int | None, ...]:
+        return tuple(cuts.get(d) for d in range(self.grid.dim))
+
+
+def whole(
+    machine: Machine, root: Partition, users: Partition, shape: Sequence[int], pattern: str
+) -> Placement:
+    """Whole parameter: on all ranks of the machine, or on the first of ``root`` and sent to ``users``."""
+    if pattern == "replicated":
+        return Placement(Decomposition.replicated(machine.partition(), shape))
+    first = Partition(root.ranks[:1], (1,), root.me, root.home)
+    return Placement(Decomposition.replicated(first, shape), Decomposition.replicated(users, shape))
+
+
+def placed(blocks: Decomposition, pattern: str) -> Placement:
+    """Parameter in blocks: on all ranks that use a block, or on the first of them and sent to the others."""
+    return Placement(blocks) if pattern == "replicated" else Placement(one_copy(blocks), blocks)
+
+
+def runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Cut an interval of channels into runs of whole groups, and parts of groups at its ends.
+
+    Yields
+    ------
+    tuple of int
+        Start and stop of a run, and how many groups of ``size`` channels it belongs to.
+    """
+    while start < stop:
+        whole_groups = (stop - start) // size if start % size == 0 else 0
+        end = start + whole_groups * size if whole_groups else min(stop, start // size * size + size)
+        yield start, end, max(1, whole_groups)
+        start = end

@@ -1,0 +1,390 @@
+"""What all distributed layers share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import count
+from typing import Any, Self, Unpack
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.call_outcome import Audience, Outcome
+from distdl_rma.layers.core.callbacks import Callbacks, answer, check_answers
+from distdl_rma.layers.core.declared import Announced, look_alike
+from distdl_rma.layers.core.placement import Initial, Placement, Weights, as_whole, lasting, register
+from distdl_rma.layers.core.plan_cache import Facts, common_dtype
+from distdl_rma.layers.core.replica import Replica, idle
+from distdl_rma.machine import Machine
+from distdl_rma.ops.autograd import anchored
+from distdl_rma.ops.movement import Movement
+from distdl_rma.ops.tensors import trouble_with
+from distdl_rma.ops.uncompiled import uncompiled
+
+_COPY = " (copy "
+_CALLBACKS = frozenset(Callbacks.__annotations__)
+
+
+class DistributedLayer(nn.Module):
+    """Machine, name, parameters and callbacks: the base of every distributed layer.
+
+    Construction is collective over the machine: all its ranks build the same layers in the same order.
+    What a layer opens on the machine it opens in a ``cached_property``, when that is first needed. A call
+    involves the ranks of its partitions; while gradients are recorded, also the others that keep copies of
+    its weights: they hear what becomes of it, and raise the same errors.
+
+    ``copy.deepcopy`` gives a layer of its own, local: it has copies of parameters and buffers, opens anew
+    what it needs, and belongs to no :class:`GradientSync`. Use it on all ranks alike, as any other layer.
+
+    Parameters
+    ----------
+    partitions
+        The partitions that the layer works on; all of one machine.
+    name
+        For messages; the kind and a number if None.
+    callbacks
+        Any of the callbacks of this layer, answered by its user instead; see :class:`Callbacks`.
+
+    Raises
+    ------
+    PartitionError
+        If the partitions belong to different machines, or to none.
+    """
+
+    def __init__(
+        self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
+    ) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        self.machine = Machine.of(partitions[0])
+        for partition in partitions:
+            if Machine.of(partition) is not self.machine:
+                raise PartitionError(
+                    f"{kind}: the partitions of a layer must belong to one machine, {partitions[0]} and"
+                    f" {partition} do not"
+                )
+        self.name = name or self.machine.layer_name(kind)
+        # Rank ids of all partitions, each once: those that take part in a call.
+        self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
+        # Shared with its copies, which are counted together.
+        self._copies = count(1)
+        self.placements: dict[str, Placement] | None = None
+        # Which box of a buffer a rank keeps, by key, for those that are cut.
+        self.buffer_layouts: dict[str, Decomposition] = {}
+        # Bytes of this rank's input and output; of the last call, or as announced before the first.
+        self.shard_nbytes: tuple[int, int] | None = None
+        self.announced: Announced | None = None
+        answer(self, kind, callbacks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        kept = {
+            key: value
+            for key, value in vars(self).items()
+            if key != "_copies" and not isinstance(getattr(type(self), key, None), cached_property)
+        }
+        vars(twin).update(copy.deepcopy(kept, memo))
+        twin._copies = self._copies
+        # A name of its own: no rank's copy shall be taken for the layer itself, or for another copy.
+        twin.name = f"{self.name.partition(_COPY)[0]}{_COPY}{next(self._copies)})"
+        return twin
+
+    @uncompiled
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Call ``forward``, and remember the sizes of the local shards.
+
+        What the user of the layer says of it by callbacks is compared with what holds, and refused with a
+        ``ConfigurationError``; the other ranks hear of it.
+        """
+        before = self.nbytes_in((*inputs, *named.values()))
+        self._check_answers(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
+        y = super().__call__(*inputs, **named)
+        self.shard_nbytes = before, nbytes_of(y)
+        self._check_answers(get_sizeof_output_tensor=self.shard_nbytes[1])
+        return y
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """As of every module; training can use the buffer, wherever the layer is built."""
+        super().register_buffer(name, None if tensor is None else lasting(tensor), persistent)
+
+    def _check_answers(self, **sizes: int) -> None:
+        # In every call: a look for each callback, not for all that a layer has.
+        if vars(self).keys().isdisjoint(_CALLBACKS):
+            return
+        truths: dict[str, Any] = {name: partial(int, nbytes) for name, nbytes in sizes.items()}
+        truths["get_sizeof_gradients"] = partial(type(self).get_sizeof_gradients, self)
+        if not self.statistics_told:
+            truths["get_ranks_synch_norm"] = partial(type(self).get_ranks_synch_norm, self)
+            truths["get_sizeof_norm"] = partial(type(self).get_sizeof_norm, self)
+        if self.replica is None:
+            # Without weights any ranks of the machine will do; those that have some ask in their forward.
+            Replica(self.machine, self.machine.ranks, self.name, self._asked).summing()
+        try:
+            check_answers(self, f"{self.name!r} on rank {self.machine.rank}", truths)
+        except ConfigurationError as error:
+            if not self.machine.closed:
+                self.machine.fail(error)
+            raise
+
+    @property
+    def statistics_told(self) -> bool:
+        """Whether the ranks tell each other in each call what their users say of statistics."""
+        return False
+
+    def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
+        """Bytes of the input among the arguments of a call."""
+        return nbytes_of(inputs[:1])
+
+    def announce(self, inputs: Sequence[Decomposition], output: Decomposition, dtype: torch.dtype) -> None:
+        """Say what the tensors will be, whose sizes are then known before the first call; local."""
+        self.announced = Announced(tuple(inputs), output, dtype)
+        self.shard_nbytes = self.announced.nbytes(self.machine.rank)
+
+    def built_with(self) -> str:
+        """What the layer was built with, and for what inputs: alike on all ranks that it works on."""
+        return f"{type(self).__name__}({self.extra_repr()}) for {self.announced and self.announced.shapes}"
+
+    def expected(
+        self, P_x: Partition, shape: Sequence[int] | None, dtype: torch.dtype | None, at: int = 0
+    ) -> torch.Tensor:
+        """Tensor that looks like this rank's part of an input: as announced, unless it is said here."""
+        known = self.announced
+        if shape is None:
+            if known is None:
+                raise ProtocolError(
+                    f"{self.name!r}: the shape of its input is not known: connect(shape) with the global one,"
+                    " or build the layer from global parameters"
+                )
+            shape = known.inputs[at].shape
+        kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
+        kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
+        return look_alike(Decomposition.balanced(P_x, shape), kind)
+
+    def place(
+        self, values: Mapping[str, nn.Parameter | Initial | None], placements: Mapping[str, Placement]
+    ) -> None:
+        """Register the layer's parameters, cut and placed; collective over the machine."""
+        self.placements = dict(placements)
+        register(self, values, placements)
+        if self.placed is not None:
+            self.placed.equalise()
+
+    @cached_property
+    def placed(self) -> Weights | None:
+        """Use of the layer's parameters where they are needed; None without any."""
+        if self.placements is None:
+            return None
+        return Weights(self, self.machine, self.name, self.placements, self._asked)
+
+    def _asked(self) -> Sequence[int]:
+        # Looked up in every call: the user may give the callback later.
+        return self.get_ranks_synch_weights()
+
+    def agreeing(self) -> tuple[int, ...]:
+        """Ranks that take part in a call, and so hear of what is refused in it."""
+        return self.members
+
+    @cached_property
+    def _audience(self) -> Audience | None:
+        replica, inside = self.replica, self.agreeing()
+        if replica is None or set(replica.holders) <= set(inside):
+            return None
+        return Audience(self.machine, inside, replica.summing, self.name)
+
+    def outcome(self) -> Outcome | None:
+        """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
+
+        Those outside that keep copies of the weights wait in the sum of gradients. They hear in calls that a
+        backward may follow: while gradients are recorded, in ``train()`` and ``eval()`` alike, but not again
+        in a recomputation.
+        """
+        audience = self._audience
+        if audience is None or not torch.is_grad_enabled():
+            return None
+        learns = any(p.requires_grad and p.numel() for p in self.parameters())
+        return audience.outcome() if learns and torch._C._current_graph_task_id() < 0 else None
+
+    def connect_parameters(self) -> None:
+        """Exchange addresses for parameters that travel, and in training with who keeps them; blocking."""
+        if self.placed is not None:
+            self.placed.connect()
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.connect()
+
+    def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+        """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
+
+        Raises
+        ------
+        ShapeError
+            If ``x`` is no tensor that a layer takes.
+        DistdlError
+            What the ranks of the layer refuse, if this one would wait for their backward.
+        """
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.hear()
+        problem = trouble_with(x)
+        if problem:
+            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
+        # As on the ranks that have work, a backward may start here; it does nothing.
+        return anchored(idle(x, others))
+
+    @property
+    def layouts(self) -> dict[str, Decomposition]:
+        """Which box of each parameter, and of each buffer that is cut, a rank keeps, by key."""
+        placements = self.placements or {}
+        return {key: place.store for key, place in placements.items()} | self.buffer_layouts
+
+    @property
+    def scattered(self) -> dict[str, Decomposition]:
+        """Those of the layouts that are not whole on every rank of the machine."""
+        everyone = self.machine.size
+        return {
+            key: layout
+            for key, layout in self.layouts.items()
+            if layout.partition.size < everyone or any(axis is not None for axis in layout.axes)
+        }
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Apply ``fn`` as torch does, to the layer as it is on one machine: with whole parameters.
+
+        So what initialises them draws the same random numbers on every rank, those of the sequential layer,
+        and sees the global shape. Each rank keeps its part.
+        """
+        for child in self.children():
+            child.apply(fn)
+        with as_whole(self, self.scattered):
+            fn(self)
+        return self
+
+    @property
+    def replica(self) -> Replica | None:
+        """Copies of this rank's parameters on other ranks; None without parameters."""
+        return None if self.placed is None else self.placed.replica
+
+    def get_ranks_synch_weights(self) -> list[int]:
+        """Rank ids that hold copies of this rank's weights, itself included; empty if none is needed."""
+        ranks = () if self.replica is None else self.replica.holders
+        return list(ranks) if len(ranks) > 1 else []
+
+    def get_sizeof_gradients(self) -> int:
+        """Bytes of all parameter gradients of this layer on this rank."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed."""
+        return []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics; 0 without any."""
+        return 0
+
+    def get_sizeof_input_tensor(self) -> int:
+        """Bytes of this rank's shard of the input, 0 on idle ranks; of the last call.
+
+        Before the first call known of layers that were built from global parameters, otherwise a
+        ``ProtocolError``.
+        """
+        return self._shard_nbytes()[0]
+
+    def get_sizeof_output_tensor(self) -> int:
+        """Bytes of this rank's shard of the output, known as those of the input are."""
+        return self._shard_nbytes()[1]
+
+    def get_sizeof_tensor(self) -> int:
+        """Bytes of this rank's shard of a layer whose output is as large as its input.
+
+        Raises
+        ------
+        ProtocolError
+            If it is not, or before the first call.
+        """
+        before, after = self._shard_nbytes()
+        if before != after:
+            raise ProtocolError(
+                f"{self.name!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
+                " or get_sizeof_output_tensor()"
+            )
+        return before
+
+    def _shard_nbytes(self) -> tuple[int, int]:
+        if self.shard_nbytes is None:
+            raise ProtocolError(f"{self.name!r}: sizes of its tensors are not known before the first call")
+        return self.shard_nbytes
+
+
+def nbytes_of(tensors: Any) -> int:
+    """Bytes of a tensor, or of the first of several."""
+    first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
+    return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
+
+
+def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:
+    """Result of a rank: ``y``, or outside of the output partition a tensor without elements.
+
+    The backward of an empty result reaches what ``y`` came from: other ranks wait for it there.
+    """
+    if active:
+        return y
+    return (y.flatten()[:0] if y.numel() else y).reshape((0,) if batch is None else (batch, 0))
+
+
+def input_dtype(P_x: Partition, facts: dict[int, Facts]) -> torch.dtype:
+    """Type of an input.
+
+    Raises
+    ------
+    ShapeError
+        If a rank outside of P_x passes elements, or two ranks of it pass different types.
+    """
+    for rank, fact in facts.items():
+        if rank not in P_x and 0 not in fact.shape:
+            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
+    return common_dtype({rank: facts[rank] for rank in P_x.ranks})
+
+
+def source_of(
+    P_x: Partition, facts: dict[int, Facts], replicate: Collection[int] = ()
+) -> tuple[Decomposition, torch.dtype]:
+    """Who owns what of an input, and its type.
+
+    Parameters
+    ----------
+    P_x
+        The ranks that have the input.
+    facts
+        What all ranks say of theirs.
+    replicate
+        Grid dimensions along which the ranks have the same part of it.
+
+    Raises
+    ------
+    ShapeError
+        If a rank outside of P_x passes elements, two ranks pass different types, or local shapes do not
+        form a grid.
+    """
+    dtype = input_dtype(P_x, facts)
+    shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+    return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype
+
+
+def movement_of(
+    layer: DistributedLayer,
+    source: Decomposition,
+    target: Decomposition,
+    dtype: torch.dtype,
+    what: str,
+    images: tuple[tuple[int, ...], ...] = (),
+) -> Movement | None:
+    """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
+    exchange = Exchange(layer.machine.rank, source, target, images=images)
+    return None if exchange.idle else Movement(layer.machine, exchange, dtype, f"{layer.name} ({what})")

@@ -1,0 +1,1 @@
+"""Layers that move tensors, or combine them, between partitions."""

@@ -1,0 +1,107 @@
+"""Every rank's shard with its neighbours' elements around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index as as_int
+from typing import Unpack
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.movement_layer import Move, MovingLayer, movements_of
+from distdl_rma.layers.core.plan_cache import Facts
+from distdl_rma.layers.windows.window_gather import MODES, Reading
+
+_LEADING = 2
+
+
+class HaloExchange(MovingLayer):
+    """Own shard with the elements of other ranks around it, corners included.
+
+    The global tensor (batch, channel, *spatial) is padded as torch pads it; each rank gets its own part of
+    it and ``width`` elements more on either side, in one round, also where a shard is smaller than the
+    width. Where a rank's shard is empty in a spatial dimension, so is its result. The adjoint adds every
+    gradient to that of the element that was copied.
+
+    Collective to construct over the machine; a call involves the ranks of P_x and blocks.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output; grid and tensor have the same dimensions.
+    width
+        Elements before and behind the shard: one number for all, or for each spatial dimension a number
+        or a pair (left, right).
+    padding_mode
+        What lies beyond the domain: ``"zeros"``, ``"constant"`` (``value``), ``"reflect"``,
+        ``"replicate"`` or ``"circular"``.
+    value
+        Of a constant padding.
+    name
+        For messages.
+
+    Raises
+    ------
+    PartitionError
+        If P_x has no spatial dimension.
+    ShapeError
+        If a width is negative or no integer, there is not one for each spatial dimension, or the mode is
+        unknown. In a call, on all its ranks: local shapes do not form a grid, two ranks pass different
+        types, or the global tensor is too small for the mode.
+
+    Notes
+    -----
+    Convolution document, halo exchange; requirement B9.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        width: int | Iterable[int | Iterable[int]],
+        padding_mode: str = "zeros",
+        value: float = 0.0,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        kind = type(self).__name__
+        if P_x.dim <= _LEADING:
+            raise PartitionError(f"{kind}: grid {P_x.shape} needs a batch, a channel and spatial dimensions")
+        if padding_mode not in MODES:
+            raise ShapeError(f"{kind}: padding_mode is one of {MODES}, got {padding_mode!r}")
+        self.width = _pairs(kind, width, P_x.dim - _LEADING)
+        self.padding_mode, self.value = padding_mode, value
+        self._stencil = Stencil(tuple(Window(a + b + 1, left=a, right=b) for a, b in self.width))
+        super().__init__(P_x, P_x, name=name, **callbacks)
+
+    def extra_repr(self) -> str:
+        """The partition, the widths and the padding."""
+        padding = f"padding_mode={self.padding_mode!r}, value={self.value}"
+        return f"P_x={self.P_x.shape}, width={self.width}, {padding}"
+
+    def plan(self, facts: dict[int, Facts]) -> Move:
+        """What windows as wide as both halos read, where every element has a window of its own."""
+        source, dtype = source_of(self.P_x, facts)
+        reading = Reading(self, self._stencil, source, source, dtype, self.padding_mode, self.value)
+        stay = [(source, source)]
+        movements = movements_of(self, stay, dtype) if reading.movement is None else [reading.movement]
+        return Move(movements, dtype, finish=reading.complete)
+
+
+def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
+    widths = list(width) if isinstance(width, Iterable) else [width] * dims
+    if len(widths) != dims:
+        raise ShapeError(f"{kind}: width {width} needs one entry for each of {dims} spatial dimensions")
+    pairs = []
+    for entry in widths:
+        try:
+            pair = tuple(map(as_int, entry)) if isinstance(entry, Iterable) else (as_int(entry),) * 2
+        except TypeError as error:
+            raise ShapeError(f"{kind}: widths are integers, got {entry} in width {width}: {error}") from None
+        if len(pair) != 2 or min(pair) < 0:
+            raise ShapeError(f"{kind}: width is a number or a pair, at least 0, got {entry} in {width}")
+        pairs.append(pair)
+    return tuple(pairs)

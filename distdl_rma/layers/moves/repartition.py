@@ -1,0 +1,68 @@
+"""A tensor from one Cartesian partition to another."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from distdl_rma.errors import PartitionError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.movement_layer import Move, MovingLayer, movements_of
+from distdl_rma.layers.core.plan_cache import Facts
+
+
+class Repartition(MovingLayer):
+    """Move a tensor from one Cartesian partition to another; the result is balanced.
+
+    Collective to construct over the machine; a call involves the ranks of both partitions and blocks.
+    The local input may have any size that forms a grid with the others; the local output is the balanced
+    shard, in memory of its own. The adjoint moves gradients back to where the input came from.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Input and output partition, with as many dimensions as the tensor.
+    preserve_batch
+        Whether outputs without elements keep the batch size, as shape (b, 0).
+    name
+        For messages.
+
+    Raises
+    ------
+    PartitionError
+        If the partitions differ in their number of dimensions.
+    ShapeError
+        In a call, on all its ranks: local shapes do not form a grid, or two ranks pass different types.
+
+    Notes
+    -----
+    Repartition document; requirement B5.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        preserve_batch: bool = True,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        if P_x.dim != P_y.dim:
+            raise PartitionError(
+                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim}"
+                f" {P_y.shape}"
+            )
+        super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
+
+    def plan(self, facts: dict[int, Facts]) -> Move:
+        """Blocks as they are to balanced ones."""
+        source, dtype = source_of(self.P_x, facts)
+        target = Decomposition.balanced(self.P_y, source.shape)
+        return Move(movements_of(self, [(source, target)], dtype), dtype)
+
+
+# The name by which this movement is known as well.
+DistributedTranspose = Repartition

@@ -1,0 +1,306 @@
+"""Distributed batch, instance and group normalisation."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Unpack
+
+import torch
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.norm.base import DistributedNorm, NormPlan, check_extents
+from distdl_rma.layers.norm.running import DistributedRunningNorm
+from distdl_rma.ops.norm.statistic_groups import Layout
+
+
+class DistributedBatchNorm(DistributedRunningNorm):
+    """Batch normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Mean and variance of a channel are those of the whole batch and all of space, on however many ranks.
+    Local input and output: the shard of this rank. Collective to construct over the machine; a call involves
+    all ranks of P_x, and with running statistics those outside that keep them.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output, as many dimensions as the tensor.
+    num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
+        As in torch. ``momentum=None`` for the average over all batches.
+    name
+        For messages.
+
+    Raises
+    ------
+    PartitionError
+        If P_x does not fit the dimensions.
+    ShapeError
+        If ``eps`` is not positive; in a call, on all its ranks, if the input does not fit, or has only one
+        value per channel in training.
+
+    Notes
+    -----
+    Requirement B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    _dims: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        _check_dims(self, P_x, self._dims)
+        check_extents(self, num_features=num_features)
+        if eps <= 0:
+            raise ShapeError(f"{type(self).__name__}: eps must be positive, got {eps}")
+        layout = Layout(reduced=tuple(d for d in range(P_x.dim) if d != 1), weighted=(1,))
+        super().__init__(
+            P_x,
+            layout,
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device,
+            dtype,
+            bias,
+            name,
+            **callbacks,
+        )
+
+    @property
+    def by_batch(self) -> bool:
+        """In training, and without running statistics."""
+        return self.training or self.running_mean is None
+
+    @property
+    def tracks(self) -> bool:
+        """In training."""
+        return self.training and self.track_running_stats and self.running_mean is not None
+
+    def rate(self) -> float:
+        """``momentum``, or one by the number of batches if that is None; counts the batch."""
+        if self.num_batches_tracked is None:
+            return 0.0 if self.momentum is None else self.momentum
+        self.num_batches_tracked.add_(1)
+        return 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    def check(self, plan: NormPlan) -> None:
+        """More than one value per channel, as in torch."""
+        if self.by_batch and plan.fewest == 1:
+            raise ShapeError(
+                f"more than 1 value per channel is needed in training, the global input is {plan.shape}"
+            )
+
+
+class DistributedBatchNorm1d(DistributedBatchNorm):
+    """Distributed ``torch.nn.BatchNorm1d``; tensors are (batch, channel) or (batch, channel, width)."""
+
+    _dims = (2, 3)
+
+
+class DistributedBatchNorm2d(DistributedBatchNorm):
+    """Distributed ``torch.nn.BatchNorm2d``; tensors are (batch, channel, height, width)."""
+
+    _dims = (4,)
+
+
+class DistributedBatchNorm3d(DistributedBatchNorm):
+    """Distributed ``torch.nn.BatchNorm3d``; tensors are (batch, channel, depth, height, width)."""
+
+    _dims = (5,)
+
+
+class DistributedInstanceNorm(DistributedRunningNorm):
+    """Instance normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Mean and variance of a channel of an instance are those of the whole image. Local input and output: the
+    shard of this rank. Collective to construct over the machine; a call involves the ranks of P_x, and with
+    running statistics those outside that keep them.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output, as many dimensions as the tensor: with or without a batch.
+    num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
+        As in torch.
+    weights
+        Where P_x cuts channels: ``"cut"`` with them, or ``"replicated"``, whole on all ranks of the machine;
+        running statistics too.
+    name
+        For messages.
+
+    Raises
+    ------
+    PartitionError
+        If P_x does not fit the dimensions.
+    ShapeError
+        If ``weights`` is unknown; in a call, on all its ranks, if the input does not fit, or has only one
+        spatial element.
+
+    Notes
+    -----
+    Interface document, chapter 4; requirements A19, B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    _dims: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        weights: str = "cut",
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        _check_dims(self, P_x, self._dims)
+        check_extents(self, num_features=num_features)
+        channels = P_x.dim - self._dims[0]
+        layout = Layout(reduced=tuple(range(channels + 1, P_x.dim)), weighted=(channels,))
+        super().__init__(
+            P_x,
+            layout,
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device,
+            dtype,
+            bias,
+            name,
+            weights=weights,
+            **callbacks,
+        )
+
+    @property
+    def by_batch(self) -> bool:
+        """In training, and where no statistics are tracked."""
+        return self.training or not self.track_running_stats
+
+    @property
+    def tracks(self) -> bool:
+        """Wherever there are running statistics that are not used."""
+        return self.by_batch and self.running_mean is not None
+
+    def rate(self) -> float:
+        """``momentum``; batches are not counted."""
+        return self.momentum or 0.0
+
+    def check(self, plan: NormPlan) -> None:
+        """More than one spatial element, as in torch."""
+        if self.by_batch and plan.fewest == 1:
+            raise ShapeError(f"more than 1 spatial element is needed, the global input is {plan.shape}")
+
+
+class DistributedInstanceNorm1d(DistributedInstanceNorm):
+    """Distributed ``torch.nn.InstanceNorm1d``; tensors are (batch, channel, width) or (channel, width)."""
+
+    _dims = (2, 3)
+
+
+class DistributedInstanceNorm2d(DistributedInstanceNorm):
+    """Distributed ``torch.nn.InstanceNorm2d``; tensors are (batch, channel, height, width), or unbatched."""
+
+    _dims = (3, 4)
+
+
+class DistributedInstanceNorm3d(DistributedInstanceNorm):
+    """Distributed ``torch.nn.InstanceNorm3d``; as (batch, channel, depth, height, width), or unbatched."""
+
+    _dims = (4, 5)
+
+
+class DistributedGroupNorm(DistributedNorm):
+    """Group normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Groups of channels may straddle ranks. Local input and output: the shard of this rank, as (batch,
+    channel, ...). Collective to construct over the machine; a call involves the ranks of P_x.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output, as many dimensions as the tensor.
+    num_groups, num_channels, eps, affine, device, dtype, bias
+        As in torch.
+    name
+        For messages.
+
+    Raises
+    ------
+    PartitionError
+        If P_x has fewer than two dimensions.
+    ShapeError
+        If the channels do not form groups of one size; in a call, on all its ranks, if the input does not
+        fit.
+
+    Notes
+    -----
+    Requirement B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        kind = type(self).__name__
+        if P_x.dim < 2:
+            raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
+        check_extents(self, num_channels=num_channels)
+        if num_groups < 1 or num_channels % num_groups:
+            raise ShapeError(
+                f"{kind}: num_channels {num_channels} must be divisible by num_groups {num_groups}"
+            )
+        self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
+        layout = Layout(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
+        super().__init__(P_x, layout, (num_channels,), eps, affine, bias, device, dtype, name, **callbacks)
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        return f"{self.num_groups}, {super().extra_repr()}"
+
+    def check(self, plan: NormPlan) -> None:
+        """More than one value per group, as in torch."""
+        shape = plan.shape
+        count = shape[0] * shape[1] // self.num_groups * prod(shape[2:])
+        if count == 1:
+            raise ShapeError(f"more than 1 value per group is needed, the global input is {shape}")
+
+
+def _check_dims(layer: DistributedNorm, P_x: Partition, allowed: tuple[int, ...]) -> None:
+    if P_x.dim not in allowed:
+        wanted = " or ".join(str(n) for n in allowed)
+        raise PartitionError(
+            f"{type(layer).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, the tensor has {wanted}"
+        )

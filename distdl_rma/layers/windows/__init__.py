@@ -1,0 +1,1 @@
+"""Distributed pooling, padding and resizing."""

@@ -1,0 +1,114 @@
+"""What the outputs of a sliding window read: fetched from the owners, made up beyond the domain."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Split
+from distdl_rma.geometry.stencil import InnerSplit, Stencil
+from distdl_rma.layers.core.layer import DistributedLayer, movement_of
+
+# How torch calls the ways to make up padding.
+MODES = ("zeros", "constant", "reflect", "replicate", "circular")
+_LEADING = 2
+
+
+class Reading:
+    """Inputs that this rank's outputs read, in one movement: halo, redistribution, copies and padding.
+
+    Parameters
+    ----------
+    layer
+        The layer.
+    stencil
+        The sliding windows, one per spatial dimension.
+    source
+        Who owns which part of the input (batch, channel, *spatial).
+    outputs
+        Who computes which outputs: as the input in batch and channels, the outputs in space.
+    dtype
+        Type of the elements.
+    mode
+        ``"zeros"``, ``"constant"`` (of ``value``), ``"reflect"``, ``"replicate"`` or ``"circular"``.
+    value
+        What a constant padding holds.
+
+    Raises
+    ------
+    ShapeError
+        If the padding is wider than the mode allows for this global input.
+    """
+
+    def __init__(
+        self,
+        layer: DistributedLayer,
+        stencil: Stencil,
+        source: Decomposition,
+        outputs: Decomposition,
+        dtype: torch.dtype,
+        mode: str = "zeros",
+        value: float = 0.0,
+    ) -> None:
+        extents = source.shape[_LEADING:]
+        _check(stencil, extents, mode)
+        self.mode, self.value, self.extents = mode, value, extents
+        reads = dict(enumerate(stencil.splits(outputs.splits[_LEADING:], extents), _LEADING))
+        inner = mode in ("constant", "reflect", "replicate")
+        needs: dict[int, Split] = {d: InnerSplit(r, mode) if inner else r for d, r in reads.items()}
+        rank = layer.machine.rank
+        self.region = Box(outputs.with_splits(dict(reads)).box(rank).bounds[_LEADING:])
+        target = outputs.with_splits(needs)
+        self.held = Box(target.box(rank).bounds[_LEADING:])
+        images = _images(stencil, extents) if mode == "circular" else ()
+        self.movement = movement_of(layer, source, target, dtype, "halo", images)
+
+    def complete(self, x: torch.Tensor) -> torch.Tensor:
+        """Add the padding to what the movement brought; of the shape of ``region`` in space."""
+        if self.held == self.region or self.mode in ("zeros", "circular"):
+            return x
+        if self.mode == "constant":
+            y = x.new_full((*x.shape[:_LEADING], *self.region.shape), self.value)
+            inside = self.held & self.region
+            # Also where nothing lies inside: the backward of this rank must reach the movement.
+            y[(slice(None), slice(None), *inside.slices(self.region))] = x
+            return y
+        for d, (held, region) in enumerate(zip(self.held.bounds, self.region.bounds, strict=True)):
+            if held == region:
+                continue
+            index = _origin(torch.arange(*region), self.extents[d], self.mode) - held[0]
+            x = x.index_select(_LEADING + d, index)
+        return x
+
+
+def _origin(index: torch.Tensor, n: int, mode: str) -> torch.Tensor:
+    # Which element of the domain each element of the padded domain is.
+    if mode == "replicate":
+        return index.clamp(0, n - 1)
+    return (n - 1) - ((n - 1) - index.abs()).abs()
+
+
+def _images(stencil: Stencil, extents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    # The domain, and where the padding needs it the domain before and behind it.
+    steps = [
+        (0, *((-n,) if w.left > 0 else ()), *((n,) if w.right > 0 else ()))
+        for w, n in zip(stencil.windows, extents, strict=True)
+    ]
+    return tuple((0, 0, *shift) for shift in product(*steps))
+
+
+def _check(stencil: Stencil, extents: tuple[int, ...], mode: str) -> None:
+    # torch's own limits.
+    for window, n in zip(stencil.windows, extents, strict=True):
+        widest = max(window.left, window.right)
+        if (mode == "reflect" and widest >= max(n, 1)) or (mode == "circular" and widest > n):
+            raise ShapeError(
+                f"padding mode {mode!r} needs padding {'smaller than' if mode == 'reflect' else 'of at most'}"
+                f" the extent: padding is {widest}, the global input {extents}"
+            )
+        if mode == "replicate" and n == 0:
+            raise ShapeError(f"padding mode 'replicate' needs elements, the global input is {extents}")

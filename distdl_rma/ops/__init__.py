@@ -1,0 +1,1 @@
+"""Distributed operators on tensors whose decompositions are known; no parameters, no modules."""

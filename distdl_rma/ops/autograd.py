@@ -1,0 +1,123 @@
+"""What the autograd operations of the layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.utils.checkpoint
+
+from distdl_rma.errors import (
+    ClosedError,
+    ConfigurationError,
+    MismatchError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
+from distdl_rma.machine import Machine
+from distdl_rma.ops.uncompiled import uncompiled
+
+# Raised on every rank of a layer alike, or before it told its peers anything.
+_REFUSALS: tuple[type[BaseException], ...] = (
+    ClosedError,
+    ConfigurationError,
+    MismatchError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
+# How torch ends a recomputation under checkpointing as soon as nothing more is needed: no failure.
+_ENOUGH: tuple[type[BaseException], ...] = tuple(
+    kind for name, kind in vars(torch.utils.checkpoint).items() if name == "_StopRecomputationError"
+)
+
+
+class _Layer(Protocol):
+    @property
+    def machine(self) -> Machine: ...
+
+
+L = TypeVar("L", bound=_Layer)
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+def anchor(needed: bool) -> torch.Tensor | None:
+    """Input that keeps an operation in the graph of a rank whose own inputs need no gradient."""
+    if not (needed and torch.is_grad_enabled()):
+        return None
+    return torch.empty(0, requires_grad=True)
+
+
+def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
+    """``y`` in a graph if it is in none, so that a rank that no gradient concerns may call backward too."""
+    able = y.is_floating_point() or y.is_complex()
+    root = None if y.requires_grad or not able else anchor(needed)
+    if root is None:
+        return y
+    tied: torch.Tensor = _Anchored.apply(root, y)  # type: ignore[no-untyped-call]
+    return tied
+
+
+class _Anchored(torch.autograd.Function):
+    """A tensor as it is, in the graph of another one that gets no gradient from it."""
+
+    @staticmethod
+    def forward(_ctx: Any, _root: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        # A copy, which may be changed in place; a sum with zeros would not do for types that only move.
+        return y.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Backward that refuses to be differentiated itself, instead of taking its result for a constant."""
+
+    @uncompiled
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        # Grad mode is on in a backward only under create_graph.
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "distributed layers have no second derivatives: create_graph=True is refused"
+            )
+        try:
+            return backward(ctx, *gradients)
+        except _REFUSALS:
+            raise
+        except Exception as error:
+            # Those operations that wait for peers, or are waited for, know their machine.
+            if getattr(ctx, "machine", None) is not None:
+                ctx.machine.fail(error)
+            raise
+
+    return checked
+
+
+def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
+    """Forward of a layer whose failure on one rank becomes known to those that wait for it.
+
+    What all ranks of the layer refuse alike leaves the machine usable; anything else, on one rank alone,
+    would leave its peers waiting for data that never comes.
+    """
+
+    @uncompiled
+    @wraps(forward)
+    def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        try:
+            return forward(layer, *args, **kwargs)
+        except (*_REFUSALS, *_ENOUGH):
+            raise
+        except Exception as error:
+            if not layer.machine.closed:
+                layer.machine.fail(error)
+            raise
+
+    return watched

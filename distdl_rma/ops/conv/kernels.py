@@ -1,0 +1,150 @@
+"""Torch's convolution and its adjoint, on a way that is right for the extents at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl_rma.ops.tensors import sum_dtype
+from distdl_rma.ops.uncompiled import uncompiled
+
+# Types that oneDNN computes in.
+_AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Steps(NamedTuple):
+    """What torch's convolution wants to know beside its tensors."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool = False
+
+    def fills(self, extents: Sequence[int], kernel: Sequence[int], short: bool) -> bool:
+        """Whether a block is as wide as a window that starts in the padding, in every dimension.
+
+        Parameters
+        ----------
+        extents
+            Of the input, or of the output of a transposed convolution, without padding.
+        kernel
+            Of the weight.
+        short
+            Whether the elements are of 16 bits, which need two strides more where windows jump.
+        """
+        return all(
+            n >= d * (k - 1) + 1 + p + (2 * (s - 1) if short else 0)
+            for n, k, s, p, d in zip(extents, kernel, self.stride, self.padding, self.dilation, strict=True)
+        )
+
+
+def convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: Steps
+) -> torch.Tensor:
+    """Local convolution by torch, also under autograd.
+
+    Torch's oneDNN kernels are at fault where windows stick out of a block on either side: they write beyond
+    their memory, or leave weight gradients of taps that meet padding only unset, and in 16 bits outputs too.
+    Whole images are rarely as narrow, shards of them are. These are computed by torch's own kernels, in the
+    type that sums are taken in.
+    """
+    if _safe(x, weight, steps):
+        return torch.convolution(x, weight, bias, *_arguments(steps))
+    y: torch.Tensor = _Plain.apply(x, weight, bias, steps)  # type: ignore[no-untyped-call]
+    return y
+
+
+def convolution_adjoint(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, steps: Steps, needs: tuple[bool, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the input and of the weight of :func:`convolution`, those that are needed."""
+    if _safe(x, weight, steps):
+        inner, taps, _ = _backward(gradient, x, weight, steps, (*needs, False))
+        return inner, taps
+    inner, taps, _ = _plain_backward(gradient, x, weight, steps, (*needs, False))
+    return inner, taps
+
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: Steps
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.steps = steps
+        wide = sum_dtype(x.dtype)
+        with _without_onednn():
+            y = torch.convolution(
+                x.to(wide), weight.to(wide), None if bias is None else bias.to(wide), *_arguments(steps)
+            )
+        return y.to(x.dtype)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return *_plain_backward(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
+
+
+def _plain_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, steps: Steps, needs: Sequence[bool]
+) -> Gradients:
+    wide, dtype = sum_dtype(x.dtype), x.dtype
+    with _without_onednn():
+        found = _backward(gradient.to(wide), x.to(wide), weight.to(wide), steps, needs)
+    inner, taps, offset = (None if part is None else part.to(dtype) for part in found)
+    return inner, taps, offset
+
+
+def _backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, steps: Steps, needs: Sequence[bool]
+) -> Gradients:
+    channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
+    found: Gradients = torch.ops.aten.convolution_backward(
+        gradient, x, weight, channels if needs[2] else None, *_arguments(steps), tuple(needs)
+    )
+    return found
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    # Not by torch's own context, which also sets, and warns of, what it is not asked for.
+    switch: Any = torch.backends.mkldnn
+    before = switch.enabled
+    switch.enabled = False
+    try:
+        yield
+    finally:
+        switch.enabled = before
+
+
+def _safe(x: torch.Tensor, weight: torch.Tensor, steps: Steps) -> bool:
+    if x.dtype not in _AT_FAULT or not x.numel():
+        return True
+    return _wide_enough(steps, x.shape[2:], weight.shape[2:], x.dtype.itemsize < torch.float32.itemsize)
+
+
+# Asked for every patch of every step, mostly of the same few shapes.
+@lru_cache(maxsize=1024)
+def _wide_enough(steps: Steps, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool) -> bool:
+    if steps.transposed:
+        extents = tuple(
+            (n - 1) * s - 2 * p + d * (k - 1) + 1
+            for n, k, s, p, d in zip(
+                extents, kernel, steps.stride, steps.padding, steps.dilation, strict=True
+            )
+        )
+    return steps.fills(extents, kernel, short)
+
+
+def _arguments(steps: Steps) -> tuple[Any, ...]:
+    zeros = (0,) * len(steps.stride)
+    return steps.stride, steps.padding, steps.dilation, steps.transposed, zeros, steps.groups

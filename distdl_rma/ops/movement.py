@@ -1,0 +1,262 @@
+"""Movements of tensors between ranks, as one pair of autograd operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.machine import Machine
+from distdl_rma.ops.autograd import anchor, first_derivative
+from distdl_rma.ops.result_pool import result
+from distdl_rma.ops.tensors import as_tensor, as_words, numpy_dtype, sum_dtype
+from distdl_rma.segments.channel import Channel
+
+
+class Flight:
+    """One movement under way: made by ``Movement.start``, given to ``Movement.wait``."""
+
+    def __init__(self, movement: Movement, x: torch.Tensor) -> None:
+        self.movement = movement
+        self.shape, self.dtype = x.shape, x.dtype
+        self.token: torch.Tensor | None = None
+        self._sent: tuple[torch.Tensor, int] | None = None
+
+    def depart(self, direction: Direction, x: torch.Tensor) -> None:
+        """Start on ``x``, the local shard that goes in."""
+        self._sent = direction.depart(x)
+
+    def arrive(self, direction: Direction) -> torch.Tensor:
+        """Receive what was started."""
+        if self._sent is None:
+            raise ProtocolError(f"{direction.channel.name!r}: wait without a start")
+        (x, epoch), self._sent = self._sent, None
+        return direction.arrive(x, epoch)
+
+    def gradient(self) -> torch.Tensor:
+        """Gradient of what went in, in its shape."""
+        gradient = self.arrive(self.movement.backwards).reshape(self.shape)
+        # What has no elements came in any type; torch does not turn complex gradients into others.
+        return gradient if gradient.numel() else gradient.new_empty(self.shape, dtype=self.dtype)
+
+
+_Place = tuple[slice, ...]
+
+
+class Direction:
+    """A channel and where in the tensors its pieces lie, worked out once."""
+
+    def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
+        exchange = channel.exchange
+        self.channel, self.dtype, self.backward = channel, dtype, backward
+        self._trace = machine.trace
+        self._own, self._need = exchange.own, exchange.need
+        # Short types are summed in a longer one, with one rounding at the end.
+        self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
+        self._disjoint, self._complete = exchange.disjoint, exchange.complete
+        self._mine = [
+            (piece.target.slices(self._need), piece.box.slices(self._own)) for piece in exchange.local
+        ]
+        # None where a piece is all of the result.
+        self._theirs = [
+            None if piece.box == self._need else piece.box.slices(self._need) for piece in channel.receives
+        ]
+        # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
+        before = 0 if exchange.disjoint else exchange.before_local
+        self._before = channel.count(before)
+
+    def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Start on a local shard; return it as it moves, and the epoch."""
+        # What has no elements may come in any shape and type.
+        x = torch.empty(self._own.shape, dtype=self.dtype) if self._own.empty else x.detach().to(self.dtype)
+        with self._trace.span("start", self.channel.name, self.backward):
+            return x, self.channel.start(self.channel.cut(as_words(x)))
+
+    def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
+        """Receive an epoch into a new tensor, blocking. Elements that several ranks own are summed."""
+        with self._trace.span("wait", self.channel.name, self.backward):
+            return self._arrive(x, epoch)
+
+    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Move one local shard after another; yield what arrives, in order. Blocking.
+
+        The next one travels while a result is used.
+        """
+        under_way: deque[tuple[torch.Tensor, int]] = deque()
+        for part in parts:
+            under_way.append(self.depart(part))
+            if len(under_way) == 2:
+                yield self.arrive(*under_way.popleft())
+        while under_way:
+            yield self.arrive(*under_way.popleft())
+
+    def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
+        y = result(self._need.shape, self._wide)
+        parts = chain(islice(theirs := self._received(epoch), self._before), self._local(x), theirs)
+        fresh = True
+        for place, part in parts:
+            if fresh and place is not None and not self._complete:
+                y.zero_()
+            target = y if place is None else y[place]
+            # What is still zero is overwritten: one pass over the memory less.
+            if fresh or self._disjoint:
+                target.copy_(part)
+            else:
+                target += part if part.dtype == self._wide else part.to(self._wide)
+            fresh = False
+        if fresh:
+            y.zero_()
+        return y if self._wide == self.dtype else y.to(self.dtype)
+
+    def _local(self, x: torch.Tensor) -> Iterator[tuple[_Place | None, torch.Tensor]]:
+        for target, source in self._mine:
+            yield target, x[source]
+
+    def _received(self, epoch: int) -> Iterator[tuple[_Place | None, torch.Tensor]]:
+        for place, (_, words) in zip(self._theirs, self.channel.receive(epoch), strict=True):
+            yield place, as_tensor(words, self.dtype)
+
+
+class Movement:
+    """An exchange and its adjoint: ``start`` and ``wait``, in both directions of autograd.
+
+    Starting and waiting are two autograd operations, each the adjoint of the other: a forward ``start,
+    compute, wait`` becomes a backward ``start^T, compute^T, wait^T`` with the same overlap.
+
+    Construction is local, and allocates slots for one direction. Those of the adjoint are allocated by the
+    first backward, or by ``connect``: what only moves forward never has any.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    exchange
+        This rank's part; shapes include all tensor dimensions.
+    dtype
+        Type of the elements.
+    name
+        For messages.
+    """
+
+    def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
+        kind = numpy_dtype(dtype, name)
+        self.machine, self.name, self.dtype = machine, name, dtype
+        self.forward = Channel(machine.segments, exchange, kind, name)
+        self.forwards = Direction(machine, self.forward, dtype, backward=False)
+        self._made = [self.forward]
+        # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
+        self._finalizer = weakref.finalize(self, _close_all, self._made)
+
+    @cached_property
+    def adjoint(self) -> Channel:
+        """Channel of the adjoint movement; asking for it allocates its slots, once. Local."""
+        if not self._finalizer.alive:
+            raise ClosedError(f"movement of {self.name!r}: already closed")
+        forward = self.forward
+        adjoint = Channel(self.machine.segments, forward.exchange.T, forward.dtype, f"{self.name} (adjoint)")
+        self._made.append(adjoint)
+        return adjoint
+
+    @cached_property
+    def backwards(self) -> Direction:
+        """The adjoint, and where its pieces lie."""
+        return Direction(self.machine, self.adjoint, self.dtype, backward=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of segment that the movement holds now."""
+        return sum(channel.nbytes for channel in self._made)
+
+    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Flight:
+        """Put the pieces of ``x`` on their way; does not wait for the transfer.
+
+        Parameters
+        ----------
+        x
+            Local shard of shape ``exchange.own.shape``, or any tensor without elements if that is empty.
+            It must not change until ``wait``.
+        needs_grad
+            Whether some rank needs a gradient: then every rank takes part in the backward.
+        """
+        flight = Flight(self, x)
+        flight.token = _Start.apply(x, anchor(needs_grad), flight)  # type: ignore[no-untyped-call]
+        return flight
+
+    def wait(self, flight: Flight) -> torch.Tensor:
+        """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
+        # Of a flight that kept it, the token's graph would keep the flight.
+        token, flight.token = flight.token, None
+        y: torch.Tensor = _Wait.apply(token, flight)  # type: ignore[no-untyped-call]
+        return y
+
+    def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
+        """Start and wait, as one operation: nothing is to be done in between."""
+        y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Flight(self, x))  # type: ignore[no-untyped-call]
+        return y
+
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours for both directions, if that is not done yet; blocking."""
+        self.forward.connect()
+        self.adjoint.connect()
+
+    def void(self) -> None:
+        """Give up a forward that some ranks may have started; on all ranks alike."""
+        self.forward.void()
+
+    def close(self) -> None:
+        """Give the memory back when no peer writes to it any more; local."""
+        self._finalizer()
+
+
+def _close_all(channels: list[Channel]) -> None:
+    for channel in channels:
+        channel.close()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+        ctx.flight, ctx.machine = flight, flight.movement.machine
+        flight.depart(flight.movement.forwards, x)
+        # Of the type that moves: x itself may have come in any type, if without elements.
+        return x.new_empty(0, dtype=flight.movement.dtype)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.flight.gradient(), None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _token: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+        ctx.flight, ctx.machine = flight, flight.movement.machine
+        return flight.arrive(flight.movement.forwards)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.flight.depart(ctx.flight.movement.backwards, gradient)
+        return gradient.new_empty(0), None
+
+
+class _Move(torch.autograd.Function):
+    # Start and wait in one: half of the cost of two operations, which small tensors feel.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+        ctx.flight, ctx.machine = flight, flight.movement.machine
+        flight.depart(flight.movement.forwards, x)
+        return flight.arrive(flight.movement.forwards)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.flight.depart(ctx.flight.movement.backwards, gradient)
+        return ctx.flight.gradient(), None, None

@@ -1,0 +1,176 @@
+"""Tensors that travel once, as at set-up: in passes, so that a segment holds little of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange, fingerprint
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Listed, meeting
+from distdl_rma.machine import Machine
+from distdl_rma.ops.movement import Movement
+from distdl_rma.ops.tensors import as_tensor, numpy_dtype
+from distdl_rma.segments.collectives.broadcast import Broadcast
+
+# Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.
+PASS_NBYTES = 1 << 19
+
+
+def broadcast_from_first(
+    machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], name: str
+) -> None:
+    """Overwrite tensors on all ranks by those of the first one; collective over ``ranks``, blocking.
+
+    All tensors travel one behind the other, in passes of half a MiB. Each rank's segment holds two passes
+    meanwhile, the first one's too: on a node all load from one rank, and between nodes MPI's broadcast
+    carries one copy to each.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    ranks
+        Rank ids that have the tensors, this one included, in the same order on all of them.
+    tensors
+        Tensors of any types that move between ranks; in shape and type alike on all ranks.
+    name
+        For messages.
+
+    Raises
+    ------
+    MismatchError
+        If the ranks have tensors of other shapes or types, or call for something else.
+    UnsupportedError
+        If a type does not move between ranks.
+    """
+    kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    for _, dtype in kinds:
+        numpy_dtype(dtype, name)
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    # The tensors themselves, unless their elements do not lie one behind the other as they are.
+    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in filled]
+    title = f"{name} (initial values, {fingerprint(kinds):014x})"
+    _broadcast(machine, ranks, [tensor.view(-1).view(torch.uint8) for tensor in plain], title)
+    for tensor, copy in zip(filled, plain, strict=True):
+        if copy.data_ptr() != tensor.data_ptr():
+            tensor.copy_(copy)
+
+
+def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], name: str) -> None:
+    total = sum(vector.numel() for vector in vectors)
+    if not total:
+        return
+    count, sends = min(total, PASS_NBYTES), machine.rank == ranks[0]
+    passes = Broadcast(machine.segments, ranks, count, np.uint8, ranks[0], name)
+    try:
+        for low in range(0, total, count):
+            spans = list(_spans(vectors, low, min(low + count, total)))
+            active = as_tensor(passes.active)
+            for place, part in spans if sends else ():
+                active[place] = part
+            passes.start()
+            result = as_tensor(passes.wait())
+            for place, part in () if sends else spans:
+                part.copy_(result[place])
+    finally:
+        passes.close()
+
+
+def _spans(vectors: Sequence[torch.Tensor], low: int, high: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    # Of vectors that lie one behind the other: what is in [low, high), and where in there.
+    split = Listed(tuple(vector.numel() for vector in vectors))
+    for number in meeting(split, low, high):
+        start, stop = split.interval(number)
+        first, last = max(start, low), min(stop, high)
+        yield slice(first - low, last - low), vectors[number][first - start : last - start]
+
+
+class Passes:
+    """How a tensor that is kept in parts travels: from each part a run of elements in every pass.
+
+    Parameters
+    ----------
+    givers
+        Who keeps which box, each on one rank.
+    itemsize
+        Bytes of an element.
+
+    Attributes
+    ----------
+    count
+        Number of passes.
+    runs
+        Elements of each giver in a pass, in the order of the partition.
+    """
+
+    def __init__(self, givers: Decomposition, itemsize: int) -> None:
+        self.givers = givers
+        self._sizes = [givers.box(rank).volume for rank in givers.partition.ranks]
+        most = max(1, PASS_NBYTES // (itemsize * len(self._sizes)))
+        self.runs = Listed(tuple(min(size, most) for size in self._sizes))
+        self.count = max(-(-size // most) for size in self._sizes)
+
+    def exchange(self, takers: Partition) -> Exchange:
+        """One pass, to ranks that all get everything."""
+        ranks, me = self.givers.partition.ranks, takers.me
+        source = Decomposition(Partition(ranks, (len(ranks),), me), (self.runs,), (0,))
+        return Exchange(me, source, Decomposition.replicated(takers, (self.runs.extent,)))
+
+    def run(self, giver: int, number: int) -> slice:
+        """Which elements of a giver travel in a pass. The last runs reach back: some travel twice."""
+        length = self.runs.lengths[giver]
+        start = min(number * length, self._sizes[giver] - length)
+        return slice(start, start + length)
+
+
+def gather_whole(
+    machine: Machine, givers: Decomposition, takers: Partition, part: torch.Tensor, name: str
+) -> torch.Tensor:
+    """The whole of a tensor that is kept in parts; collective over the ranks of both, blocking.
+
+    In passes: whatever the size of the tensor and the number of ranks, the segment of a rank holds at most
+    a MiB of what comes in, and of what is staged for other nodes.
+
+    Parameters
+    ----------
+    machine
+        The machine.
+    givers
+        Who keeps which box, each on one rank.
+    takers
+        The ranks that get the whole.
+    part
+        This rank's box; its type counts where it keeps none.
+    name
+        For messages.
+
+    Returns
+    -------
+    torch.Tensor
+        In memory of its own; without elements on ranks that are no takers.
+    """
+    passes = Passes(givers, part.dtype.itemsize)
+    ranks = givers.partition.ranks
+    mine = part.detach().reshape(-1) if givers.partition.active else part.new_empty(0)
+    place = ranks.index(machine.rank) if givers.partition.active else None
+    whole = part.new_empty(givers.shape if takers.active else (0,))
+    boxes = [whole[givers.slices(rank)] for rank in ranks] if takers.active else []
+    # A box whose elements do not lie one behind the other is put in its place at the end.
+    vectors = [b.view(-1) if b.is_contiguous() else b.new_empty(b.numel()) for b in boxes]
+    movement = Movement(machine, passes.exchange(takers), part.dtype, f"{name} of shape {givers.shape}")
+    sent = (mine if place is None else mine[passes.run(place, number)] for number in range(passes.count))
+    try:
+        with torch.no_grad():
+            for number, runs in enumerate(movement.forwards.stream(sent)):
+                for giver, vector in enumerate(vectors):
+                    vector[passes.run(giver, number)] = runs[slice(*passes.runs.interval(giver))]
+    finally:
+        movement.close()
+    for box, vector in zip(boxes, vectors, strict=True):
+        if not box.is_contiguous():
+            box.copy_(vector.view(box.shape))
+    return whole

@@ -1,0 +1,1 @@
+"""What several ranks do together: reductions, gathers, broadcasts, barriers."""

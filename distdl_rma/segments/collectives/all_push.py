@@ -1,0 +1,178 @@
+"""Small vectors of all ranks to all ranks, in one round of notifications."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
+from distdl_rma.segments.waiting.waiter import Waiting
+
+_PARITIES = 2
+_ALL = slice(None)
+
+
+class Round:
+    """Every rank pushes a vector of ``count`` elements to every rank; one notification round.
+
+    For messages where latency counts. Construction is local and alike on all ``ranks``; the first start
+    connects them. Nothing is acknowledged: a rank starts epoch k+2 only after it had everyone's epoch
+    k+1, which each sent after it had done with epoch k. So two slots per rank are enough, and an epoch
+    that was started has to be waited for before the next.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    ranks
+        Rank ids that take part, this one included.
+    count
+        Elements of one vector.
+    dtype
+        Type of the elements.
+    name
+        For messages.
+    plan, terms
+        Number that must be the same on all ranks; what it stands for, a line ``name=value`` for each fact.
+
+    Attributes
+    ----------
+    rows
+        For even and odd epochs, the vectors of all ranks in the order of ``ranks``, in the segment.
+    """
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        ranks: Sequence[int],
+        count: int,
+        dtype: npt.DTypeLike,
+        name: str,
+        plan: int = 0,
+        terms: str = "",
+    ) -> None:
+        self._manager, self._ranks, self._name = manager, tuple(ranks), name
+        kind, size = np.dtype(dtype), len(self._ranks)
+        self._plan = fingerprint("round", self._ranks, count, kind.str, plan)
+        self._terms = f"count={count}\ndtype={kind}\n{terms}\nranks={self._ranks}"
+        self._me = self._ranks.index(manager.rank)
+        self._nbytes = count * kind.itemsize
+        self._memory = manager.get_segment_buffer(_PARITIES * size * self._nbytes, size, name)
+        self._slots = self._memory.view(kind, (_PARITIES, size, count))
+        self.rows: tuple[list[npt.NDArray[Any]], ...] = tuple(list(slots) for slots in self._slots)
+        self._words = self._memory.flags
+        self._others = [at for at in range(size) if at != self._me]
+        # Per peer reached by load and store: its slots for this rank's vector, its words; and the sources.
+        self._direct: list[tuple[tuple[memoryview, ...], memoryview]] = []
+        self._sources = tuple(_bytes(rows[self._me]) for rows in self.rows)
+        self._remote: list[RemoteBuffer] = []
+        self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
+        self._counters = manager.counters
+        self._connected = size == 1
+        self._closed = False
+        self.epoch = 0
+        self._waited = 0
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses with the other ranks, once; blocking."""
+        if self._connected:
+            return
+        peers: dict[int, tuple[int, ...]] = {self._ranks[at]: () for at in self._others}
+        remotes = self._memory.exchange(peers, self._name, self._plan, timeout, terms=self._terms)
+        for remote in remotes.values():
+            words = remote.flags
+            if words is None:
+                self._remote.append(remote)
+                continue
+            slots = [remote.direct(np.uint8, self._nbytes, self._slot(k)) for k in range(_PARITIES)]
+            self._direct.append((tuple(_bytes(slot) for slot in slots if slot is not None), words))
+        self._connected = True
+
+    def start(self, row: npt.NDArray[Any]) -> None:
+        """Push a copy of this rank's vector; does not wait, except that the first start connects."""
+        self._check()
+        if self.epoch != self._waited:
+            raise ProtocolError(f"{self._name!r}: started again before the last epoch was waited for")
+        self.connect()
+        self.rows[(self.epoch + 1) & 1][self._me][...] = row
+        self.push()
+
+    def push(self) -> None:
+        """Begin the next epoch with what lies in this rank's own row of it. Needs ``connect``."""
+        self.epoch = epoch = self.epoch + 1
+        parity, me = epoch & 1, self._me
+        for remote in self._remote:
+            self._post(remote, parity, epoch)
+        if self._direct:
+            source, fence = self._sources[parity], self._fence
+            for slots, words in self._direct:
+                slots[parity][_ALL] = source
+                fence()
+                words[me] = epoch
+            counters = self._counters
+            counters.puts += len(self._direct)
+            counters.bytes_put += len(self._direct) * self._nbytes
+
+    def arrived(self) -> bool:
+        """Whether all vectors have arrived, and this rank's own everywhere; does not block."""
+        words, epoch = self._words, self.epoch
+        for at in self._others:
+            if words[at] < epoch:
+                return False
+        if self._remote:
+            # Its own row must stay as it is until it is out.
+            for remote in self._remote:
+                if not remote.delivered():
+                    return False
+        self._acquire()
+        return True
+
+    def ready(self) -> bool:
+        """Whether all vectors have arrived; does not block."""
+        return all(self._words[at] >= self.epoch for at in self._others)
+
+    def missing(self) -> Waiting:
+        """Which ranks are still missing; for messages."""
+        silent = tuple(self._ranks[at] for at in self._others if self._words[at] < self.epoch)
+        late = silent or tuple(remote.peer for remote in self._remote if not remote.delivered())
+        what = f"to send in {self._name!r} (epoch {self.epoch}, last seen {self.epoch - 1})"
+        return Waiting(late, what, "did every rank call the same layers?")
+
+    def wait(self, timeout: float | None = None) -> npt.NDArray[Any]:
+        """All vectors, one row per rank in the order of ``ranks``; blocking. An array of its own."""
+        self._check()
+        if not self.arrived():
+            self._manager.patience.until(self.arrived, self.missing, timeout)
+        self._waited = self.epoch
+        rows: npt.NDArray[Any] = self._slots[self.epoch & 1].copy()
+        return rows
+
+    def close(self) -> None:
+        """Give the memory back when no rank writes to it any more; local, idempotent."""
+        if not self._closed:
+            self._closed = True
+            if not self._manager.closed:
+                self._manager.retire(self._memory, self.arrived)
+
+    def _check(self) -> None:
+        if self._closed or self._manager.closed:
+            raise ClosedError(f"round {self._name!r}: already closed")
+
+    def _slot(self, parity: int) -> int:
+        return (parity * len(self._ranks) + self._me) * self._nbytes
+
+    def _post(self, remote: RemoteBuffer, parity: int, epoch: int) -> None:
+        mine = self._slots[parity, self._me].view(np.uint8)
+        remote.put_stable(mine, self._slot(parity))
+        remote.raise_flag(self._me, epoch)
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    # A memoryview without elements cannot be cast.
+    return array.data.cast("B") if array.size else memoryview(bytearray())

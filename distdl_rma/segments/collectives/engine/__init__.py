@@ -1,0 +1,1 @@
+"""What all collectives are made of: ranks by node, steps, sums."""

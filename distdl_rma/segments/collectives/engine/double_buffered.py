@@ -1,0 +1,335 @@
+"""The interface of all double-buffered collectives: write ``active``, start, go on, wait, read ``result``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.engine.reduction import Array
+from distdl_rma.segments.collectives.engine.team import Team
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.waiter import Waiting
+
+# Looks at the flags of a small step before the wait becomes a patient one.
+_LOOKS = 300
+
+
+class Algorithm(Protocol):
+    """One way to carry out the steps of a collective, numbered from 1.
+
+    Attributes
+    ----------
+    operands, results
+        What the caller writes and reads, for even and odd steps.
+    needs_progress
+        Whether other ranks wait for what this one does in ``advance``.
+    broken
+        What interrupted a step in the middle; empty if nothing did. Such a step cannot be taken up again.
+    """
+
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    needs_progress: bool
+    broken: str
+
+    def connect(self, timeout: float | None) -> None:
+        """Exchange addresses, once; blocking."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step; does not wait."""
+
+    def advance(self) -> bool:
+        """Advance the step; return whether it is complete, or will never be since it is broken."""
+
+    def waiting(self) -> Waiting:
+        """Which ranks the step waits for."""
+
+    def close(self) -> None:
+        """Give memory back as soon as the step that is running is complete."""
+
+
+class Collective:
+    """A collective of some ranks that is carried out again and again.
+
+    Each step: write ``active``, ``start()``, go on, ``wait()``, read ``result``. ``start()`` flips
+    ``active`` to another buffer, so that step k+1 can be written while step k travels. Both lie in the
+    segment, and a result stays valid until the next but one start. All ranks construct it in the same
+    order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for
+    several of them in different orders.
+
+    What raises in the middle of a step, as a signal handler may, leaves it half done: the exception goes
+    out, and from then on every call raises ``ProtocolError``. Close the collective, and make it anew on all
+    ranks. A timeout is nothing of this kind.
+    """
+
+    def __init__(
+        self, manager: SegmentManager, ranks: tuple[int, ...], name: str, algorithm: Algorithm
+    ) -> None:
+        self.ranks, self.name = ranks, name
+        self._manager = manager
+        self._algorithm = algorithm
+        self._operands, self._results = algorithm.operands, algorithm.results
+        self._advance = algorithm.advance
+        self._looks = range(_LOOKS if manager.patience.spins and not algorithm.needs_progress else 1)
+        self._assembly: Barrier | None = None
+        self._reset_to: int | None = None
+        self._steps = 0
+        self._running = False
+        self._valid = False  # whether there is a result
+        self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` has not been called
+        self._connected = False
+        self._closed = False
+
+    @property
+    def active(self) -> Array:
+        """Buffer to write the next operand to, in the segment; not cleared."""
+        self._check()
+        return self._operands[(self._steps + 1) & 1]
+
+    @property
+    def result(self) -> Array:
+        """Result of the last step, in the segment; valid until the next but one start."""
+        self._check()
+        if self._running or not self._valid:
+            raise ProtocolError(f"{self.name!r}: result was asked for before a step was waited for")
+        return self._results[self._steps & 1]
+
+    @property
+    def running(self) -> bool:
+        """Whether a step was started and not yet waited for."""
+        return self._running
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses with the other ranks, once; collective, blocking.
+
+        The first ``start`` does it otherwise. Ranks that may start several collectives in different orders
+        connect them first, in the same order. Across nodes it makes a communicator once all its ranks are
+        there.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If a rank does not come; the call can be repeated.
+        MismatchError
+            If the ranks do not mean the same collective.
+        """
+        self._check()
+        if not self._connected:
+            self._algorithm.connect(timeout)
+            self._connected = True
+
+    def start(self) -> None:
+        """Begin a step on ``active`` and flip it; waits for no rank, except that the first one connects.
+
+        Raises
+        ------
+        ProtocolError
+            If a step is running, or one was interrupted.
+        """
+        if self._running or self._closed or self._manager.closed:
+            self._check()
+            raise ProtocolError(f"{self.name!r}: started while a step is running; wait for it first")
+        if not self._connected:
+            self.connect()
+        self._begin()
+
+    def test(self) -> bool:
+        """Advance the running step; return whether it is complete. Does not block.
+
+        True until it is waited for, which then returns at once.
+
+        Raises
+        ------
+        ProtocolError
+            If nothing was started since the last wait, or a step was interrupted.
+        """
+        self._check()
+        if not self._running:
+            if self._unfetched:
+                return True
+            raise ProtocolError(f"{self.name!r}: test without a start")
+        if not self._advance():
+            self._manager.progress()
+            if not self._advance():
+                return False
+        self._end()
+        self._unfetched = True
+        return True
+
+    def wait(self, timeout: float | None = None) -> Array:
+        """Wait for the running step and return ``result``; blocking.
+
+        Parameters
+        ----------
+        timeout
+            Seconds, 0 to look once; None for the machine's default.
+
+        Raises
+        ------
+        ProtocolError
+            If nothing was started since the last wait, or a step was interrupted.
+        ExchangeTimeout
+            At the deadline, naming the ranks that are missing; the wait can be repeated.
+        """
+        if self._closed or self._manager.closed:
+            self._check()
+        if self._running:
+            advance = self._advance
+            with self._manager.trace.span("wait", self.name):
+                for _ in self._looks:
+                    if advance():
+                        break
+                else:
+                    self._manager.patience.until(advance, self._algorithm.waiting, timeout)
+            self._end()
+        elif not self._unfetched:
+            raise ProtocolError(f"{self.name!r}: wait without a start")
+        self._unfetched = False
+        return self._results[self._steps & 1]
+
+    def reset(self, timeout: float | None = None) -> None:
+        """Make the collective usable again after a step that some ranks did not start, or did not wait for.
+
+        Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
+        start the steps that others started take part in them with zeros, and the results are dropped. Not
+        for after ``PeerFailedError``, which ends the whole machine.
+
+        Raises
+        ------
+        ExchangeTimeout
+            If a rank does not call; the call can be repeated.
+        ProtocolError
+            If a step was interrupted: the collective has to be made anew.
+        """
+        self._check()
+        self.connect(timeout)
+        if self._reset_to is None:
+            if self._assembly is None:
+                self._assembly = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
+            self._reset_to = self._assembly.wait(timeout, self._steps)
+        # A rank that nobody sends anything to, as the root of a broadcast, may be many steps ahead.
+        while self._running or self._steps < self._reset_to:
+            if not self._running:
+                self.active[...] = 0
+                self._begin()
+            self._manager.patience.until(self._advance, self._algorithm.waiting, timeout)
+            self._end()
+        self._valid, self._unfetched, self._reset_to = False, False, None
+
+    def close(self) -> None:
+        """Give the memory back when no rank uses it any more; local, idempotent.
+
+        A step that is running goes on for the others, whenever this rank waits for something.
+        """
+        if not self._closed:
+            self._closed = True
+            if not self._manager.closed:
+                self._algorithm.close()
+                if self._assembly is not None:
+                    self._assembly.close()
+
+    def _begin(self) -> None:
+        algorithm, trace = self._algorithm, self._manager.trace
+        if trace.recording is not None:
+            self._advance = trace.watched(type(self).__name__.lower(), self.name, algorithm.advance)
+        try:
+            self._steps, self._running, self._unfetched = self._steps + 1, True, False
+            with trace.span("start", self.name):
+                algorithm.begin(self._steps)
+            if algorithm.needs_progress:
+                # Every wait advances it: ranks may wait for their steps in different orders.
+                self._manager.defer(self._advance)
+        except BaseException as error:
+            algorithm.broken = algorithm.broken or repr(error)
+            raise
+
+    def _end(self) -> None:
+        algorithm = self._algorithm
+        if algorithm.broken:
+            self._check()
+        self._running, self._valid = False, True
+        if algorithm.needs_progress:
+            self._manager.withdraw(self._advance)
+        self._advance = algorithm.advance
+
+    def _check(self) -> None:
+        if self._closed or self._manager.closed:
+            raise ClosedError(f"{type(self).__name__} {self.name!r}: already closed")
+        if self._algorithm.broken:
+            raise ProtocolError(
+                f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "
+                "close it and make it anew on all ranks"
+            )
+
+
+class Schedule:
+    """Algorithm whose step is a generator over a team: it yields as long as it has to wait.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    team
+        Memory, flags and communicator.
+    script
+        Makes the generator of a step, given the parity of the step.
+    operands, results
+        What the caller writes and reads, for even and odd steps.
+    name
+        For the header of this rank.
+    """
+
+    needs_progress = True
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        team: Team,
+        script: Callable[[int], Iterator[None]],
+        operands: tuple[Array, ...],
+        results: tuple[Array, ...],
+        name: str,
+    ) -> None:
+        self._manager, self._team, self._script = manager, team, script
+        self.operands, self.results = operands, results
+        self._operation = manager.operation(name)
+        self._lock = manager.segment.lock
+        self._step: Iterator[None] | None = None
+        self.broken = ""
+        self.connect, self.waiting = team.connect, team.waiting
+
+    def begin(self, step: int) -> None:
+        """Begin a step and go as far as it goes without waiting."""
+        self._manager.begin(self._operation, step)
+        self._team.step = step
+        self._step = self._script(step & 1)
+        self.advance()
+
+    def advance(self) -> bool:
+        """Advance the step; return whether it is complete, or will never be since it is broken."""
+        # The progress engine is another thread.
+        with self._lock:
+            if self._step is not None:
+                try:
+                    for _ in self._step:
+                        return False
+                except BaseException as error:
+                    # A generator that raised is over, and would look complete.
+                    self.broken, self._step = self.broken or repr(error), None
+                    raise
+                self._step = None
+            return True
+
+    def close(self) -> None:
+        """Give memory and communicator back as soon as the step that is running is complete."""
+
+        def idle() -> bool:
+            # Others, and MPI, may still write for a step that broke: its memory is not used again.
+            complete = self.advance() and not self.broken
+            if complete:
+                self._team.free()
+            return complete
+
+        self._manager.retire(self._team.memory, idle)

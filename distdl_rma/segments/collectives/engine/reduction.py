@@ -1,0 +1,223 @@
+"""What is reduced, and how: operations, element types, and the order of summation."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.segments.collectives.engine import bfloat16
+
+Array = npt.NDArray[Any]
+
+# Bytes reduced at a time: all rows of a block stay in the cache until it is stored to every peer.
+_BLOCK_BYTES = 256 << 10
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+_MPI_OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+# What an operation would mean is open for these kinds of numpy's types: why, and what to do instead.
+_REFUSED = {
+    ("mean", "i"): "a mean of integers is not exact; use sum, or a floating dtype",
+    ("mean", "u"): "a mean of integers is not exact; use sum, or a floating dtype",
+    ("mean", "b"): "a mean of bool counts nothing; reduce them as floats",
+    ("sum", "b"): "a sum of bool counts nothing; use max for any of them, or an integer dtype to count",
+    ("min", "c"): "complex numbers have no order; reduce real and imaginary parts, or magnitudes",
+    ("max", "c"): "complex numbers have no order; reduce real and imaginary parts, or magnitudes",
+}
+
+
+@dataclass(frozen=True)
+class Element:
+    """A type of elements: how it is stored, and the type that it is reduced in."""
+
+    name: str
+    storage: np.dtype[Any]
+    wide: np.dtype[Any]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is reduced in the type that it is stored in."""
+        return self.storage == self.wide
+
+    def widen(self, values: Array) -> Array:
+        """Copy of stored values in the type that they are reduced in."""
+        return bfloat16.widen(values) if self.name == "bfloat16" else values.astype(self.wide)
+
+    def narrow(self, wide: Array, out: Array) -> None:
+        """Store reduced values, rounded once."""
+        if self.name == "bfloat16":
+            out[...] = bfloat16.narrow(wide)
+        else:
+            out[...] = wide
+
+
+_TYPES: tuple[tuple[str, npt.DTypeLike, npt.DTypeLike], ...] = (
+    ("float32", np.float32, np.float32),
+    ("float64", np.float64, np.float64),
+    ("float16", np.float16, np.float32),
+    ("bfloat16", np.uint16, np.float32),
+    ("complex64", np.complex64, np.complex64),
+    ("complex128", np.complex128, np.complex128),
+    # Some MPIs have sums of short integers stop at the largest: modulo 2**32 they wrap around as they should.
+    ("int8", np.int8, np.int32),
+    ("int16", np.int16, np.int32),
+    ("int32", np.int32, np.int32),
+    ("int64", np.int64, np.int64),
+    ("uint8", np.uint8, np.uint32),
+    ("uint16", np.uint16, np.uint32),
+    ("uint32", np.uint32, np.uint32),
+    ("uint64", np.uint64, np.uint64),
+    # MPI has no arithmetic of its truth values: as numbers 0 and 1.
+    ("bool", np.bool_, np.uint8),
+)
+_ELEMENTS = {name: Element(name, np.dtype(storage), np.dtype(wide)) for name, storage, wide in _TYPES}
+
+
+def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:
+    """Element type of a numpy dtype, or of ``"bfloat16"``, which is stored as uint16 words.
+
+    Raises
+    ------
+    ShapeError
+        If it is none that can be reduced; names ``who`` asked.
+    """
+    try:
+        name = "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in _ELEMENTS:
+        raise ShapeError(f"{who!r}: a reduction takes one of {list(_ELEMENTS)}, got {dtype!r}")
+    return _ELEMENTS[name]
+
+
+def _product(first: Array, second: Array, out: Array) -> Array:
+    # numpy rounds a complex product in another way where its memory lies in another way: by hand, each
+    # operation is rounded on its own, alike on all ranks.
+    real = first.real * second.real - first.imag * second.imag
+    out.imag = first.real * second.imag + first.imag * second.real
+    out.real = real
+    return out
+
+
+def calmly(function: Callable[..., object]) -> Callable[..., object]:
+    """Function that neither warns nor raises for what is infinite or no number, at next to no cost.
+
+    Not for two threads at once.
+    """
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        # numpy keeps its error state in the context, and entering one is cheaper than np.errstate.
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        return functools.partial(context.run, function)
+    return np.errstate(all="ignore")(function)
+
+
+class Reduction:
+    """One operation on rows of one element type; every element in the order of the rows.
+
+    Infinities and what is no number are results as any other: numpy's error state and filters of warnings
+    make no difference.
+
+    Parameters
+    ----------
+    op
+        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``.
+    element
+        Type of the elements; 16-bit floats are reduced in float32 and rounded once, integers wrap around.
+    divisor
+        What a mean divides by, at least 1.
+    who
+        For messages.
+
+    Raises
+    ------
+    ShapeError
+        If the operation is unknown or has no meaning for the elements, as a mean of integers or the largest
+        of complex numbers, or the divisor is below 1.
+    """
+
+    def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
+        if op not in _UFUNCS:
+            raise ShapeError(f"{who!r}: operation is one of {list(_UFUNCS)}, got {op!r}")
+        kind = "f" if element.name == "bfloat16" else element.storage.kind
+        if (op, kind) in _REFUSED:
+            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}")
+        if divisor < 1:
+            raise ShapeError(f"{who!r}: a mean divides by at least 1, got {divisor}")
+        self.op, self.element, self.divisor = op, element, divisor
+        self.ufunc = _product if (op, kind) == ("prod", "c") else _UFUNCS[op]
+        self.divides = op == "mean" and divisor > 1
+        self._block = _BLOCK_BYTES // element.wide.itemsize
+        self._scratch = np.empty(0, element.wide)
+
+    @property
+    def terms(self) -> str:
+        """What ranks have to agree on, a line ``name=value`` for each fact."""
+        return f"op={self.op}\ndtype={self.element.name}\ndivisor={self.divisor}"
+
+    @property
+    def mpi(self) -> MPI.Op:
+        """The same operation of MPI, without the division of a mean."""
+        return _MPI_OPERATIONS[self.op]
+
+    def reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
+        """Reduce rows of one length and store the result to all targets, which may be some of the rows."""
+        with np.errstate(all="ignore"):
+            for begin in range(0, rows[0].size, self._block):
+                end = begin + self._block
+                first, *others = [target[begin:end] for target in targets]
+                self._reduce_block([row[begin:end] for row in rows], first)
+                for other in others:
+                    other[...] = first
+
+    def partial(self, rows: Sequence[Array], out: Array) -> None:
+        """Reduce rows into an array of the wide type that is none of them; not divided yet."""
+        with np.errstate(all="ignore"):
+            for begin in range(0, rows[0].size, self._block):
+                end = begin + self._block
+                self._combine([row[begin:end] for row in rows], out[begin:end])
+
+    def finish(self, wide: Array, out: Array) -> None:
+        """Divide, if it is a mean, and store with one rounding; ``wide`` is used up, or is ``out``."""
+        with np.errstate(all="ignore"):
+            self._finish(wide, out)
+
+    def _reduce_block(self, rows: list[Array], out: Array) -> None:
+        wide = out if self.element.exact else np.empty(out.size, self.element.wide)
+        self._combine(rows, wide)
+        self._finish(wide, out)
+
+    def _finish(self, wide: Array, out: Array) -> None:
+        if self.divides:
+            np.divide(wide, self.divisor, out=wide)
+        if out is not wide:
+            self.element.narrow(wide, out)
+
+    def _combine(self, rows: list[Array], out: Array) -> None:
+        # The last row may be overwritten by the result, and so may any of two.
+        if not self.element.exact:
+            rows = [self.element.widen(row) for row in rows]
+        if len(rows) == 1:
+            out[...] = rows[0]
+            return
+        total = rows[0]
+        for row in rows[1:-1]:
+            total = self.ufunc(total, row, out=self._spare(out.size))
+        self.ufunc(total, rows[-1], out=out)
+
+    def _spare(self, size: int) -> Array:
+        if self._scratch.size < size:
+            self._scratch = np.empty(self._block, self.element.wide)
+        return self._scratch[:size]

@@ -1,0 +1,159 @@
+"""Some ranks of a machine, and what they do together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from distdl_rma.segments.collectives.allgather import AllGather
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.alltoall import AllToAll
+from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.broadcast import Broadcast
+from distdl_rma.segments.collectives.engine.node_layout import Layout
+from distdl_rma.segments.collectives.reduce import Reduce
+from distdl_rma.segments.collectives.reduce_scatter import ReduceScatter
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.flush import flush
+from distdl_rma.segments.uncopyable import Shared
+
+
+class Group(Shared):
+    """Ordered ranks of a machine, this one included; local to construct, and free of any cost.
+
+    What its methods make is owned by the caller, who closes it.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    ranks
+        Rank ids, unique and in any order; all of the machine if None.
+    name
+        For messages, alike on all ranks.
+
+    Raises
+    ------
+    PartitionError
+        If ranks are listed twice, not of the machine, or without this one.
+    """
+
+    def __init__(
+        self, manager: SegmentManager, ranks: Sequence[int] | None = None, name: str = "group"
+    ) -> None:
+        chosen = manager.ranks if ranks is None else tuple(ranks)
+        self.name = name
+        self.ranks = Layout.checked(chosen, manager.segment.direct_nodes, manager.rank, name).ranks
+        self._manager = manager
+        self._barrier: Barrier | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank in ``ranks``."""
+        return self.ranks.index(self._manager.rank)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until all ranks of the group have called; blocking, collective.
+
+        Each rank sends O(log P) notifications. It waits for ranks, not for their puts.
+
+        Parameters
+        ----------
+        timeout
+            Seconds, 0 to look once; None for the machine's default.
+
+        Raises
+        ------
+        ExchangeTimeout
+            At the deadline, naming ranks that have not come. The call can be repeated, and this rank
+            counts as having come.
+        """
+        if self._barrier is None:
+            self._manager.check_open()
+            self._barrier = Barrier(self._manager, self.ranks, f"{self.name} (barrier)")
+        self._barrier.wait(timeout)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all puts and notifications from here to the ranks of the group have arrived there.
+
+        Blocking, not collective. Costs nothing for ranks that nothing was put to.
+
+        Parameters
+        ----------
+        timeout
+            Seconds for all of them together; None for the machine's default.
+
+        Raises
+        ------
+        ExchangeTimeout
+            At the deadline, naming the ranks that have not taken theirs; the call can be repeated.
+        """
+        flush(self._manager, self.ranks, timeout)
+
+    def allreduce(
+        self, count: int, dtype: npt.DTypeLike | str = np.float32, op: str = "sum", name: str = "allreduce"
+    ) -> Allreduce:
+        """Make an :class:`Allreduce` of the group; local."""
+        return Allreduce(self._manager, self.ranks, count, dtype, op, name)
+
+    def allgather(
+        self, count: int | Sequence[int], dtype: npt.DTypeLike = np.float32, name: str = "allgather"
+    ) -> AllGather:
+        """Make an :class:`AllGather` of the group; local."""
+        return AllGather(self._manager, self.ranks, count, dtype, name)
+
+    def reduce_scatter(
+        self,
+        count: int | Sequence[int],
+        dtype: npt.DTypeLike | str = np.float32,
+        op: str = "sum",
+        name: str = "reduce_scatter",
+    ) -> ReduceScatter:
+        """Make a :class:`ReduceScatter` of the group; local."""
+        return ReduceScatter(self._manager, self.ranks, count, dtype, op, name)
+
+    def broadcast(
+        self,
+        count: int,
+        dtype: npt.DTypeLike = np.float32,
+        root: int | None = None,
+        name: str = "broadcast",
+    ) -> Broadcast:
+        """Make a :class:`Broadcast` of the group from a rank id; local."""
+        return Broadcast(self._manager, self.ranks, count, dtype, root, name)
+
+    def reduce(
+        self,
+        count: int,
+        dtype: npt.DTypeLike | str = np.float32,
+        op: str = "sum",
+        root: int | None = None,
+        name: str = "reduce",
+    ) -> Reduce:
+        """Make a :class:`Reduce` of the group to a rank id; local."""
+        return Reduce(self._manager, self.ranks, count, dtype, op, root, name)
+
+    def alltoall(
+        self,
+        count: int | Sequence[Sequence[int]],
+        dtype: npt.DTypeLike = np.float32,
+        name: str = "alltoall",
+    ) -> AllToAll:
+        """Make an :class:`AllToAll` of the group; local."""
+        return AllToAll(self._manager, self.ranks, count, dtype, name)
+
+    def close(self) -> None:
+        """Give the barrier's memory back; local, idempotent."""
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, ranks {self.ranks})"

@@ -1,0 +1,56 @@
+"""Double-buffered reductions of which one rank gets the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from distdl_rma.segments.collectives.engine.node_layout import Layout, check_count, rooted_lengths
+from distdl_rma.segments.collectives.reduce_scatter import ReduceScatter
+from distdl_rma.segments.manager import SegmentManager
+
+
+class Reduce(ReduceScatter):
+    """Reduction to one rank: all write ``active``, start and wait, and the root reads ``result``.
+
+    The reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
+    the root, or for a tree of MPI's ``Ireduce`` that leads to the root's node. ``result`` has no elements
+    on other ranks. Bitwise the same from run to run, and on one node what :class:`Allreduce` gives.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    ranks
+        Rank ids that take part, in the order of summation, this one included.
+    count
+        Number of elements; 0 is legal.
+    dtype, op, name
+        As for :class:`Allreduce`.
+    root
+        Rank id of the root; the first of ``ranks`` if None.
+
+    Raises
+    ------
+    ShapeError
+        If count, dtype or op is none of these, or they do not go together.
+    PartitionError
+        If ranks are listed twice, not of the machine, or without this one or the root.
+    """
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        ranks: Sequence[int],
+        count: int,
+        dtype: npt.DTypeLike | str = np.float32,
+        op: str = "sum",
+        root: int | None = None,
+        name: str = "reduce",
+    ) -> None:
+        layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        self.root = layout.checked_root(root, name)
+        lengths = rooted_lengths(layout, check_count(count, name), self.root)
+        super().__init__(manager, ranks, lengths, dtype, op, name)

@@ -1,0 +1,1 @@
+"""How the ranks of a machine find each other, and how they part."""

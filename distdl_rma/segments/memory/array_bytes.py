@@ -1,0 +1,242 @@
+"""Arrays, tensors and bytes as the contiguous bytes that travel, and slices as the bytes that they mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import index as as_int
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.segments.transport.rma_peer import Runs
+
+# Numbers of numpy, by kind, in the order in which one kind holds those before it.
+_NUMBERS = "biufc"
+
+
+def as_array(data: Any, what: str) -> npt.NDArray[Any]:
+    """Array over the memory of a numpy array, a torch tensor or another object; no copy."""
+    if isinstance(data, np.ndarray):
+        array = data
+    elif hasattr(data, "__array__"):
+        try:
+            array = np.asarray(data)
+        except (TypeError, RuntimeError) as error:
+            # A tensor that needs a gradient, lies on a device, or has a type unknown to numpy.
+            raise ShapeError(f"{what}: not an array that numpy can look at: {error}") from None
+    else:
+        try:
+            array = np.asarray(memoryview(data))
+        except (TypeError, ValueError, BufferError):
+            raise ShapeError(
+                f"{what} takes a numpy array, a tensor or bytes, got {type(data).__name__}"
+            ) from None
+    if array.dtype.hasobject:
+        raise ShapeError(f"{what}: Python objects mean nothing to another process, got dtype {array.dtype}")
+    return array
+
+
+def as_target(out: Any, what: str) -> npt.NDArray[Any]:
+    """Array over memory that can be written to; no copy.
+
+    Raises
+    ------
+    ShapeError
+        If writing to it would not change ``out``.
+    """
+    array = as_array(out, what)
+    # An object that gives numpy a copy of itself, as a number does, gives another one each time.
+    copied = array is not out and array.size and not np.may_share_memory(array, as_array(out, what))
+    if copied or not array.flags.writeable:
+        raise ShapeError(f"{what}: {type(out).__name__} is read-only")
+    return array
+
+
+def as_bytes(data: Any, what: str) -> memoryview:
+    """Contiguous bytes of an array, tensor or buffer: a view, or packed where it is not contiguous."""
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError, BufferError):
+        return _packed(data, what)
+    if not view.c_contiguous or "O" in view.format:
+        return _packed(data, what)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def as_offset(offset: Any, what: str) -> int:
+    """Offset as an integer of Python, which does not overflow."""
+    try:
+        return as_int(offset)
+    except TypeError:
+        raise ShapeError(f"{what}: an offset is a whole number of bytes, got {offset!r}") from None
+
+
+def as_values(data: Any, dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
+    """Array whose values a ``dtype`` takes without a loss.
+
+    Python's numbers and lists of them are of any type that holds them: integers exactly, floats rounded to
+    the nearest as in numpy, but not to infinity.
+
+    Raises
+    ------
+    ShapeError
+        If something would be lost.
+    """
+    if isinstance(data, (int, float, complex)) and not isinstance(data, np.generic):
+        return _number(data, dtype, what)
+    if isinstance(data, (list, tuple)):
+        return _listed(data, dtype, what)
+    if isinstance(data, np.ma.MaskedArray):
+        raise ShapeError(f"{what}: a masked array does not fit into {dtype}: what is masked has no value")
+    source = as_array(data, what)
+    if source.dtype == dtype or (_castable(source.dtype, dtype) and _survives(source, dtype)):
+        return source
+    raise ShapeError(f"{what}: {source.dtype} does not fit into {dtype} without a loss")
+
+
+def _number(data: complex, dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
+    whole = isinstance(data, int)
+    kind = "b" if isinstance(data, bool) else "i" if whole else "f" if isinstance(data, float) else "c"
+    if dtype.kind in _NUMBERS[_NUMBERS.index(kind) :]:
+        try:
+            with np.errstate(over="ignore"):
+                taken = np.asarray(data, dtype)
+            finite = bool(np.isfinite(taken))
+            if (finite and int(taken.real) == data) if whole else (finite or not np.isfinite(data)):
+                return taken
+        except OverflowError:
+            pass
+    raise ShapeError(f"{what}: {data!r} does not fit into {dtype} without a loss")
+
+
+def _listed(data: list[Any] | tuple[Any, ...], dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
+    def check(entries: list[Any] | tuple[Any, ...]) -> None:
+        for entry in entries:
+            if isinstance(entry, (list, tuple)):
+                check(entry)
+            elif isinstance(entry, (int, float, complex, np.generic)):
+                as_values(entry, dtype, what)
+            else:
+                raise ShapeError(
+                    f"{what} takes arrays, numbers and lists of numbers, got a list of {type(entry).__name__}"
+                )
+
+    check(data)
+    try:
+        return np.asarray(data, dtype)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"{what}: the list does not fit into an array of {dtype}: {error}") from None
+
+
+def _castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    # Numbers stay numbers, text stays text, times stay times.
+    if source.kind == "V" or dtype.kind == "V":
+        return np.can_cast(source, dtype, "equiv")
+    alike = source.kind == dtype.kind or (source.kind in _NUMBERS and dtype.kind in _NUMBERS)
+    return alike and np.can_cast(source, dtype, "safe")
+
+
+def _survives(source: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    # What numpy calls safe although it may round or overflow: the way back tells.
+    kind = source.dtype.kind
+    if kind in "mM":
+        back = source.astype(dtype).astype(source.dtype)
+        return bool(((back == source) | (np.isnat(back) & np.isnat(source))).all())
+    if kind not in "iu" or source.dtype.itemsize < 8 or dtype.kind not in "fc":
+        return True
+    there = source.astype(dtype).real
+    # The way back from a number beyond all integers is not defined.
+    if (there >= 2.0 ** (63 if kind == "i" else 64)).any():
+        return False
+    return bool((there.astype(source.dtype) == source).all())
+
+
+def _packed(data: Any, what: str) -> memoryview:
+    return np.ascontiguousarray(as_array(data, what)).reshape(-1).view(np.uint8).data
+
+
+class ArrayLayout:
+    """Type and shape of a row-major array somewhere in a segment.
+
+    Raises
+    ------
+    ShapeError
+        If the elements are Python objects or of no size, or an extent is negative or none.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...]) -> None:
+        try:
+            self.dtype = np.dtype(dtype)
+            self.shape = tuple(as_int(n) for n in (shape if hasattr(shape, "__iter__") else (shape,)))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"no segment holds an array of {dtype!r} of shape {shape!r}: {error}") from None
+        if self.dtype.hasobject or not self.dtype.itemsize or any(extent < 0 for extent in self.shape):
+            raise ShapeError(f"no segment holds an array of {self.dtype} of shape {self.shape}")
+        # In Python's integers, which do not overflow.
+        self.nbytes = self.dtype.itemsize * math.prod(self.shape)
+
+    def part(self, key: Any) -> Part:
+        """What a slice means.
+
+        Raises
+        ------
+        ShapeError
+            If the key is not made of integers, slices and one ellipsis, or does not fit the shape.
+        """
+        keys = tuple(_checked(k) for k in (key if isinstance(key, tuple) else (key,)))
+        if not any(k is ... for k in keys):
+            # Without it, a key for a single element gives a number instead of a view.
+            keys = (*keys, ...)
+        # Strides without memory: what the slice touches is never looked at.
+        steps = [self.dtype.itemsize * math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        whole = as_strided(np.empty(1, self.dtype), self.shape, steps, writeable=False)
+        try:
+            part = whole[keys]
+        except (IndexError, TypeError, ValueError) as error:
+            raise ShapeError(f"{key!r} does not fit a peer's array of shape {self.shape}: {error}") from None
+        begin = part.ctypes.data - whole.ctypes.data if part.size else 0
+        return Part(keys, self.dtype, part.shape, part.strides, begin)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a row-major array: its shape, the steps in bytes, and the byte at which it begins."""
+
+    key: tuple[int | slice | EllipsisType, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def runs(self, offset: int) -> Runs:
+        """Its contiguous stretches, in order, in a segment in which the whole array is at an offset."""
+        nbytes, outer = self.dtype.itemsize, list(zip(self.shape, self.strides, strict=True))
+        if not self.nbytes:
+            return Runs((), nbytes)
+        while outer and (outer[-1][1] == nbytes or outer[-1][0] == 1):
+            nbytes *= outer.pop()[0]
+        starts = np.array([offset + self.begin])
+        for count, step in outer:
+            starts = (starts[:, None] + np.arange(count) * step).reshape(-1)
+        return Runs(tuple(starts.tolist()), nbytes)
+
+
+def _checked(key: object) -> int | slice | EllipsisType:
+    if isinstance(key, (slice, EllipsisType)):
+        return key
+    try:
+        if not isinstance(key, bool):
+            return as_int(key)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ShapeError(f"a part of a peer's array is given by integers and slices, got {key!r}")

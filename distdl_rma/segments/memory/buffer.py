@@ -1,0 +1,386 @@
+"""Buffers in this rank's segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import index as as_int
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from distdl_rma.errors import ClosedError, MismatchError, PartitionError, SegmentError, ShapeError
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
+from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, RemoteBuffer
+from distdl_rma.segments.transport.heap import aligned
+from distdl_rma.segments.transport.rma_peer import Bytes
+from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+
+if TYPE_CHECKING:
+    from distdl_rma.segments.manager import SegmentManager
+    from distdl_rma.segments.memory.handshake import Handshake
+
+
+class SegmentBuffer:
+    """Block of this rank's segment that peers can put into, with notifications.
+
+    Made by :meth:`SegmentManager.get_segment_buffer`. Its memory belongs to the segment and stays valid
+    until ``free()``, the end of a ``with`` statement or the close of the machine; views of it must not be
+    used afterwards.
+
+    A notification is 0 until a peer sets it, and again once it was reset; a value is from 1 to 2**32 - 1.
+    Who sees a notification also sees what its sender put before.
+
+    Notes
+    -----
+    Interface document, chapter 2.
+    """
+
+    def __init__(self, manager: SegmentManager, nbytes: int, notifications: int, owner: str) -> None:
+        self._manager = manager
+        self.nbytes = nbytes
+        self.notifications = notifications
+        self.owner = owner
+        self._heap_offset = manager.heap.allocate(
+            notifications * 8 + (aligned(nbytes) if nbytes else 0), owner
+        )
+        # Data first, words behind it: the data is then aligned to a cache line.
+        self.offset = self._heap_offset
+        self._first_word = (self.offset + aligned(nbytes)) // 8 if nbytes else self.offset // 8
+        self._words = manager.segment.words[self._first_word : self._first_word + notifications]
+        self._array = np.frombuffer(self._words, np.int64)
+        self._array[:] = 0
+        # Words of the notifications that were reset. The words themselves have one writer, the peer.
+        self._reset = np.zeros(notifications, np.int64)
+        self._reset_words = self._reset.data
+        self._peers: tuple[int, ...] = ()
+        self._handshake: Handshake | None = None
+        self._freed = False
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """What a peer must know: offset and bytes of the data, first word and number of notifications."""
+        return self.offset, self.nbytes, self._first_word, self.notifications
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return int(self.array.ctypes.data)
+
+    @property
+    def array(self) -> Bytes:
+        """The buffer's bytes; a view, not a copy."""
+        return self.view(np.uint8, (self.nbytes,))
+
+    def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
+        """Typed view of a part of the buffer, ``offset`` bytes from its start; not a copy."""
+        self._check()
+        layout, offset = ArrayLayout(dtype, shape), as_offset(offset, "view")
+        if offset < 0 or offset + layout.nbytes > self.nbytes:
+            raise ShapeError(
+                f"{layout.nbytes} bytes at offset {offset} are not inside a buffer of {self.nbytes} bytes"
+            )
+        start = self.offset + offset
+        part = self._manager.segment.memory[start : start + layout.nbytes]
+        return part.view(layout.dtype).reshape(layout.shape)
+
+    @property
+    def here(self) -> RemoteBuffer:
+        """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
+        self._check()
+        return RemoteBuffer(self._manager, self._manager.rank, self.place, ())
+
+    def notification(self, index: int) -> int:
+        """Return the value of a notification, 0 if there is none; does not block, makes no progress."""
+        word = self.flag(index)
+        if word == self._reset_words[index]:
+            return 0
+        self._manager.segment.acquire()
+        return word >> NOTIFICATION_BITS
+
+    def notify_test(self, first: int = 0, count: int | None = None) -> int | None:
+        """Return the lowest notification that is set among ``count`` from ``first`` on, or None.
+
+        Does not block, but makes progress.
+        """
+        first, stop = self._range(first, count)
+        found = self._find(first, stop)
+        if found is None:
+            self._manager.progress()
+            found = self._find(first, stop)
+        if found is not None:
+            self._manager.segment.acquire()
+        return found
+
+    def notify_waitsome(
+        self,
+        first: int = 0,
+        count: int | None = None,
+        timeout: float | None = None,
+        senders: Collection[int] | None = None,
+    ) -> int:
+        """Wait until any of ``count`` notifications from ``first`` on is set, and return the lowest.
+
+        Blocking. All to the end if ``count`` is None. The notification stays until it is reset.
+
+        Parameters
+        ----------
+        first, count
+            The notifications.
+        timeout
+            Deadline in seconds, 0 to look once; None for the machine's default.
+        senders
+            Rank ids of those that may set them, for messages, and for the wait to end when they have left;
+            all peers of the buffer if None.
+
+        Raises
+        ------
+        ExchangeTimeout
+            At the deadline; the call can be repeated.
+        PeerFailedError
+            If a rank failed, or all that may set them have left.
+        SegmentError
+            If there is no such notification, or none at all to wait for.
+        PartitionError
+            If a sender is none of the machine's ranks.
+        """
+        first, stop = self._range(first, count)
+        ranks = self._peers if senders is None else self._known(senders)
+        if first == stop:
+            raise SegmentError(f"buffer {self.owner!r}: a wait for none of its notifications would not end")
+        found = self._find(first, stop)
+        if found is None:
+            found = self._wait_for_any(first, stop, timeout, ranks)
+        self._manager.segment.acquire()
+        return found
+
+    def notify_reset(self, index: int) -> int:
+        """Take a notification back; return the value that it had, 0 if it was not set.
+
+        One that arrives at the same moment is either returned or still set afterwards, never lost.
+        """
+        word = self.flag(index)
+        if word == self._reset_words[index]:
+            return 0
+        self._reset_words[index] = word
+        self._manager.segment.acquire()
+        return word >> NOTIFICATION_BITS
+
+    def notify_wait(
+        self, index: int = 0, timeout: float | None = None, senders: Collection[int] | None = None
+    ) -> int:
+        """Wait for one notification, reset it and return its value.
+
+        Blocking; raises as :meth:`notify_waitsome`.
+        """
+        words, reset = self._words, self._reset_words
+        ranks = self._peers if senders is None else self._known(senders)
+        try:
+            if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+                raise self._wrong(index)
+            unset = words[index] == reset[index]
+        except TypeError:
+            raise self._wrong(index) from None
+        if unset:
+            self._manager.patience.until(
+                lambda: words[index] != reset[index], lambda: self._waiting(index, index + 1, ranks), timeout
+            )
+        word = words[index]
+        reset[index] = word
+        self._manager.segment.acquire()
+        return word >> NOTIFICATION_BITS
+
+    def _wait_for_any(self, first: int, stop: int, timeout: float | None, ranks: tuple[int, ...]) -> int:
+        found: list[int] = []
+
+        def any_set() -> bool:
+            some = self._find(first, stop)
+            if some is not None:
+                found.append(some)
+            return some is not None
+
+        self._manager.patience.until(any_set, lambda: self._waiting(first, stop, ranks), timeout)
+        return found[0]
+
+    def _find(self, first: int, stop: int) -> int | None:
+        pending = self._array[first:stop] != self._reset[first:stop]
+        lowest = int(pending.argmax()) if stop > first else 0
+        return first + lowest if stop > first and pending[lowest] else None
+
+    def _range(self, first: int, count: int | None) -> tuple[int, int]:
+        try:
+            first = as_int(first)
+            stop = self.notifications if count is None else first + as_int(count)
+        except TypeError:
+            raise SegmentError(f"notifications are given by integers, got {first!r} and {count!r}") from None
+        self._check()
+        if not 0 <= first <= stop <= self.notifications:
+            raise SegmentError(
+                f"notifications {first} to {stop} of a buffer that has {self.notifications} of them"
+            )
+        return first, stop
+
+    def _known(self, senders: Collection[int]) -> tuple[int, ...]:
+        known = self._manager.ranks
+        for rank in senders:
+            if rank not in known:
+                raise PartitionError(
+                    f"buffer {self.owner!r}: sender {rank!r} is none of the machine's ranks {known}"
+                )
+        return tuple(senders)
+
+    def _waiting(self, first: int, stop: int, ranks: tuple[int, ...]) -> Waiting:
+        which = (
+            f"notification {first}" if stop == first + 1 else f"one of notifications {first} to {stop - 1}"
+        )
+        return Waiting(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
+
+    # What channels and collectives are made of: words that hold growing epochs, each with one writer.
+
+    @property
+    def flags(self) -> memoryview:
+        """All words, 64-bit integers; for loops that cannot afford a check for each."""
+        return self._words
+
+    def flag(self, index: int) -> int:
+        """Return the raw word of a notification; does not block."""
+        try:
+            if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+                raise self._wrong(index)
+            return int(self._words[index])
+        except TypeError:
+            raise self._wrong(index) from None
+
+    def wait_flag(
+        self, index: int, epoch: int, waiting: Callable[[], Waiting], timeout: float | None = None
+    ) -> None:
+        """Wait until a word is at least ``epoch``; what was put before it is then visible. Blocking."""
+        words = self._words
+        if words[index] < epoch:
+            self._manager.patience.until(lambda: words[index] >= epoch, waiting, timeout)
+        self._manager.segment.acquire()
+
+    def exchange(
+        self,
+        notes: Mapping[int, tuple[int, ...]] | Iterable[int],
+        label: str = "buffer",
+        fingerprint: int = 0,
+        timeout: float | None = None,
+        *,
+        terms: str = "",
+    ) -> dict[int, RemoteBuffer]:
+        """Exchange addresses of buffers with some peers, and only with these.
+
+        Blocking; every peer named must make the matching call. The n-th call that names a peer meets the
+        n-th call of that peer that names this rank.
+
+        Parameters
+        ----------
+        notes
+            Rank ids of the peers; or for every peer's rank id up to four integers that it shall find in its
+            ``RemoteBuffer.note``.
+        label, fingerprint
+            What the buffer is for; a peer with another label or fingerprint is a mismatch.
+        timeout
+            Seconds for all peers together; None for the machine's default.
+        terms
+            What the fingerprint stands for, a line ``name=value`` each: a mismatch says which differ.
+
+        Raises
+        ------
+        MismatchError
+            On both sides, if a peer's call was for something else; names both.
+        ExchangeTimeout
+            If a peer does not call; names it. The call can be repeated, as it was.
+        ProtocolError
+            If it is not the call that was interrupted or reached its deadline before.
+        PartitionError, ShapeError
+            If a peer is no rank of the machine, or a note is not made of integers of 64 bits.
+        """
+        self._check()
+        if timeout is not None:
+            check_timeout(timeout)
+        notes = as_notes(notes, f"exchange {label!r}")
+        # After a timeout, or whatever else ended the wait, its messages are still under way: the next call
+        # waits for these same ones.
+        if self._handshake is None:
+            self._handshake = self._manager.call(self, notes, label, fingerprint, terms)
+        else:
+            self._handshake.check_same(notes, label, fingerprint)
+        try:
+            remotes = self._handshake.finish(timeout)
+        except MismatchError:
+            self._handshake = None
+            raise
+        self._handshake = None
+        self._peers = tuple(dict.fromkeys((*self._peers, *notes)))
+        return remotes
+
+    def free(self) -> None:
+        """Give the memory back; local. The caller knows that no peer writes to it any more."""
+        if not self._freed:
+            self._freed = True
+            self._manager.release(self._heap_offset)
+
+    def promise(self, manager: SegmentManager, peer: int, index: int, value: int) -> Callable[[], None]:
+        """Check a notification that this rank will give to itself when a peer has answered; what gives it.
+
+        Nothing is given after the buffer was freed.
+        """
+        here = self.here
+        if manager is not self._manager:
+            raise ShapeError(f"buffer {self.owner!r} is of another machine than what notifies it")
+        here.check_notification(index, value)
+        self._peers = tuple(dict.fromkeys((*self._peers, peer)))
+
+        def give() -> None:
+            if not (self._freed or manager.closed):
+                here.notify(index, value)
+
+        return give
+
+    def __enter__(self) -> Self:
+        self._check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        gone = ", gone" if self._freed or self._manager.closed else ""
+        return f"SegmentBuffer({self.owner!r}, {self.nbytes} bytes, {self.notifications} notifications{gone})"
+
+    def _wrong(self, index: int) -> ClosedError | SegmentError:
+        if self._freed or self._manager.closed:
+            return self._gone()
+        return SegmentError(f"notification {index!r} of a buffer that has {self.notifications}")
+
+    def _check(self) -> None:
+        if self._freed or self._manager.closed:
+            raise self._gone()
+
+    def _gone(self) -> ClosedError:
+        why = "already freed" if self._freed else "its machine is already closed"
+        return ClosedError(f"segment buffer {self.owner!r}: {why}")
+
+
+def as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -> dict[int, tuple[int, ...]]:
+    """Notes by rank id, empty ones if only the rank ids are given.
+
+    Raises
+    ------
+    ShapeError
+        If it is neither.
+    PartitionError
+        If a rank is listed twice.
+    """
+    if isinstance(notes, Mapping):
+        return dict(notes)
+    try:
+        peers = [as_int(peer) for peer in notes]
+    except TypeError:
+        raise ShapeError(f"{what} takes rank ids, or notes by rank id, got {notes!r}") from None
+    twice = [peer for at, peer in enumerate(peers) if peer in peers[:at]]
+    if twice:
+        raise PartitionError(f"{what}: rank {twice[0]} is listed more than once in {peers}")
+    return dict.fromkeys(peers, ())

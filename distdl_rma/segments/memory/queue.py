@@ -1,0 +1,79 @@
+"""Queues of puts and gets whose local completion is waited for together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+
+if TYPE_CHECKING:
+    from distdl_rma.segments.manager import SegmentManager
+
+
+class Queue:
+    """Puts and gets posted together; ``wait`` returns when the memory at this end may be used again.
+
+    A put posted to a queue takes no copy: its source must not change before ``wait``. A get posted to a
+    queue has filled its array after ``wait``. Made by :meth:`SegmentManager.queue`; there may be several,
+    and which one an operation was posted to changes nothing at the other end.
+    """
+
+    def __init__(self, manager: SegmentManager, name: str) -> None:
+        self._manager = manager
+        self.name = name
+        self._posted: list[tuple[int, list[MPI.Request], Any, Callable[[], None] | None]] = []
+
+    def __len__(self) -> int:
+        """Operations posted and not known to be complete."""
+        return len(self._posted)
+
+    def post(
+        self, peer: int, requests: list[MPI.Request], keep: Any, finish: Callable[[], None] | None = None
+    ) -> None:
+        """Add an operation; its memory is kept until it is complete, then ``finish()`` is called."""
+        if requests:
+            self._posted.append((peer, requests, keep, finish))
+        elif finish is not None:
+            finish()
+
+    def test(self) -> bool:
+        """Whether all operations posted so far are complete at this end; does not block."""
+        self._manager.check_open()
+        with self._manager.segment.lock:
+            left = []
+            for entry in self._posted:
+                if MPI.Request.Testall(entry[1]):
+                    if entry[3] is not None:
+                        entry[3]()
+                else:
+                    left.append(entry)
+            self._posted = left
+        return not self._posted
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all operations posted so far are complete at this end; blocking.
+
+        Raises ``ExchangeTimeout`` at the deadline (seconds; None: the machine's default); it can then be
+        called again.
+        """
+        if timeout is not None:
+            check_timeout(timeout)
+        self._manager.check_open()
+        self._manager.patience.until(self.test, self._waiting, timeout)
+
+    def __repr__(self) -> str:
+        return f"Queue({self.name!r}, {len(self)} posted)"
+
+    def _waiting(self) -> Waiting:
+        peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
+        return Waiting(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
+
+
+def check_queue(queue: object, what: str) -> None:
+    """Raise if what an operation shall be posted to is no queue."""
+    if not isinstance(queue, Queue):
+        raise ShapeError(f"{what}: a queue is made by segments.queue(), got {type(queue).__name__}")

@@ -1,0 +1,364 @@
+"""The peers' buffers seen from here: where puts, gets, notifications and atomics go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import index as as_int
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from distdl_rma.errors import ClosedError, SegmentError, ShapeError
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target
+from distdl_rma.segments.memory.flush import flush
+from distdl_rma.segments.memory.queue import Queue, check_queue
+from distdl_rma.segments.memory.remote_array import RemoteArray
+from distdl_rma.segments.memory.remote_words import RemoteWords
+from distdl_rma.segments.transport.rma_peer import Bytes, Runs
+from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+
+if TYPE_CHECKING:
+    from distdl_rma.segments.manager import SegmentManager
+    from distdl_rma.segments.memory.buffer import SegmentBuffer
+
+# A notification's word: value, then a number that differs from that of the one before.
+NOTIFICATION_BITS = 31
+_SEQUENCE = (1 << NOTIFICATION_BITS) - 1
+_LARGEST_VALUE = (1 << 32) - 1
+
+
+_Memory = TypeVar("_Memory", memoryview, npt.NDArray[Any])
+# Where in the peer's segment, the same as memory of this process if it can be, and where it is got to.
+_Piece = tuple[Runs, npt.NDArray[Any] | None, npt.NDArray[Any]]
+
+
+class RemoteBuffer(RemoteWords):
+    """A peer's :class:`SegmentBuffer`, seen from here.
+
+    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call. Atomic
+    operations are those of :class:`RemoteWords`.
+    What is ordered after what is a table in ``docs/one-sided.md``.
+
+    Attributes
+    ----------
+    peer
+        Rank id of the owner.
+    nbytes, notifications
+        Size of the buffer and number of its notifications.
+    note
+        The integers that the owner sent for this rank.
+    """
+
+    def __init__(
+        self, manager: SegmentManager, peer: int, place: tuple[int, int, int, int], note: tuple[int, ...]
+    ) -> None:
+        offset, nbytes, self._first_word, self.notifications = place
+        super().__init__(manager, peer, offset, nbytes)
+        self._link = manager.segment.link(peer)
+        self.note = note
+        self._counters = manager.counters
+        self._sequence = manager.sequence
+        # Where the peer's memory can be reached, puts are assignments to it.
+        memory = self._link.memory
+        self._near = None if memory is None else memory[self._offset : self._offset + self.nbytes]
+        self._bytes = None if self._near is None else self._near.data
+
+    def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
+        """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
+
+        Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and no
+        copy is taken of contiguous data. Data that is not row-major arrives as if it were: a slice is
+        packed. The bytes travel as they are, of any type and byte order. The peer sees them once it saw a
+        later notification from this rank.
+
+        Raises
+        ------
+        ShapeError
+            If it does not fit into the buffer, is no array, or the queue is none.
+        """
+        source = as_bytes(data, "put")
+        if queue is not None:
+            check_queue(queue, "put")
+        # Not in numpy's integers, which overflow.
+        offset = as_int(offset)
+        end = offset + source.nbytes
+        if offset < 0 or end > self.nbytes:
+            raise self._outside(offset, source.nbytes)
+        if self._manager.closed:
+            raise self._closed()
+        if self._bytes is not None:
+            self._bytes[offset:end] = source
+        elif source.nbytes:
+            sent = np.frombuffer(source, np.uint8)
+            self._post(
+                Runs((self._offset + offset,), source.nbytes), sent.copy() if queue is None else sent, queue
+            )
+        counters = self._counters
+        counters.puts += 1
+        counters.bytes_put += source.nbytes
+
+    def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
+        """Put several arrays, each given with its offset; all are checked before data moves."""
+        if queue is not None:
+            check_queue(queue, "put_list")
+        for source, offset in self._inside(parts, "put_list", as_bytes):
+            self.put(source, offset, queue)
+
+    def notify(self, index: int, value: int = 1, *, last: bool = False) -> None:
+        """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
+
+        A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
+        when the next arrives is overwritten. Those of one index become visible in their order, those of
+        different ones in any. With ``last`` this one comes after all earlier notifications from here to
+        that peer, too: who sees it has them all.
+        """
+        word = self._word(index, value)
+        if self._manager.closed:
+            raise self._closed()
+        self._link.notify(*word, last=last)
+        self._counters.notifications += 1
+
+    def put_notify(
+        self, data: Any, index: int, value: int = 1, offset: int = 0, queue: Queue | None = None
+    ) -> None:
+        """Put, then notify: the notified put of GASPI."""
+        word = self._word(index, value)
+        self.put(data, offset, queue)
+        self._link.notify(*word)
+        self._counters.notifications += 1
+
+    def put_list_notify(
+        self, parts: Iterable[tuple[Any, int]], index: int, value: int = 1, queue: Queue | None = None
+    ) -> None:
+        """Put a list, then notify once, when all of it has arrived."""
+        self.check_notification(index, value)
+        self.put_list(parts, queue)
+        self.notify(index, value)
+
+    def get(
+        self, out: Any, offset: int = 0, queue: Queue | None = None, timeout: float | None = None
+    ) -> None:
+        """Copy from the peer's buffer into an array or tensor of this rank.
+
+        Blocking without a queue; with one, the array is filled after ``queue.wait()``.
+
+        Raises
+        ------
+        ShapeError
+            If it would reach beyond the peer's buffer, or cannot be written to.
+        ExchangeTimeout
+            If the peer does not answer; the call can be repeated.
+        """
+        target = as_target(out, "get")
+        if queue is not None:
+            check_queue(queue, "get")
+        if timeout is not None:
+            check_timeout(timeout)
+        offset, nbytes = as_offset(offset, "get"), target.nbytes
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._outside(offset, nbytes)
+        self._fetch((self._piece(target, offset),), queue, timeout)
+
+    def get_list(
+        self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None, timeout: float | None = None
+    ) -> None:
+        """Get into several arrays, each given with its offset; all are checked before data moves.
+
+        They are under way together. Blocking without a queue; raises as :meth:`get`.
+        """
+        if queue is not None:
+            check_queue(queue, "get_list")
+        if timeout is not None:
+            check_timeout(timeout)
+        targets = self._inside(parts, "get_list", as_target)
+        self._fetch([self._piece(target, offset) for target, offset in targets], queue, timeout)
+
+    def get_notify(self, out: Any, inbox: SegmentBuffer, index: int, value: int = 1, offset: int = 0) -> None:
+        """Get, and set a notification of this rank's own buffer when the array is filled; does not block.
+
+        The peer learns nothing of it. ``out`` belongs to the transfer until the notification is there. It is
+        the one writer of that notification, and its wait names the peer.
+
+        Parameters
+        ----------
+        out
+            Array or tensor to fill.
+        inbox
+            Buffer of this rank whose notification is set; freed before, nothing is set.
+        index, value
+            The notification.
+        offset
+            Bytes from the start of the peer's buffer.
+
+        Raises
+        ------
+        ShapeError
+            If it would reach beyond the peer's buffer, ``out`` cannot be written to, or ``inbox`` is no
+            buffer of this rank.
+        SegmentError
+            If there is no such notification.
+        """
+        target, offset = as_target(out, "get_notify"), as_offset(offset, "get_notify")
+        if offset < 0 or offset + target.nbytes > self.nbytes:
+            raise self._outside(offset, target.nbytes)
+        promise = getattr(inbox, "promise", None)
+        if promise is None:
+            raise ShapeError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
+        if self._manager.closed:
+            raise self._closed()
+        notify = promise(self._manager, self.peer, index, value)
+        runs, near, _ = self._piece(target, offset)
+        if near is not None or not runs.total:
+            self._fetch(((runs, near, target),), None, None)
+            notify()
+            return
+        self._counters.gets += 1
+        self._counters.bytes_got += runs.total
+        bounce, finish = _bounce(runs, target)
+
+        def then() -> None:
+            finish()
+            notify()
+
+        self._link.get(runs, bounce, keep=True, then=then)
+
+    def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
+        """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
+        layout, offset = ArrayLayout(dtype, shape), as_offset(offset, "view")
+        if offset < 0 or offset + layout.nbytes > self.nbytes:
+            raise self._outside(offset, layout.nbytes)
+        return RemoteArray(self, layout, offset)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
+        flush(self._manager, (self.peer,), timeout)
+
+    # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
+
+    def raise_flag(self, index: int, epoch: int) -> None:
+        """Set a flag once all earlier puts from here have arrived."""
+        self._link.notify(self._first_word + index, epoch)
+
+    def acknowledge(self, index: int, epoch: int) -> None:
+        """Set a flag without waiting for earlier puts from here."""
+        self._link.notify(self._first_word + index, epoch, ordered=False)
+
+    def put_stable(self, data: Bytes, offset: int) -> None:
+        """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
+        if offset < 0 or offset + data.nbytes > self.nbytes:
+            raise self._outside(offset, data.nbytes)
+        self._link.put(Runs((self._offset + offset,), data.nbytes), data)
+        self._counters.puts += 1
+        self._counters.bytes_put += data.nbytes
+
+    @property
+    def flags(self) -> memoryview | None:
+        """The peer's own words where they can be stored to, else None; barriers are up to the caller."""
+        memory = self._link.memory
+        if memory is None:
+            return None
+        return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
+
+    def delivered(self) -> bool:
+        """Advance puts and flags from here to this peer; return whether none is left. Does not block."""
+        return self._link.advance()
+
+    def direct(self, dtype: npt.DTypeLike, count: int, offset: int) -> npt.NDArray[Any] | None:
+        """View of the peer's own memory where it can be loaded and stored, else None."""
+        memory = self._link.memory
+        if memory is None:
+            return None
+        kind = np.dtype(dtype)
+        nbytes = count * kind.itemsize
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._outside(offset, nbytes)
+        start = self._offset + offset
+        return memory[start : start + nbytes].view(kind)
+
+    # Steps of the operations above.
+
+    def check_notification(self, index: int, value: int) -> tuple[int, int]:
+        """Return index and value as integers of Python, or raise ``SegmentError`` if there is no such one."""
+        index, value = as_int(index), as_int(value)
+        if not 0 <= index < self.notifications:
+            raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
+        if not 1 <= value <= _LARGEST_VALUE:
+            raise SegmentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
+        return index, value
+
+    def _word(self, index: int, value: int) -> tuple[int, int]:
+        # Where a notification is, and the word that sets it.
+        index, value = self.check_notification(index, value)
+        return self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
+
+    def _post(self, runs: Runs, source: Bytes, queue: Queue | None) -> None:
+        requests = self._link.put(runs, source)
+        if queue is not None:
+            queue.post(self.peer, requests, source)
+
+    def _inside(
+        self, parts: Iterable[tuple[Any, int]], what: str, check: Callable[[Any, str], _Memory]
+    ) -> list[tuple[_Memory, int]]:
+        # Pairs of memory and offset, all checked before anything moves.
+        try:
+            pairs = [(data, as_int(offset)) for data, offset in parts]
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"{what} takes pairs of an array and its offset: {error}") from None
+        checked = [(check(data, what), offset) for data, offset in pairs]
+        for memory, offset in checked:
+            if offset < 0 or offset + memory.nbytes > self.nbytes:
+                raise self._outside(offset, memory.nbytes)
+        return checked
+
+    def _piece(self, target: npt.NDArray[Any], offset: int) -> _Piece:
+        near, nbytes = None, target.nbytes
+        if self._near is not None:
+            near = self._near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
+        return Runs((self._offset + offset,), nbytes), near, target
+
+    def _fetch(self, pieces: Sequence[_Piece], queue: Queue | None, timeout: float | None) -> None:
+        if self._manager.closed:
+            raise self._closed()
+        far = []
+        for runs, near, target in pieces:
+            self._counters.gets += 1
+            self._counters.bytes_got += runs.total
+            if near is not None:
+                target[...] = near
+            else:
+                far.append((runs, target))
+        if not far:
+            return
+        # After a timeout nobody looks at the queue that was made here, and the targets are left alone.
+        posted = self._manager.queue("get") if queue is None else queue
+        for runs, target in far:
+            bounce, finish = _bounce(runs, target)
+            posted.post(self.peer, self._link.get(runs, bounce, keep=True), bounce, finish)
+        if queue is None:
+            total = sum(runs.total for runs, _ in far)
+            self._manager.patience.until(
+                posted.test, lambda: Waiting((self.peer,), f"to answer a get of {total} bytes"), timeout
+            )
+
+    def _outside(self, offset: int, nbytes: int) -> ShapeError:
+        return ShapeError(
+            f"{nbytes} bytes at offset {offset} are not inside rank {self.peer}'s buffer of"
+            f" {self.nbytes} bytes"
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteBuffer(of rank {self.peer}, {self.nbytes} bytes, {self.notifications} notifications)"
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
+
+
+def _bounce(runs: Runs, target: npt.NDArray[Any]) -> tuple[Bytes, Callable[[], None]]:
+    # Memory that the link keeps while a get is under way, whatever becomes of the target, and what copies it.
+    bounce = np.empty(runs.total, np.uint8)
+
+    def finish() -> None:
+        target[...] = bounce.view(target.dtype).reshape(target.shape)
+
+    return bounce, finish

@@ -1,0 +1,86 @@
+"""The 64-bit integers of a peer's buffer, and what is atomic on them."""
+
+from __future__ import annotations
+
+from operator import index as as_int
+from typing import TYPE_CHECKING
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.segments.memory.array_bytes import as_offset
+from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+
+if TYPE_CHECKING:
+    from distdl_rma.segments.manager import SegmentManager
+
+
+class RemoteWords:
+    """Atomic operations on a peer's buffer, each on a 64-bit integer at an offset in bytes.
+
+    Atomic towards each other on all ranks, not towards puts and plain stores. All block, until the word has
+    been changed. All raise
+
+    - ``ShapeError`` if the offset is no multiple of 8 inside the buffer, or a number has more than 64 bits;
+    - ``ExchangeTimeout`` if the peer does not answer. Nothing was changed; the call can be repeated.
+
+    Parameters
+    ----------
+    manager
+        Segment manager of the machine.
+    peer
+        Rank id of the owner.
+    offset, nbytes
+        Where in the peer's segment the buffer begins, and its size.
+    """
+
+    def __init__(self, manager: SegmentManager, peer: int, offset: int, nbytes: int) -> None:
+        self._manager = manager
+        self.peer = peer
+        self._offset, self.nbytes = offset, nbytes
+
+    def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
+        """Add to the integer, and return what it was. The sum wraps around."""
+        operand = _int64(value)
+        return self._manager.segment.atomics.fetch_add(self.peer, self._word_at(offset, timeout), operand)
+
+    def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
+        """Set the integer to ``desired`` if it is ``expected``; return what it was: that if it was set."""
+        old, new = _int64(expected), _int64(desired)
+        at = self._word_at(offset, timeout)
+        return self._manager.segment.atomics.compare_swap(self.peer, at, old, new)
+
+    def atomic_swap(self, offset: int, value: int, timeout: float | None = None) -> int:
+        """Set the integer, and return what it was."""
+        operand = _int64(value)
+        return self._manager.segment.atomics.swap(self.peer, self._word_at(offset, timeout), operand)
+
+    def atomic_store(self, offset: int, value: int, timeout: float | None = None) -> None:
+        """Set the integer; it is set on return."""
+        self.atomic_swap(offset, value, timeout)
+
+    def atomic_load(self, offset: int, timeout: float | None = None) -> int:
+        """Return the integer."""
+        return self._manager.segment.atomics.load(self.peer, self._word_at(offset, timeout))
+
+    def _word_at(self, offset: int, timeout: float | None) -> int:
+        if timeout is not None:
+            check_timeout(timeout)
+        self._manager.check_open()
+        offset = as_offset(offset, "an atomic")
+        if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
+            raise ShapeError(
+                f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
+                f" {self.nbytes} bytes, got offset {offset}"
+            )
+        answered = self._manager.segment.atomics.responding(self.peer)
+        if answered is not None:
+            self._manager.patience.until(
+                answered, lambda: Waiting((self.peer,), "to answer before an atomic operation"), timeout
+            )
+        return self._offset + offset
+
+
+def _int64(value: int) -> int:
+    number = as_int(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ShapeError(f"an atomic works on integers of 64 bits, got {number}")
+    return number

@@ -1,0 +1,267 @@
+"""Ways to a peer's segment: direct load and store on a node, MPI RMA elsewhere."""
+
+from __future__ import annotations
+
+import platform
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.segments.transport.rma_peer import Bytes, Runs, Wire
+
+# These processors never let a store overtake an earlier store, nor a load an earlier load.
+_TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
+# More transfers or notifications than these are looked through for those that are over.
+_MANY_TRANSFERS = 64
+
+
+def fence_for(window: MPI.Win) -> Callable[[], None]:
+    """Memory barrier between data and the flag that announces it, the only one of the library."""
+    if platform.machine() in _TOTAL_STORE_ORDER:
+        return lambda: None
+    return window.Sync
+
+
+class Link(Protocol):
+    """Way to the segment of one peer; all offsets are bytes from the start of that segment."""
+
+    @property
+    def memory(self) -> Bytes | None:
+        """The peer's segment itself where it can be loaded and stored directly, else None."""
+
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+        """Begin to copy contiguous bytes into the peer's segment.
+
+        The bytes must not change until the requests returned are complete.
+        """
+
+    def get(
+        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+    ) -> list[MPI.Request]:
+        """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
+
+        With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who
+        has the lock; it calls ``then()`` once they are there.
+        """
+
+    def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
+        """Set a word of the peer, after all earlier puts arrived there if ``ordered``.
+
+        And after all earlier words are set, if ``last``; otherwise after those that this same word was set
+        to before.
+        """
+
+    def close_delivery(self) -> None:
+        """Have what was put so far flushed, with no notification behind it."""
+
+    def advance(self) -> bool:
+        """Advance what is pending; return whether nothing is left."""
+
+
+class SharedLink:
+    """Peer on the same node: a copy into its memory, a barrier, a store to the flag."""
+
+    def __init__(self, memory: Bytes, fence: Callable[[], None]) -> None:
+        self._memory = memory
+        self._bytes = memory.data
+        self._words = self._bytes.cast("q")
+        self._fence = fence
+
+    @property
+    def memory(self) -> Bytes | None:
+        """The peer's segment."""
+        return self._memory
+
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+        """Copy bytes into the peer's segment; complete on return."""
+        for i, offset in enumerate(runs.offsets):
+            self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
+        return []
+
+    def get(
+        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+    ) -> list[MPI.Request]:
+        """Copy bytes out of the peer's segment; complete on return."""
+        for i, offset in enumerate(runs.offsets):
+            out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
+        if then is not None:
+            then()
+        return []
+
+    def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
+        """Set a word of the peer; stores become visible in their order."""
+        self._fence()
+        self._words[word] = value
+
+    def close_delivery(self) -> None:
+        """Nothing is ever pending."""
+
+    def advance(self) -> bool:
+        """Nothing is ever pending."""
+        return True
+
+
+# A transfer under way, and the memory that it reads or writes.
+_Transfer = tuple[MPI.Request, Any]
+
+
+@dataclass
+class _Delivery:
+    # What remains of some puts: transfers in flight, what must have arrived, the notification.
+    transfers: list[_Transfer] = field(default_factory=list)
+    # Whether there was any: complete at this end is not yet complete at the peer.
+    begun: bool = False
+    notice: tuple[int, int] | None = None
+    # Whether that one waits for the notifications before it, too.
+    last: bool = False
+    upto: int | None = None
+
+
+@dataclass
+class _Get:
+    # What remains of a get, and what is called when nothing does.
+    transfers: list[_Transfer]
+    then: Callable[[], None] | None
+
+    def over(self) -> bool:
+        self.transfers = _under_way(self.transfers)
+        if not self.transfers and self.then is not None:
+            self.then()
+        return not self.transfers
+
+
+class RemoteLink:
+    """Peer on another node: request-based puts, a flush, then an atomic notification.
+
+    Nothing here blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves
+    the remaining steps to ``advance``, which every wait and the progress engine call and a start never
+    does.
+
+    MPI orders nothing here but what sets one word, so that what must come later is begun later. Many
+    notifications are under way at once: one waits for the puts before it, and for other notifications only
+    if it is to be the last of them. The memory of puts is kept here until MPI is done with it.
+
+    Parameters
+    ----------
+    wire
+        Carries the bytes.
+    lock
+        Held by whoever calls in; the progress engine is another thread.
+    busy
+        Links that have something pending; this one adds itself, whoever advances them all takes it out.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        lock: AbstractContextManager[Any],
+        busy: set[RemoteLink],
+    ) -> None:
+        self._wire = wire
+        self._lock = lock
+        self._busy = busy
+        self._open = _Delivery()
+        self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
+        self._pending: deque[_Delivery] = deque()
+        self._notices: list[_Transfer] = []
+        self._gets: list[_Get] = []
+
+    @property
+    def memory(self) -> Bytes | None:
+        """Not reachable by load and store."""
+        return None
+
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+        """Begin to copy contiguous bytes into the peer's segment."""
+        with self._lock:
+            self._busy.add(self)
+            requests = self._wire.put(runs, data) if runs.total else []
+            opened = self._open
+            opened.begun |= bool(requests)
+            opened.transfers += [(request, data) for request in requests]
+            if len(opened.transfers) > self._tidy_at:
+                # A rank may put for ever without a notification or a flush.
+                opened.transfers = _under_way(opened.transfers)
+                self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
+            return requests
+
+    def get(
+        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+    ) -> list[MPI.Request]:
+        """Begin to copy bytes out of the peer's segment."""
+        with self._lock:
+            requests = self._wire.get(runs, out)
+            if keep:
+                self._busy.add(self)
+                self._gets.append(_Get([(request, out) for request in requests], then))
+            return requests
+
+    def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
+        """Set a word of the peer, at once or when what must be there before it has arrived."""
+        with self._lock:
+            self._busy.add(self)
+            behind = self._open.begun or self._pending or (last and self._noticing())
+            if not ordered or not behind:
+                self._send_notice(word, value)
+                return
+            self._open.notice, self._open.last = (word, value), last
+            self._close_open()
+
+    def close_delivery(self) -> None:
+        """Have what was put so far flushed, with no notification behind it."""
+        with self._lock:
+            if self._open.begun:
+                self._busy.add(self)
+                self._close_open()
+
+    def advance(self) -> bool:
+        """Advance what is pending; return whether nothing is left."""
+        with self._lock:
+            for delivery in self._pending:
+                self._look(delivery)
+            while self._pending and self._arrived(self._pending[0]):
+                done = self._pending.popleft()
+                if done.notice:
+                    self._send_notice(*done.notice)
+            opened = self._open
+            opened.transfers = _under_way(opened.transfers)
+            self._gets = [get for get in self._gets if not get.over()]
+            return not (self._pending or self._noticing() or self._gets or opened.transfers)
+
+    def _close_open(self) -> None:
+        self._pending.append(self._open)
+        self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
+
+    def _look(self, delivery: _Delivery) -> None:
+        if delivery.upto is None:
+            delivery.transfers = _under_way(delivery.transfers)
+            if not delivery.transfers:
+                delivery.upto = self._wire.begun if delivery.begun else 0
+
+    def _arrived(self, delivery: _Delivery) -> bool:
+        # Its puts, and the notifications before its own where that is the last.
+        there = delivery.upto is not None and self._wire.arrived(delivery.upto)
+        return there and not (delivery.last and self._noticing())
+
+    def _noticing(self) -> bool:
+        # Whether a notification may not be there yet.
+        self._notices = _under_way(self._notices)
+        return bool(self._notices)
+
+    def _send_notice(self, word: int, value: int) -> None:
+        # What was there before comes back: only then the word is known to be set.
+        source, before = np.array([value], np.int64), np.empty(1, np.int64)
+        self._notices.append((self._wire.replace(word, source, before), (source, before)))
+        if len(self._notices) > self._tidy_notices_at:
+            # A rank may notify for ever and never wait.
+            self._noticing()
+            self._tidy_notices_at = 2 * len(self._notices) + _MANY_TRANSFERS
+
+
+def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
+    return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers

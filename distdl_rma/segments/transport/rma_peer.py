@@ -1,0 +1,143 @@
+"""What MPI carries to and from the memory of one peer, and when it has arrived there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from distdl_rma.segments.waiting.waiter import Counters
+
+Bytes = npt.NDArray[np.uint8]
+
+# From so many bytes on, a contiguous run is a transfer of its own instead of a part of an MPI datatype.
+_LONG_RUN_BYTES = 64 << 10
+# Answers before a flush, with nothing begun between them: what it waits for may come behind the first.
+# Where others begin something all the time, it follows after so many questions.
+_ANSWERS, _MOST_QUESTIONS = 2, 5
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Equally long stretches of contiguous bytes in a segment: where each begins, and how long all are."""
+
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all stretches."""
+        return len(self.offsets) * self.nbytes
+
+
+class Wire:
+    """Carries bytes to and from the memory of one peer, and says when they have arrived there.
+
+    A put that is complete at this end is not yet complete at the peer. Only a flush tells, of everything
+    that was begun, and it cannot be interrupted: it would spin on a core that others need, for ever if the
+    peer is gone. So it follows small gets that were answered while nothing else began, if others leave
+    that much time, and after the large puts before them. The caller has the lock.
+
+    Parameters
+    ----------
+    window
+        Window over the segments of all ranks, locked.
+    position
+        Rank of the peer in the window's group.
+    counters
+        Where flushes are counted.
+
+    Attributes
+    ----------
+    begun
+        Number of operations begun so far.
+    """
+
+    def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
+        self._window, self._position, self._counters = window, position, counters
+        # Large puts under way, each with the number that had begun with it.
+        self._large: list[tuple[MPI.Request, int]] = []
+        # Of the operations begun, how many have arrived for sure.
+        self.begun, self._arrived = 0, 0
+        self._question: tuple[MPI.Request, int] | None = None
+        self._answer = np.empty(1, np.int64)
+        # Questions since the last flush; answers in a row between which nothing began.
+        self._asked, self._quiet = 0, 0
+
+    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+        """Begin to copy contiguous bytes to the peer; they must not change until that is complete."""
+        self.begun += 1
+        requests = _transfers(runs, data, lambda part, there: self._window.Rput(part, self._position, there))
+        if runs.total >= _LONG_RUN_BYTES:
+            self._large = [*self._under_way(), *((request, self.begun) for request in requests)]
+        return requests
+
+    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
+        """Begin to copy bytes from the peer."""
+        self.begun += 1
+        return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
+
+    def replace(self, word: int, value: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> MPI.Request:
+        """Begin to set a word of the peer, atomically; complete when it is set and the old one is here.
+
+        MPI keeps the order of those that set the same word, and of no others.
+        """
+        self.begun += 1
+        there = word * 8, 1, MPI.INT64_T
+        return self._window.Rget_accumulate(value, before, self._position, there, op=MPI.REPLACE)
+
+    def arrived(self, begun: int) -> bool:
+        """Whether the first operations have arrived, as many as had begun then; asks, and does not block."""
+        if self._arrived < begun:
+            if self._question is None:
+                self._ask()
+            else:
+                self._hear(*self._question)
+        return self._arrived >= begun
+
+    def _ask(self) -> None:
+        there = 0, 8, MPI.BYTE
+        self._question = self._window.Rget(self._answer, self._position, there), self.begun
+        self._asked += 1
+
+    def _hear(self, question: MPI.Request, then: int) -> None:
+        self._large = self._under_way()
+        if any(begun <= then for _, begun in self._large) or not question.Test():
+            return
+        self._question = None
+        self._quiet = self._quiet + 1 if then == self.begun else 0
+        if self._quiet < _ANSWERS and self._asked < _MOST_QUESTIONS:
+            self._ask()
+            return
+        self._window.Flush(self._position)
+        self._counters.flushes += 1
+        self._arrived, self._asked, self._quiet = self.begun, 0, 0
+
+    def _under_way(self) -> list[tuple[MPI.Request, int]]:
+        return [large for large in self._large if not large[0].Test()]
+
+
+def _transfers(runs: Runs, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
+    # Many short runs travel together, as one datatype.
+    if not runs.total:
+        return []
+    if len(runs.offsets) == 1 or runs.nbytes >= _LONG_RUN_BYTES:
+        return [
+            call(
+                [data[i * runs.nbytes : (i + 1) * runs.nbytes], MPI.BYTE],
+                (offset, runs.nbytes, MPI.BYTE),
+            )
+            for i, offset in enumerate(runs.offsets)
+        ]
+    first = runs.offsets[0]
+    kind = MPI.BYTE.Create_hindexed_block(runs.nbytes, [offset - first for offset in runs.offsets])
+    kind.Commit()
+    try:
+        return [call([data, MPI.BYTE], (first, 1, kind))]
+    finally:
+        # MPI keeps what is still in use.
+        kind.Free()

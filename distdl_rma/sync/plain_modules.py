@@ -1,0 +1,90 @@
+"""What is done to shards and parts without regard to the other ranks, as far as that can be seen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules import batchnorm, conv, padding, pooling
+
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.layers.core.layer import DistributedLayer
+from distdl_rma.machine import Machine
+
+_LEADING = 2
+_WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
+    batchnorm._NormBase,
+    nn.GroupNorm,
+    pooling._AdaptiveAvgPoolNd,
+    pooling._AdaptiveMaxPoolNd,
+    padding._ConstantPadNd,
+    padding._ReflectionPadNd,
+    padding._ReplicationPadNd,
+    padding._CircularPadNd,
+)
+
+
+def generator_state() -> list[int]:
+    """Seed of torch's generator of random numbers, and a number that tells states apart; local."""
+    return [torch.initial_seed(), fingerprint(torch.get_rng_state().numpy().tobytes())]
+
+
+def warn_of_drift(layers: Sequence[str], machine: Machine) -> None:
+    """Warn that equally seeded generators have drifted apart, on the first rank of the machine; local."""
+    if layers and machine.rank == machine.ranks[0]:
+        warnings.warn(
+            "GradientSync: the ranks were seeded alike, and their generators of random numbers are in"
+            f" different states now. If that is since weights of {', '.join(map(repr, layers))} were filled,"
+            " of which ranks keep different parts, fill them by model.apply(function) or under"
+            " whole_parameters(model)",
+            stacklevel=3,
+        )
+
+
+def warn_of_shortsighted(model: nn.Module | None, machine: Machine) -> None:
+    """Warn of such modules, on the first rank of the machine; local."""
+    wrong = "" if model is None or machine.rank != machine.ranks[0] else shortsighted(model)
+    if wrong:
+        warnings.warn(
+            f"GradientSync: {wrong}: plain modules see only the shard of their rank, and the layers of this"
+            " model split the image; what looks at neighbours or at the whole image is wrong there. Use the"
+            " distributed layers",
+            stacklevel=3,
+        )
+
+
+def shortsighted(model: nn.Module) -> str:
+    """Plain modules that look at more than one place of an image, in a model whose layers all split images.
+
+    Where one of the layers has a whole image on a rank, plain modules may be meant for that, and nothing is
+    said. Local.
+
+    Returns
+    -------
+    str
+        Their names and kinds; empty if there are none.
+    """
+    layers = [part for part in model.modules() if isinstance(part, DistributedLayer)]
+    splits = [split for layer in layers for split in _splits_of(layer)]
+    if not splits or not all(splits):
+        return ""
+    plain = ((path, part) for path, part in model.named_modules() if not isinstance(part, DistributedLayer))
+    return ", ".join(f"{path!r} ({type(part).__name__})" for path, part in plain if _looks_around(part))
+
+
+def _splits_of(layer: DistributedLayer) -> Iterator[bool]:
+    # Of images that the layer takes and returns, whether they are split in space.
+    for name in ("P_x", "P_y"):
+        partition = getattr(layer, name, None)
+        if partition is not None and partition.dim > _LEADING:
+            yield any(parts > 1 for parts in partition.shape[_LEADING:])
+
+
+def _looks_around(part: nn.Module) -> bool:
+    if isinstance(part, conv._ConvNd):
+        return any(extent > 1 for extent in part.kernel_size)
+    if isinstance(part, nn.Upsample):
+        return part.mode != "nearest"
+    return isinstance(part, _WHOLE_IMAGE)
