@@ -10,7 +10,7 @@ from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Window, WindowSplit
 from distdl_rma.segments.collectives.engine.node_layout import (
-    Layout,
+    NodeLayout,
     Traffic,
     allreduce_traffic,
     broadcast_traffic,
@@ -44,21 +44,21 @@ def main() -> None:
         print(f"| {size} | {min(size, per_node)} | {' | '.join(cells)} |")
 
 
-def layouts(size: int, per_node: int) -> list[Layout]:
+def layouts(size: int, per_node: int) -> list[NodeLayout]:
     ranks = tuple(range(size))
     nodes = tuple(ranks[begin : begin + per_node] for begin in range(0, size, per_node))
-    return [Layout(ranks, nodes, me) for me in ranks]
+    return [NodeLayout(ranks, nodes, me) for me in ranks]
 
 
-def gradients(layout: Layout) -> Traffic:
+def gradients(layout: NodeLayout) -> Traffic:
     return allreduce_traffic(layout, GRADIENTS, 4)
 
 
-def statistics(layout: Layout) -> Traffic:
+def statistics(layout: NodeLayout) -> Traffic:
     return allreduce_traffic(layout, STATISTICS, 8, one_round=True)
 
 
-def weights(layout: Layout) -> Traffic:
+def weights(layout: NodeLayout) -> Traffic:
     return broadcast_traffic(layout, 0, 4 * GRADIENTS)
 
 
@@ -77,7 +77,7 @@ def halos(grid: tuple[int, ...]) -> Iterator[Traffic]:
         yield exchange_traffic(Exchange(me, own, own.with_splits(reads)), 4)
 
 
-def busiest(ranks: list[Layout], kind: Callable[[Layout], Traffic]) -> str:
+def busiest(ranks: list[NodeLayout], kind: Callable[[NodeLayout], Traffic]) -> str:
     return entry(max(map(kind, ranks), key=lambda traffic: (traffic.nbytes, traffic.messages)))
 
 

@@ -16,7 +16,7 @@ from benchmarks.measure import COMM, Row, compare
 from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import DistributedInstanceNorm2d
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.collectives.all_push import Round
+from distdl_rma.segments.collectives.all_push import AllPush
 
 # Together 25 MiB of float32 parameters.
 PIXELS, WIDTH, DEPTH, CLASSES = 784, 1352, 4, 10
@@ -100,7 +100,7 @@ def statistics_rows(machine: Machine) -> Iterator[Row]:
     """What a split norm sends: two float64 per channel, in forward and in backward."""
     count = 2 * CHANNELS
     row, total = np.ones(count), np.empty(count)
-    forward = Round(machine.segments, machine.ranks, count, np.float64, "statistics")
+    forward = AllPush(machine.segments, machine.ranks, count, np.float64, "statistics")
     backward = Allreduce(machine.segments, machine.ranks, count, np.float64, name="sums", one_round=True)
 
     def gathered() -> None:

@@ -19,11 +19,11 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.rank_groups import groups_along, groups_onto, transposed
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import ReachSplit, Stencil, Window, WindowSplit
+from distdl_rma.geometry.stencil import ReadsSplit, Stencil, Window, WindowSplit
 from distdl_rma.geometry.trees import all_reduction, broadcast, reduction
-from distdl_rma.ops.conv.own_and_halo import Tile
-from distdl_rma.ops.norm.statistic_groups import Layout
-from distdl_rma.ops.windows.interpolation import Resize, Taps
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo
+from distdl_rma.ops.norm.statistic_groups import NormAxes
+from distdl_rma.ops.windows.interpolation import Interpolation, Resize
 from sheet import FRAME, GREY, HATCHED, STAYS, SUM, Canvas, Plane, Point, svg
 
 __all__ = ["FIGURES", "drawn"]
@@ -121,7 +121,7 @@ def convolution() -> Canvas:
         x[rank].box(target.box(rank), facecolor="none", edgecolor=GREY, linestyle=":")
         x[rank].shard(box, rank)
         y[rank].shard(outputs.box(rank), rank)
-        for strip in Tile(stencil, Box.of_shape(shape), box, outputs.box(rank)).strips:
+        for strip in OwnAndHalo(stencil, Box.of_shape(shape), box, outputs.box(rank)).strips:
             y[rank].box(strip.outputs, rank, **HATCHED)
     for sender, receiver, here, there in moves(source, target):
         if sender != receiver:
@@ -202,12 +202,12 @@ def upsampling() -> Canvas:
     more = "a line: a tap, as thick as its weight; dark: it reads another rank's input"
     canvas = Canvas(42, 'Up-sampling: scale_factor=1.7, mode="linear"', more)
     P_x, n, resize, pad = grid(3), 7, Resize(7, 11, 1.7), Window(1, left=2, right=2)
-    taps = Taps.of("linear", 1, resize, torch.float32)
+    taps = Interpolation.of("linear", 1, resize, torch.float32)
     weights = torch.zeros(n, resize.outputs)
     if taps.weight is not None:
         weights.index_put_((taps.index, torch.arange(resize.outputs)), taps.weight, accumulate=True)
     source, outputs = (Decomposition.balanced(P_x, (extent,)) for extent in (n, resize.outputs))
-    reads = source.with_splits({0: ReachSplit(outputs.splits[0], taps.reach, n)})
+    reads = source.with_splits({0: ReadsSplit(outputs.splits[0], taps.reach, n)})
     x, y = Plane(canvas, (12, 7), (63 / n, 2.8)), Plane(canvas, (12, 19), (63 / resize.outputs, 2.8))
     for sender, receiver, here, _ in moves(source, reads):
         for i, j in product(each(here), each(outputs.box(receiver))):
@@ -238,10 +238,10 @@ def normalization() -> Canvas:
     canvas = Canvas(36, "P_x is 2 × 2 × 2: batch, channel, width", more)
     source = Decomposition.balanced(grid(2, 2, 2), (2, 6, 8))
     layouts = {
-        "batch": Layout((0, 2), (1,)),
-        "instance": Layout((2,), (1,)),
-        "layer": Layout((1, 2), (1, 2)),
-        "group (of 2 channels)": Layout((1, 2), (1,), groups=3),
+        "batch": NormAxes((0, 2), (1,)),
+        "instance": NormAxes((2,), (1,)),
+        "layer": NormAxes((1, 2), (1, 2)),
+        "group (of 2 channels)": NormAxes((1, 2), (1,), groups=3),
     }
     canvas.text((1, 34), "share:", ha="left")
     for i in range(source.shape[0]):

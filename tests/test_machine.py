@@ -21,7 +21,7 @@ from distdl_rma import (
     SegmentError,
 )
 from distdl_rma.segments.lifecycle import meeting
-from distdl_rma.segments.lifecycle.job_board import Bulletin
+from distdl_rma.segments.lifecycle.job_board import JobBoard
 from distdl_rma.segments.transport import segment
 from tests.handles import handles
 
@@ -186,7 +186,7 @@ def test_machine_needs_no_name_service(comm, monkeypatch):
         raise MPI.Exception(MPI.ERR_SERVICE)
 
     monkeypatch.setattr(MPI, "Publish_name", unpublished)
-    monkeypatch.setattr(meeting, "_bulletin", Bulletin())
+    monkeypatch.setattr(meeting, "_bulletin", JobBoard())
     with Machine(comm, range(comm.size)[::-1], segment_size="1MiB") as machine:
         assert machine.ranks == tuple(reversed(range(comm.size)))
         machine.group().barrier()

@@ -207,7 +207,7 @@ class Stencil:
 
 
 @dataclass(frozen=True)
-class Reach:
+class TableWindow:
     """First and last input that each output of one dimension reads; both rise (weakly) with the output.
 
     Parameters
@@ -220,7 +220,7 @@ class Reach:
     last: tuple[int, ...]
 
     @classmethod
-    def adaptive(cls, extent: int, outputs: int) -> Reach:
+    def adaptive(cls, extent: int, outputs: int) -> TableWindow:
         """Windows of adaptive pooling: from ``floor(j * n / m)`` to behind ``ceil((j + 1) * n / m)``."""
         return cls(
             tuple(j * extent // outputs for j in range(outputs)),
@@ -244,7 +244,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class ReachSplit:
+class ReadsSplit:
     """What each part of an output dimension reads.
 
     Parameters
@@ -258,7 +258,7 @@ class ReachSplit:
     """
 
     base: Split
-    reach: Reach
+    reach: TableWindow
     extent: int
 
     @property
@@ -276,7 +276,7 @@ class ReachSplit:
 
 
 @dataclass(frozen=True)
-class ReaderSplit:
+class ReadersSplit:
     """Which outputs read each part of an input dimension; neighbours may share some.
 
     Parameters
@@ -288,7 +288,7 @@ class ReaderSplit:
     """
 
     base: Split
-    reach: Reach
+    reach: TableWindow
 
     @property
     def parts(self) -> int:

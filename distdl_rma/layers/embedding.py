@@ -16,18 +16,19 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import ComposedLayer, Flow
-from distdl_rma.layers.core.layer import movement_of, source_of
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan, ExchangingLayer
+from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.placement import Placement
-from distdl_rma.layers.core.plan_cache import Facts
+from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.autograd import first_derivative
+from distdl_rma.ops.movement import movement_or_none
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 _INDICES = (torch.int64, torch.int32)
 _WEIGHTS = ("replicated", "root")
 
 
-class DistributedEmbedding(ComposedLayer):
+class DistributedEmbedding(ExchangingLayer):
     """Embedding of indices that are split over ranks, in any dimensions.
 
     Local input: the shard of this rank, of any size that forms a grid with the others'. Local output: one
@@ -123,7 +124,7 @@ class DistributedEmbedding(ComposedLayer):
         root = self.P_x.create_partition_inclusive([0])
         return Placement(Decomposition.replicated(root, shape), Decomposition.replicated(self.P_x, shape))
 
-    def plan(self, facts: dict[int, Facts]) -> Flow:
+    def plan(self, facts: dict[int, InputFacts]) -> CallPlan:
         """The vectors are where their indices are, and go to P_y if it was given."""
         source, dtype = source_of(self.P_x, facts)
         if dtype not in _INDICES:
@@ -139,8 +140,8 @@ class DistributedEmbedding(ComposedLayer):
         scatter = None
         if self._moves:
             outputs = Decomposition.balanced(self.P_y, own.shape)
-            scatter = movement_of(self, own, outputs, kinds.pop(), "vectors")  # type: ignore[arg-type]
-        return Flow(None, scatter)
+            scatter = movement_or_none(self.site, own, outputs, kinds.pop(), "vectors")  # type: ignore[arg-type]
+        return CallPlan(None, scatter)
 
     def trouble(self, x: torch.Tensor) -> str:
         """Indices that are out of range."""
@@ -152,7 +153,7 @@ class DistributedEmbedding(ComposedLayer):
         wrong = least if least < 0 else most
         return f"index {wrong} is out of range of {self.num_embeddings} embeddings"
 
-    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, flow: CallPlan, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Vectors of this rank's indices."""
         y = F.embedding(x, weights["weight"], self.padding_idx)
         return y if self._frequencies is None else self._frequencies.scale(y, x)

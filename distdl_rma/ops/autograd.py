@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -45,6 +45,18 @@ class _Layer(Protocol):
 L = TypeVar("L", bound=_Layer)
 Q = ParamSpec("Q")
 R = TypeVar("R")
+
+
+class GradientNeeds(NamedTuple):
+    """What any rank of a layer needs the gradient of, so that all of them take part in the backward."""
+
+    input: bool
+    weights: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a backward at all."""
+        return self.input or self.weights
 
 
 def anchor(needed: bool) -> torch.Tensor | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import anchor, first_derivative
@@ -20,7 +21,14 @@ from distdl_rma.ops.tensors import as_tensor, as_words, numpy_dtype, sum_dtype
 from distdl_rma.segments.channel import Channel
 
 
-class Flight:
+class CallSite(NamedTuple):
+    """A place in a program that calls an operator: whose memory it is, and what messages call it."""
+
+    machine: Machine
+    name: str
+
+
+class Request:
     """One movement under way: made by ``Movement.start``, given to ``Movement.wait``."""
 
     def __init__(self, movement: Movement, x: torch.Tensor) -> None:
@@ -29,11 +37,11 @@ class Flight:
         self.token: torch.Tensor | None = None
         self._sent: tuple[torch.Tensor, int] | None = None
 
-    def depart(self, direction: Direction, x: torch.Tensor) -> None:
+    def depart(self, direction: OneWay, x: torch.Tensor) -> None:
         """Start on ``x``, the local shard that goes in."""
         self._sent = direction.depart(x)
 
-    def arrive(self, direction: Direction) -> torch.Tensor:
+    def arrive(self, direction: OneWay) -> torch.Tensor:
         """Receive what was started."""
         if self._sent is None:
             raise ProtocolError(f"{direction.channel.name!r}: wait without a start")
@@ -50,7 +58,7 @@ class Flight:
 _Place = tuple[slice, ...]
 
 
-class Direction:
+class OneWay:
     """A channel and where in the tensors its pieces lie, worked out once."""
 
     def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
@@ -149,7 +157,7 @@ class Movement:
         kind = numpy_dtype(dtype, name)
         self.machine, self.name, self.dtype = machine, name, dtype
         self.forward = Channel(machine.segments, exchange, kind, name)
-        self.forwards = Direction(machine, self.forward, dtype, backward=False)
+        self.forwards = OneWay(machine, self.forward, dtype, backward=False)
         self._made = [self.forward]
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
         self._finalizer = weakref.finalize(self, _close_all, self._made)
@@ -165,16 +173,16 @@ class Movement:
         return adjoint
 
     @cached_property
-    def backwards(self) -> Direction:
+    def backwards(self) -> OneWay:
         """The adjoint, and where its pieces lie."""
-        return Direction(self.machine, self.adjoint, self.dtype, backward=True)
+        return OneWay(self.machine, self.adjoint, self.dtype, backward=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes of segment that the movement holds now."""
         return sum(channel.nbytes for channel in self._made)
 
-    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Flight:
+    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Request:
         """Put the pieces of ``x`` on their way; does not wait for the transfer.
 
         Parameters
@@ -185,11 +193,11 @@ class Movement:
         needs_grad
             Whether some rank needs a gradient: then every rank takes part in the backward.
         """
-        flight = Flight(self, x)
+        flight = Request(self, x)
         flight.token = _Start.apply(x, anchor(needs_grad), flight)  # type: ignore[no-untyped-call]
         return flight
 
-    def wait(self, flight: Flight) -> torch.Tensor:
+    def wait(self, flight: Request) -> torch.Tensor:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
         # Of a flight that kept it, the token's graph would keep the flight.
         token, flight.token = flight.token, None
@@ -198,7 +206,7 @@ class Movement:
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
         """Start and wait, as one operation: nothing is to be done in between."""
-        y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Flight(self, x))  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Request(self, x))  # type: ignore[no-untyped-call]
         return y
 
     def connect(self) -> None:
@@ -215,6 +223,34 @@ class Movement:
         self._finalizer()
 
 
+def movement_or_none(
+    site: CallSite,
+    source: Decomposition,
+    target: Decomposition,
+    dtype: torch.dtype,
+    what: str,
+    images: tuple[tuple[int, ...], ...] = (),
+) -> Movement | None:
+    """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
+    exchange = Exchange(site.machine.rank, source, target, images=images)
+    return None if exchange.idle else Movement(site.machine, exchange, dtype, f"{site.name} ({what})")
+
+
+def movements_through(
+    site: CallSite, stages: Sequence[tuple[Decomposition, Decomposition]], dtype: torch.dtype
+) -> list[Movement]:
+    """Movements that follow one another, from sources to targets.
+
+    Unlike ``movement_or_none`` these are there where a rank keeps what it has, too: its result is memory of
+    its own, and in the graph when any rank needs a gradient.
+    """
+    machine, name = site
+    return [
+        Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)
+        for at, ends in enumerate(stages)
+    ]
+
+
 def _close_all(channels: list[Channel]) -> None:
     for channel in channels:
         channel.close()
@@ -222,7 +258,7 @@ def _close_all(channels: list[Channel]) -> None:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Request) -> torch.Tensor:
         ctx.flight, ctx.machine = flight, flight.movement.machine
         flight.depart(flight.movement.forwards, x)
         # Of the type that moves: x itself may have come in any type, if without elements.
@@ -236,7 +272,7 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _token: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+    def forward(ctx: Any, _token: torch.Tensor | None, flight: Request) -> torch.Tensor:
         ctx.flight, ctx.machine = flight, flight.movement.machine
         return flight.arrive(flight.movement.forwards)
 
@@ -250,7 +286,7 @@ class _Wait(torch.autograd.Function):
 class _Move(torch.autograd.Function):
     # Start and wait in one: half of the cost of two operations, which small tensors feel.
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Flight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Request) -> torch.Tensor:
         ctx.flight, ctx.machine = flight, flight.movement.machine
         flight.depart(flight.movement.forwards, x)
         return flight.arrive(flight.movement.forwards)

@@ -21,7 +21,7 @@ IDLE_NBYTES = 1 << 28
 Block = npt.NDArray[np.uint8]
 
 
-class Pool:
+class ResultPool:
     """Blocks of memory, kept from when the last tensor in them dies until one of the same size is made.
 
     Parameters
@@ -85,7 +85,7 @@ class Pool:
         self.idle_nbytes += block.nbytes
 
 
-_results = Pool()
+_results = ResultPool()
 
 
 def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from distdl_rma.geometry.split import Listed, meeting
 from distdl_rma.machine import Machine
 from distdl_rma.ops.movement import Movement
 from distdl_rma.ops.tensors import as_tensor, numpy_dtype
-from distdl_rma.segments.collectives.broadcast import Broadcast
+from distdl_rma.segments.collectives.broadcast import Bcast
 
 # Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.
 PASS_NBYTES = 1 << 19
@@ -65,7 +65,7 @@ def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.T
     if not total:
         return
     count, sends = min(total, PASS_NBYTES), machine.rank == ranks[0]
-    passes = Broadcast(machine.segments, ranks, count, np.uint8, ranks[0], name)
+    passes = Bcast(machine.segments, ranks, count, np.uint8, ranks[0], name)
     try:
         for low in range(0, total, count):
             spans = list(_spans(vectors, low, min(low + count, total)))
@@ -89,7 +89,7 @@ def _spans(vectors: Sequence[torch.Tensor], low: int, high: int) -> Iterator[tup
         yield slice(first - low, last - low), vectors[number][first - start : last - start]
 
 
-class Passes:
+class TransferInPasses:
     """How a tensor that is kept in parts travels: from each part a run of elements in every pass.
 
     Parameters
@@ -153,7 +153,7 @@ def gather_whole(
     torch.Tensor
         In memory of its own; without elements on ranks that are no takers.
     """
-    passes = Passes(givers, part.dtype.itemsize)
+    passes = TransferInPasses(givers, part.dtype.itemsize)
     ranks = givers.partition.ranks
     mine = part.detach().reshape(-1) if givers.partition.active else part.new_empty(0)
     place = ranks.index(machine.rank) if givers.partition.active else None

@@ -133,7 +133,7 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in castable else t for t in tensors)
 
 
-def plainly() -> AbstractContextManager[object]:
+def no_autocast() -> AbstractContextManager[object]:
     """Context without torch's autocast; free where that is off, as entering one without is not."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 

@@ -10,7 +10,7 @@ from weakref import WeakMethod
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def loosely(function: F) -> Callable[[], F]:
+def weakly_bound(function: F) -> Callable[[], F]:
     """What returns a function again, which it keeps alive unless that is a method of an object.
 
     What a layer opens on the machine it also tells whom to ask: the layer. With a plain reference back, a

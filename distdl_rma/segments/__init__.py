@@ -1,31 +1,46 @@
 """One-sided communication in a segment that the ranks of a machine share."""
 
+import warnings
+from typing import Any
+
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.collectives.allgather import AllGather
+from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.collectives.alltoall import AllToAll
-from distdl_rma.segments.collectives.broadcast import Broadcast
+from distdl_rma.segments.collectives.alltoall import Alltoall
+from distdl_rma.segments.collectives.broadcast import Bcast
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.collectives.reduce import Reduce
-from distdl_rma.segments.collectives.reduce_scatter import ReduceScatter
+from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager, SegmentStats
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.queue import Queue
-from distdl_rma.segments.memory.remote_buffer import RemoteArray, RemoteBuffer
+from distdl_rma.segments.memory.remote_array import RemoteArray
+from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 
 __all__ = [
-    "AllGather",
-    "AllToAll",
+    "Allgather",
     "Allreduce",
-    "Broadcast",
+    "Alltoall",
+    "Bcast",
     "Channel",
     "Group",
     "Queue",
     "Reduce",
-    "ReduceScatter",
+    "Reducescatter",
     "RemoteArray",
     "RemoteBuffer",
     "SegmentBuffer",
     "SegmentManager",
     "SegmentStats",
 ]
+
+# Collectives have the names of MPI here; their former names are those of layers.
+_FORMER = {"AllGather": Allgather, "AllToAll": Alltoall, "Broadcast": Bcast, "ReduceScatter": Reducescatter}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    now = _FORMER[name]
+    warnings.warn(f"segments.{name} is called {now.__name__}", DeprecationWarning, stacklevel=2)
+    return now

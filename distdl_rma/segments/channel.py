@@ -13,7 +13,7 @@ from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
 from distdl_rma.segments.lanes import SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.waiting.waiter import Waiting
+from distdl_rma.segments.waiting.waiter import WaitReason
 
 Array = npt.NDArray[Any]
 
@@ -218,12 +218,12 @@ class Channel:
                 self._check_next(epoch)
         self._finish(epoch, timeout)
 
-    def missing(self, epoch: int) -> Waiting:
+    def missing(self, epoch: int) -> WaitReason:
         """Which peer an epoch still waits for; for messages."""
         for lane in self._receives:
             if self._buffer.flag(lane.notification) < lane.risen(epoch):
                 return self._about(lane, epoch, "send")
-        return Waiting((), f"in {self.name!r} (epoch {epoch}): everything has arrived")
+        return WaitReason((), f"in {self.name!r} (epoch {epoch}): everything has arrived")
 
     def void(self) -> None:
         """Give up one epoch, started or not, on all ranks of the exchange alike.
@@ -299,11 +299,11 @@ class Channel:
         self._flights[epoch] = self._manager.trace.watched("exchange", self.name, over)
         self._manager.defer(self._flights[epoch])
 
-    def _about(self, lane: Lane, epoch: int, verb: str) -> Waiting:
+    def _about(self, lane: Lane, epoch: int, verb: str) -> WaitReason:
         # Of the data flag only whole epochs count; the flag of an acknowledgement counts nothing else.
         steps = len(lane.ends) if verb == "send" else 1
         seen = self._buffer.flag(lane.notification) // steps
-        return Waiting(
+        return WaitReason(
             (lane.peer,),
             f"to {verb} in {self.name!r} (epoch {epoch}, last seen {seen})",
             "did every rank call the same layers?",

@@ -23,11 +23,11 @@ from distdl_rma.segments.memory.queue import Queue
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.progress_thread import check_progress
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.uncopyable import Unique
+from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.segments.waiting.header import HEADER_BYTES, operation_name
-from distdl_rma.segments.waiting.peer_watch import Supervision, cause_of
-from distdl_rma.segments.waiting.pending_work import Work
-from distdl_rma.segments.waiting.waiter import Counters, Patience, chosen_timeout
+from distdl_rma.segments.waiting.peer_watch import PeerWatch, cause_of
+from distdl_rma.segments.waiting.pending_work import PendingWork
+from distdl_rma.segments.waiting.waiter import Counters, Waiter, chosen_timeout
 from distdl_rma.trace import Tracer
 
 _SPINS = 2000
@@ -51,7 +51,7 @@ class Tenant(Protocol):
         """Leave; local, never refused."""
 
 
-class SegmentManager(Unique):
+class SegmentManager(Uncopyable):
     """Hands out buffers of a segment that the ranks of a machine share.
 
     Usable without any neural network and without torch. Collective to create and to close; everything
@@ -116,10 +116,10 @@ class SegmentManager(Unique):
         # The number in a notification; ranks begin far from each other, so that no two give the same.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
-        self._work = Work(self.segment, self.counters)
+        self._work = PendingWork(self.segment, self.counters)
         self.defer, self.withdraw = self._work.defer, self._work.withdraw
-        self.supervision = Supervision(self.segment, self._comm.Dup(), self.ranks, self._work.advance)
-        self.patience = Patience(
+        self.supervision = PeerWatch(self.segment, self._comm.Dup(), self.ranks, self._work.advance)
+        self.patience = Waiter(
             chosen_timeout(timeout),
             0 if self.segment.crowded or self.segment.has_remote else _SPINS,
             self.supervision,

@@ -7,7 +7,7 @@ from typing import NoReturn, Self
 from distdl_rma.errors import UnsupportedError
 
 
-class Unique:
+class Uncopyable:
     """Cannot be pickled or copied, since other ranks know it by its place, and neither can what holds it.
 
     Raises
@@ -23,7 +23,7 @@ class Unique:
         )
 
 
-class Shared(Unique):
+class Shared(Uncopyable):
     """Its copy is itself: copies of what holds it go on with the same one."""
 
     def __copy__(self) -> Self:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.gather_bytes import tell_all
-from distdl_rma.sync.bucket import Bucket, Group, Kind, bucketed
+from distdl_rma.segments.collectives.gather_bytes import gather_bytes
+from distdl_rma.sync.bucket import Bucket, BucketKind, SlotGroup, bucketed
 
 
 class Assembly:
@@ -27,10 +27,10 @@ class Assembly:
     def __init__(self, machine: Machine, bucket_nbytes: int) -> None:
         self._machine, self._bucket_nbytes = machine, bucket_nbytes
         # Buckets are counted per kind: what is alike on their ranks.
-        self._numbers: Counter[Kind] = Counter()
+        self._numbers: Counter[BucketKind] = Counter()
         self._made = 0
 
-    def make(self, rows: Sequence[Sequence[Group]]) -> list[Bucket]:
+    def make(self, rows: Sequence[Sequence[SlotGroup]]) -> list[Bucket]:
         """Buckets of all groups that travel, row by row, with their memory; collective, blocking.
 
         Nothing is taken from the layers yet, and the ranks of a bucket have not met in it.
@@ -50,7 +50,7 @@ class Assembly:
             failure = [type(error).__name__, str(error)]
             _discard(made)
         words = json.dumps(failure).encode()
-        told = tell_all(self._machine.segments, words, f"GradientSync (memory {self._made})")
+        told = gather_bytes(self._machine.segments, words, f"GradientSync (memory {self._made})")
         for said, ranks in told.items():
             if json.loads(said):
                 kind, text = json.loads(said)
@@ -61,7 +61,7 @@ class Assembly:
                 raise known(f"GradientSync: on rank {ranks[0]}: {text}")
         return made
 
-    def _bucket(self, members: Sequence[Group]) -> Bucket:
+    def _bucket(self, members: Sequence[SlotGroup]) -> Bucket:
         kind = members[0].kind
         number = self._numbers[kind]
         self._numbers[kind] += 1

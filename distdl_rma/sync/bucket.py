@@ -12,11 +12,11 @@ from distdl_rma.layers.core.replica import Sink
 from distdl_rma.machine import Machine
 from distdl_rma.ops.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.sync.claims import Entry
+from distdl_rma.sync.claims import ParameterEntry
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKind:
     """What gradients have in common that may travel together.
 
     Parameters
@@ -34,10 +34,10 @@ class Kind:
     divisor: int
 
 
-class Slot:
+class GradientSlot:
     """A parameter, its place in a bucket, and what is known of its gradient."""
 
-    def __init__(self, entry: Entry, kind: Kind) -> None:
+    def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
         self.entry, self.parameter, self.kind = entry, entry.parameter, kind
         self.start = 0
         self.claimed = self.seen = self.ready = False
@@ -91,11 +91,11 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Group:
+class SlotGroup:
     """Parameters of one module, in the order of its layers: what a bucket takes as a whole."""
 
-    kind: Kind
-    slots: list[Slot]
+    kind: BucketKind
+    slots: list[GradientSlot]
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class Bucket:
         What is in it; all of one kind.
     """
 
-    def __init__(self, machine: Machine, name: str, groups: Sequence[Group]) -> None:
+    def __init__(self, machine: Machine, name: str, groups: Sequence[SlotGroup]) -> None:
         self.kind, self.name = groups[0].kind, name
         self.slots = [slot for group in groups for slot in group.slots]
         # A complex number travels as two real ones.
@@ -152,7 +152,7 @@ class Bucket:
         """Whether all gradients are there."""
         return all(slot.ready for slot in self.slots)
 
-    def claim(self, slot: Slot) -> torch.Tensor | None:
+    def claim(self, slot: GradientSlot) -> torch.Tensor | None:
         """Place for a layer to write a gradient to, once per backward."""
         fresh = slot.parameter.grad is None or not slot.local
         if slot.claimed or not fresh or not slot.parameter.requires_grad:
@@ -160,7 +160,7 @@ class Bucket:
         slot.claimed = True
         return self._view(slot, as_tensor(self.allreduce.active, self._dtype))
 
-    def put(self, slot: Slot) -> None:
+    def put(self, slot: GradientSlot) -> None:
         """Make sure that a gradient lies in the active buffer."""
         gradient = slot.parameter.grad
         place = self._view(slot, as_tensor(self.allreduce.active, self._dtype))
@@ -212,21 +212,21 @@ class Bucket:
             slot.release()
         self.allreduce.close()
 
-    def _view(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+    def _view(self, slot: GradientSlot, flat: torch.Tensor) -> torch.Tensor:
         part = flat[slot.start : slot.start + slot.parameter.numel() * self._words]
         if self._words == 2:
             part = torch.view_as_complex(part.view(-1, 2))
         return part.view(slot.parameter.shape)
 
 
-def bucketed(groups: Sequence[Group], limit: int) -> list[list[Group]]:
+def bucketed(groups: Sequence[SlotGroup], limit: int) -> list[list[SlotGroup]]:
     """Groups fused up to a size, the last one first: the order in which backward reaches them.
 
     Layers of the same kind meet in the same buckets whatever other layers this rank has in between: the
     ranks of a bucket need not be the same ranks in everything else.
     """
-    buckets: list[list[Group]] = []
-    unfilled: dict[Kind, list[Group]] = {}
+    buckets: list[list[SlotGroup]] = []
+    unfilled: dict[BucketKind, list[SlotGroup]] = {}
     for group in reversed(groups):
         last = unfilled.get(group.kind)
         if last and sum(g.nbytes for g in last) + group.nbytes <= limit:

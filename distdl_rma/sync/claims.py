@@ -25,7 +25,7 @@ _OTHERS = tuple(name for name in Callbacks.__annotations__ if name not in _WEIGH
 
 
 @dataclass(eq=False)
-class Entry:
+class ParameterEntry:
     """A parameter, where it is found, and by which name all ranks that share it know it.
 
     Parameters
@@ -72,7 +72,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Cover:
+class Claim:
     """Parameters whose ranks one module states, by its callbacks or its user's.
 
     Parameters
@@ -88,9 +88,9 @@ class Cover:
     module: nn.Module | None
     name: str
     everyone: tuple[int, ...]
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ParameterEntry] = field(default_factory=list)
     # What modules in it use, but others count as their own.
-    shared: list[tuple[Cover, Entry]] = field(default_factory=list)
+    shared: list[tuple[Claim, ParameterEntry]] = field(default_factory=list)
     # All modules in it, each with its path.
     parts: list[tuple[str, nn.Module]] = field(default_factory=list)
     ranks: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class Cover:
                 for key, buffer in part.named_buffers(recurse=False):
                     yield f"{path}.{key}" if path else key, buffer
 
-    def without(self, parameters: set[int]) -> Cover:
+    def without(self, parameters: set[int]) -> Claim:
         """What is left without some parameters, given by ``id``; no longer new."""
         left = [entry for entry in self.entries if id(entry.parameter) not in parameters]
         return replace(
@@ -222,7 +222,7 @@ def _plain(said: Any) -> int | list[int]:
     return as_int(said) if hasattr(said, "__index__") else [as_int(rank) for rank in said]
 
 
-def covers_of(module: nn.Module, name: str, machine: Machine, known: dict[int, str]) -> list[Cover]:
+def claims_of(module: nn.Module, name: str, machine: Machine, known: dict[int, str]) -> list[Claim]:
     """Parameters of a module and its parts, by who states their ranks, in the order of ``modules()``.
 
     A part that has ``get_ranks_synch_weights()``, of its own or given, states it for all plain modules in
@@ -240,17 +240,17 @@ def covers_of(module: nn.Module, name: str, machine: Machine, known: dict[int, s
     known
         Names of parameters from earlier, by ``id``; new ones are added.
     """
-    seen: dict[int, tuple[Cover, Entry]] = {}
-    covers: list[Cover] = []
+    seen: dict[int, tuple[Claim, ParameterEntry]] = {}
+    covers: list[Claim] = []
 
     # By a list, not by a function that calls itself: its cycle would hold the modules until a collection.
-    ahead: list[tuple[nn.Module, str, Cover | None]] = [(module, name, None)]
+    ahead: list[tuple[nn.Module, str, Claim | None]] = [(module, name, None)]
     while ahead:
         part, path, above = ahead.pop()
         states = any(hasattr(part, name) for name in Callbacks.__annotations__)
         if states or above is None:
             called = part.name if isinstance(part, DistributedLayer) else path or type(part).__name__
-            cover = Cover(part if states else None, called, machine.ranks)
+            cover = Claim(part if states else None, called, machine.ranks)
             covers.append(cover)
         else:
             cover = above
@@ -264,7 +264,7 @@ def covers_of(module: nn.Module, name: str, machine: Machine, known: dict[int, s
                     cover.shared.append((owner, entry))
                 continue
             full = known.setdefault(id(parameter), f"{where}.{key}" if where else key)
-            entry = Entry(parameter, full, [(part, key)])
+            entry = ParameterEntry(parameter, full, [(part, key)])
             seen[id(parameter)] = cover, entry
             cover.entries.append(entry)
         below = cover if states else above
@@ -275,9 +275,9 @@ def covers_of(module: nn.Module, name: str, machine: Machine, known: dict[int, s
     return [cover for cover in covers if cover.says_anything]
 
 
-def by_module(cover: Cover) -> Iterator[list[Entry]]:
+def by_module(cover: Claim) -> Iterator[list[ParameterEntry]]:
     """Entries of a cover that belong to the same module and have the same dtype, in order."""
-    groups: dict[tuple[int, torch.dtype], list[Entry]] = {}
+    groups: dict[tuple[int, torch.dtype], list[ParameterEntry]] = {}
     for entry in cover.entries:
         groups.setdefault((id(entry.sites[0][0]), entry.parameter.dtype), []).append(entry)
     yield from groups.values()

@@ -13,7 +13,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 
-class Norms:
+class GradientNorms:
     """Norms over all ranks of a machine, in float64, the same on all of them.
 
     Parameters

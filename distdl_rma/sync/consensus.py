@@ -9,15 +9,15 @@ from typing import Any
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.gather_bytes import tell_all
-from distdl_rma.sync.claims import Cover
+from distdl_rma.segments.collectives.gather_bytes import gather_bytes
+from distdl_rma.sync.claims import Claim
 
 Words = dict[str, Any]
 
 
 def check(
     machine: Machine,
-    covers: Sequence[Cover],
+    covers: Sequence[Claim],
     options: Mapping[str, object],
     refusal: str,
     name: str,
@@ -56,7 +56,7 @@ def check(
         "covers": [cover.words() for cover in covers],
         "generator": generator,
     }
-    told = tell_all(machine.segments, json.dumps(mine).encode(), name)
+    told = gather_bytes(machine.segments, json.dumps(mine).encode(), name)
     said: dict[int, Words] = {}
     for words, ranks in told.items():
         said |= dict.fromkeys(ranks, json.loads(words))

@@ -16,17 +16,17 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.uncompiled import uncompiled
-from distdl_rma.segments.uncopyable import Unique
+from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.assembly import Assembly
-from distdl_rma.sync.bucket import Bucket, Group, Slot
-from distdl_rma.sync.clipping import Norms
+from distdl_rma.sync.bucket import Bucket, GradientSlot, SlotGroup
+from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.plain_modules import warn_of_drift, warn_of_shortsighted
-from distdl_rma.sync.registry import Options, Roster
+from distdl_rma.sync.registry import Options, Registry
 
 _BUCKET_NBYTES = 1 << 20
 
 
-class GradientSync(Unique):
+class GradientSync(Uncopyable):
     """Makes the gradients of a training loop right: one line added to the loop.
 
     When ``loss.backward()`` returns, every ``.grad`` is the gradient of the sum (or mean) of all ranks'
@@ -86,12 +86,12 @@ class GradientSync(Unique):
     ) -> None:
         self._machine = Machine.of(machine)
         self._paused = self._closed = self._in_backward = False
-        self._roster = Roster(self._machine, Options(reduction, replicas, bucket_nbytes))
+        self._roster = Registry(self._machine, Options(reduction, replicas, bucket_nbytes))
         self._assembly = Assembly(self._machine, bucket_nbytes)
         self._buckets: list[Bucket] = []
         # Parameters that no other rank holds.
-        self._alone: list[Slot] = []
-        self._norms = Norms(self._machine)
+        self._alone: list[GradientSlot] = []
+        self._norms = GradientNorms(self._machine)
         # What the running backward will end with; dead if it failed.
         self._ending: Callable[[], object] = lambda: None
         # The gradients must leave the segment before it goes.
@@ -197,7 +197,7 @@ class GradientSync(Unique):
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, not finite")
         gradients = [s.parameter.grad for s in self._slots if s.parameter.grad is not None]
-        Norms.scale(gradients, max_norm, norm)
+        GradientNorms.scale(gradients, max_norm, norm)
         return norm
 
     def describe(self) -> list[dict[str, object]]:
@@ -253,7 +253,7 @@ class GradientSync(Unique):
             self.release()
 
     @property
-    def _slots(self) -> Iterable[Slot]:
+    def _slots(self) -> Iterable[GradientSlot]:
         yield from self._alone
         for bucket in self._buckets:
             yield from bucket.slots
@@ -262,13 +262,13 @@ class GradientSync(Unique):
         if self._closed:
             raise ClosedError("GradientSync: already closed")
 
-    def _left_of(self, leaving: Sequence[Bucket], moved: set[int]) -> list[Group]:
+    def _left_of(self, leaving: Sequence[Bucket], moved: set[int]) -> list[SlotGroup]:
         # What travelled with parameters that move elsewhere is put together anew.
-        rest: list[Group] = []
+        rest: list[SlotGroup] = []
         for bucket in leaving:
-            kept = [Slot(s.entry, s.kind) for s in bucket.slots if id(s.parameter) not in moved]
+            kept = [GradientSlot(s.entry, s.kind) for s in bucket.slots if id(s.parameter) not in moved]
             # The first to come in a backward is the last of the model.
-            rest = [*([Group(bucket.kind, kept)] if kept else []), *rest]
+            rest = [*([SlotGroup(bucket.kind, kept)] if kept else []), *rest]
         return rest
 
     def _drop(self, leaving: Sequence[Bucket], moved: set[int]) -> None:
@@ -279,7 +279,7 @@ class GradientSync(Unique):
             slot.release()
             self._alone.remove(slot)
 
-    def _adopt_all(self, made: Sequence[Bucket], groups: Sequence[Group]) -> None:
+    def _adopt_all(self, made: Sequence[Bucket], groups: Sequence[SlotGroup]) -> None:
         for bucket in made:
             self._buckets.append(bucket)
             bucket.connect()
@@ -290,7 +290,7 @@ class GradientSync(Unique):
                 for slot in group.slots:
                     self._adopt_alone(slot)
 
-    def _adopt(self, bucket: Bucket, slot: Slot) -> None:
+    def _adopt(self, bucket: Bucket, slot: GradientSlot) -> None:
         slot.entry.take()
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
         slot.handles = [
@@ -299,7 +299,7 @@ class GradientSync(Unique):
         ]
         slot.take_over(lambda: None if self._paused else bucket.claim(slot))
 
-    def _adopt_alone(self, slot: Slot) -> None:
+    def _adopt_alone(self, slot: GradientSlot) -> None:
         self._alone.append(slot)
         slot.entry.take()
         parameter: Any = slot.parameter
@@ -323,13 +323,13 @@ class GradientSync(Unique):
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
-    def _alone_before(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+    def _alone_before(self, slot: GradientSlot, gradient: torch.Tensor) -> torch.Tensor:
         self._check_open()
         if not self._paused:
             self._begin()
         return gradient / slot.kind.divisor if slot.kind.divisor > 1 else gradient
 
-    def _before(self, bucket: Bucket, slot: Slot) -> None:
+    def _before(self, bucket: Bucket, slot: GradientSlot) -> None:
         # Runs with the gradient of this backward complete and not yet accumulated.
         self._check_open()
         gradient = slot.parameter.grad
@@ -360,7 +360,7 @@ class GradientSync(Unique):
             slot.base = gradient.clone()
             slot.parameter.grad = None
 
-    def _after(self, bucket: Bucket, slot: Slot) -> None:
+    def _after(self, bucket: Bucket, slot: GradientSlot) -> None:
         if self._paused:
             return
         bucket.put(slot)
@@ -394,5 +394,5 @@ class GradientSync(Unique):
             )
 
 
-def _travelling(groups: Sequence[Group]) -> list[Group]:
+def _travelling(groups: Sequence[SlotGroup]) -> list[SlotGroup]:
     return [group for group in groups if len(group.kind.ranks) > 1]

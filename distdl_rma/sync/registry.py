@@ -18,8 +18,8 @@ from distdl_rma.layers.core.callbacks import answer
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
-from distdl_rma.sync.bucket import Group, Kind, Slot
-from distdl_rma.sync.claims import Cover, Entry, by_module, covers_of
+from distdl_rma.sync.bucket import BucketKind, GradientSlot, SlotGroup
+from distdl_rma.sync.claims import Claim, ParameterEntry, by_module, claims_of
 from distdl_rma.sync.consensus import check
 from distdl_rma.sync.plain_modules import generator_state
 
@@ -55,7 +55,7 @@ class Options:
             return f"bucket_nbytes is a number of bytes, at least 0, got {nbytes!r}"
         return ""
 
-    def divisor(self, cover: Cover, size: int) -> int:
+    def divisor(self, cover: Claim, size: int) -> int:
         """What the sums of a cover's gradients are divided by, on a machine of some size."""
         if self.reduction == "sum":
             return 1
@@ -88,13 +88,13 @@ class Admission:
     """
 
     moved: set[int]
-    groups: list[Group]
+    groups: list[SlotGroup]
     equalise: Callable[[], None]
     undo: Callable[[], None]
     drifted: list[str]
 
 
-class Roster:
+class Registry:
     """The modules of one synchronisation, and who states the ranks of what.
 
     Parameters
@@ -107,11 +107,11 @@ class Roster:
 
     def __init__(self, machine: Machine, options: Options) -> None:
         self._machine, self._options = machine, options
-        self._covers: list[Cover] = []
+        self._covers: list[Claim] = []
         # For messages, and to tell which are the same on other ranks; by ``id``.
         self._names: dict[int, str] = {}
         self._admitted = 0
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, ParameterEntry] = {}
         # All modules with their paths, by ``id``.
         self._parts: dict[int, tuple[str, nn.Module]] = {}
         # What their dictionaries held when they were last walked, and which parameters did not learn then.
@@ -136,7 +136,7 @@ class Roster:
         """
         self._admitted += 1
         prefix = name or ("" if self._admitted == 1 else f"module {self._admitted}")
-        names, new = dict(self._names), list[Cover]()
+        names, new = dict(self._names), list[Claim]()
         if module is not None and not isinstance(module, nn.Module):
             refusal, module = refusal or f"a torch.nn.Module is needed, got {module!r}", None
         undo = self._undoing(module, callbacks)
@@ -146,7 +146,7 @@ class Roster:
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
             refusal = refusal or unfit(module, self._machine)
-            new = [] if refusal else covers_of(module, prefix, self._machine, names)
+            new = [] if refusal else claims_of(module, prefix, self._machine, names)
         moved = {id(entry.parameter) for cover in new for entry in cover.entries}
         kept = [cover.without(moved) for cover in self._covers]
         kept = [cover for cover in kept if cover.says_anything and id(cover.module) not in _modules(new)]
@@ -219,25 +219,25 @@ class Roster:
                     return f"module {_under(path, key)!r} was added"
         return ""
 
-    def _taken(self, new: Sequence[Cover]) -> str:
+    def _taken(self, new: Sequence[Claim]) -> str:
         for cover in new:
             for entry in cover.entries:
                 if entry.taken and id(entry.parameter) not in self._entries:
                     return f"{entry.name!r} already belongs to another GradientSync; close that"
         return ""
 
-    def _groups_of(self, cover: Cover) -> list[Group]:
+    def _groups_of(self, cover: Claim) -> list[SlotGroup]:
         groups = []
         for entries in by_module(cover):
-            kind = Kind(
+            kind = BucketKind(
                 cover.ranks, entries[0].parameter.dtype, self._options.divisor(cover, self._machine.size)
             )
-            slots = [Slot(e, kind) for e in entries if e.parameter.requires_grad and e.nbytes]
+            slots = [GradientSlot(e, kind) for e in entries if e.parameter.requires_grad and e.nbytes]
             if slots:
-                groups.append(Group(kind, slots))
+                groups.append(SlotGroup(kind, slots))
         return groups
 
-    def _equalise(self, covers: Sequence[Cover], elsewhere: Mapping[int, tuple[int, ...]]) -> None:
+    def _equalise(self, covers: Sequence[Claim], elsewhere: Mapping[int, tuple[int, ...]]) -> None:
         # Parameters and buffers become those of the first of their ranks. Layers of this library are equal on
         # their holders from the start, and may have gone their own way since, if their user said so.
         together: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -285,5 +285,5 @@ def _under(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _modules(covers: Sequence[Cover]) -> set[int]:
+def _modules(covers: Sequence[Claim]) -> set[int]:
     return {id(cover.module) for cover in covers if cover.module is not None}

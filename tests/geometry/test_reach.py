@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distdl_rma.geometry.split import Balanced, meeting
-from distdl_rma.geometry.stencil import Reach, ReachSplit, ReaderSplit
+from distdl_rma.geometry.stencil import ReadersSplit, ReadsSplit, TableWindow
 from tests.geometry.strategies import splits
 
 extents = st.integers(1, 12)
@@ -14,7 +14,7 @@ extents = st.integers(1, 12)
 
 @given(n=extents, m=extents)
 def test_adaptive_windows_cover_the_input_in_order(n, m):
-    reach = Reach.adaptive(n, m)
+    reach = TableWindow.adaptive(n, m)
     assert reach.first[0] == 0
     assert reach.last[-1] == n - 1
     assert list(reach.first) == sorted(reach.first)
@@ -25,7 +25,7 @@ def test_adaptive_windows_cover_the_input_in_order(n, m):
 
 @given(n=extents, m=extents, data=st.data())
 def test_readers_of_an_interval_are_those_whose_windows_meet_it(n, m, data):
-    reach = Reach.adaptive(n, m)
+    reach = TableWindow.adaptive(n, m)
     start = data.draw(st.integers(0, n - 1))
     stop = data.draw(st.integers(start + 1, n))
     first, last = reach.readers(start, stop)
@@ -37,8 +37,8 @@ def test_readers_of_an_interval_are_those_whose_windows_meet_it(n, m, data):
 def test_parts_have_rising_ends_and_are_empty_where_the_base_is(n, m, parts, data):
     split = data.draw(splits(n, parts))
     for image in (
-        ReachSplit(split, Reach.adaptive(m, split.extent), m),
-        ReaderSplit(split, Reach.adaptive(split.extent, m)),
+        ReadsSplit(split, TableWindow.adaptive(m, split.extent), m),
+        ReadersSplit(split, TableWindow.adaptive(split.extent, m)),
     ):
         ends = [image.ends(part) for part in range(image.parts)]
         for side in zip(*ends, strict=True):
@@ -54,7 +54,7 @@ def test_parts_have_rising_ends_and_are_empty_where_the_base_is(n, m, parts, dat
 
 
 def test_no_outputs_read_nothing():
-    reach = Reach.adaptive(5, 0)
+    reach = TableWindow.adaptive(5, 0)
     assert reach.reads(0, 0) == (0, 0)
     assert reach.readers(0, 5) == (0, 0)
-    assert ReachSplit(Balanced(0, 2), reach, 5).interval(1) == (0, 0)
+    assert ReadsSplit(Balanced(0, 2), reach, 5).interval(1) == (0, 0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from distdl_rma.geometry import Decomposition, Partition
 from distdl_rma.geometry.split import Listed
-from distdl_rma.ops.norm.statistic_groups import Cells, Layout
+from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 
 
 @st.composite
@@ -23,7 +23,7 @@ def groups_of_channels(draw):
         cuts = sorted(draw(st.lists(st.integers(0, extent), min_size=parts - 1, max_size=parts - 1)))
         splits.append(Listed(tuple(b - a for a, b in zip([0, *cuts], [*cuts, extent], strict=True))))
     P_x = Partition(tuple(range(prod(grid))), grid, 0)
-    return Layout((1, 2), (1,), groups), P_x, Decomposition(P_x, tuple(splits), (0, 1, 2))
+    return NormAxes((1, 2), (1,), groups), P_x, Decomposition(P_x, tuple(splits), (0, 1, 2))
 
 
 def group_of(source, rank, groups):
@@ -38,14 +38,17 @@ def group_of(source, rank, groups):
 def test_ranks_share_cells_with_all_ranks_that_hold_elements_of_them(case):
     layout, P_x, source = case
     for rank in P_x.ranks:
-        cells, mine = Cells(layout, P_x, source, rank), group_of(source, rank, layout.groups).unique()
+        cells, mine = (
+            StatisticGroups(layout, P_x, source, rank),
+            group_of(source, rank, layout.groups).unique(),
+        )
         for other in P_x.ranks:
             same_instances = P_x.index_of(other)[0] == P_x.index_of(rank)[0]
             common = set(mine.tolist()) & set(group_of(source, other, layout.groups).unique().tolist())
             if same_instances and common:
                 assert other in cells.ranks
         for other in cells.ranks:
-            theirs = Cells(layout, P_x, source, other)
+            theirs = StatisticGroups(layout, P_x, source, other)
             assert (theirs.ranks, theirs.shape) == (cells.ranks, cells.shape)
             assert torch.equal(theirs.counts, cells.counts)
 
@@ -56,7 +59,7 @@ def test_counts_of_the_sharing_ranks_add_up_to_whole_groups(case):
     layout, P_x, source = case
     width = source.shape[1] // layout.groups
     for rank in P_x.ranks:
-        cells = Cells(layout, P_x, source, rank)
+        cells = StatisticGroups(layout, P_x, source, rank)
         assert set(cells.total.flatten().tolist()) <= {width * source.shape[2]}
 
 
@@ -66,7 +69,7 @@ def test_bands_are_all_local_channels_in_order_each_in_its_cell(case):
     layout, P_x, source = case
     width = source.shape[1] // layout.groups
     for rank in P_x.ranks:
-        cells, box = Cells(layout, P_x, source, rank), source.box(rank)
+        cells, box = StatisticGroups(layout, P_x, source, rank), source.box(rank)
         first = min(source.box(r).start[1] for r in cells.ranks) // width
         x = torch.arange(box.start[1], box.bounds[1][1]).view(1, -1, 1).expand(box.shape)
         seen = []
@@ -85,10 +88,10 @@ def test_bands_are_all_local_channels_in_order_each_in_its_cell(case):
 def test_without_groups_the_slab_along_the_reduced_dimensions_shares():
     P_x = Partition(tuple(range(12)), (2, 2, 3), 0)
     source = Decomposition.balanced(P_x, (4, 6, 7))
-    batch, layer = Layout((0, 2), (1,)), Layout((1, 2), (1, 2))
-    assert Cells(batch, P_x, source, 4).ranks == (3, 4, 5, 9, 10, 11)
-    assert Cells(layer, P_x, source, 4).ranks == (0, 1, 2, 3, 4, 5)
-    assert Cells(batch, P_x, source, 4).shape == (1, 3, 1)
-    assert Cells(layer, P_x, source, 4).total.item() == 42
+    batch, layer = NormAxes((0, 2), (1,)), NormAxes((1, 2), (1, 2))
+    assert StatisticGroups(batch, P_x, source, 4).ranks == (3, 4, 5, 9, 10, 11)
+    assert StatisticGroups(layer, P_x, source, 4).ranks == (0, 1, 2, 3, 4, 5)
+    assert StatisticGroups(batch, P_x, source, 4).shape == (1, 3, 1)
+    assert StatisticGroups(layer, P_x, source, 4).total.item() == 42
     assert layer.alone(3) == (0,)
     assert batch.alone(3) == ()

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from distdl_rma.ops.result_pool import SMALLEST_NBYTES, Pool
+from distdl_rma.ops.result_pool import SMALLEST_NBYTES, ResultPool
 
 LARGE = (SMALLEST_NBYTES // 4, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128], ids=str)
 def test_results_are_tensors_of_their_own(dtype):
-    pool = Pool()
+    pool = ResultPool()
     first, second = (pool.empty(LARGE, dtype) for _ in range(2))
     assert first.shape == LARGE
     assert first.dtype == dtype
@@ -28,7 +28,7 @@ def test_results_are_tensors_of_their_own(dtype):
 
 
 def test_memory_is_used_again_when_its_last_tensor_is_dead():
-    pool = Pool()
+    pool = ResultPool()
     first = pool.empty(LARGE, torch.float32)
     address, part = first.data_ptr(), first[1:]
     del first
@@ -41,7 +41,7 @@ def test_memory_is_used_again_when_its_last_tensor_is_dead():
 
 
 def test_what_autograd_keeps_is_not_used_again():
-    pool = Pool()
+    pool = ResultPool()
     x = pool.empty(LARGE, torch.float32).fill_(3.0)
     weight = torch.ones(LARGE, requires_grad=True)
     y = (x * weight).sum()
@@ -54,7 +54,7 @@ def test_what_autograd_keeps_is_not_used_again():
 
 def test_idle_memory_is_limited_and_the_oldest_goes_first():
     nbytes = 2 * SMALLEST_NBYTES
-    pool = Pool(limit=3 * nbytes)
+    pool = ResultPool(limit=3 * nbytes)
     sizes = [nbytes, nbytes + 64, nbytes + 128]
     for size in (*sizes, 4 * nbytes):
         pool.empty((size,), torch.uint8)
@@ -64,7 +64,7 @@ def test_idle_memory_is_limited_and_the_oldest_goes_first():
 
 
 def test_small_results_come_from_torch():
-    pool = Pool()
+    pool = ResultPool()
     pool.empty((3,), torch.float32)
     gc.collect()
     assert pool.idle_nbytes == 0
@@ -72,7 +72,7 @@ def test_small_results_come_from_torch():
 
 def test_memory_that_comes_back_on_another_thread_is_counted_right():
     nbytes = 2 * SMALLEST_NBYTES
-    pool = Pool(limit=nbytes + 64)
+    pool = ResultPool(limit=nbytes + 64)
     late = [np.empty(nbytes + 64, np.uint8)]
 
     class Interrupted(OrderedDict):

@@ -131,9 +131,9 @@ def test_more_shapes_come_back_than_plans_are_kept(P_world, make):
 @pytest.mark.parametrize("passed", [torch.float32, torch.complex128, torch.bool], ids=str)
 def test_what_has_no_elements_may_be_of_any_type(P_world, comm, dtype, passed):
     layer = Broadcast(first(P_world), grid(P_world, 1, 1, comm.size))
-    wants = comm.rank > 0 and passed != torch.bool
+    call_arguments = comm.rank > 0 and passed != torch.bool
     smooth = dtype.is_floating_point or dtype.is_complex
-    x = zero_volume_tensor(3, passed, wants)
+    x = zero_volume_tensor(3, passed, call_arguments)
     if comm.rank == 0:
         x = torch.ones(2, dtype=dtype, requires_grad=smooth)
     y = layer(x)
@@ -142,7 +142,7 @@ def test_what_has_no_elements_may_be_of_any_type(P_world, comm, dtype, passed):
     if smooth:
         y.backward(torch.ones_like(y))
         assert comm.rank or torch.equal(x.grad, torch.full((2,), comm.size, dtype=dtype))
-        assert not wants or (x.grad.shape, x.grad.dtype) == ((3, 0), passed)
+        assert not call_arguments or (x.grad.shape, x.grad.dtype) == ((3, 0), passed)
 
 
 @each_layer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distdl_rma.geometry import Box, Stencil
-from distdl_rma.ops.conv.own_and_others import Parts
+from distdl_rma.ops.conv.own_and_others import OwnAndOthers
 from distdl_rma.ops.conv.split_convolution import LocalConvolution
 
 
@@ -30,7 +30,7 @@ def random_parts(rng):
         read = stencil.reads(Box(outputs.bounds[2:])).bounds
         reads = Box((outputs.bounds[0], some(rng, channels), *read))
         own = Box(tuple(some(rng, n) for n in domain.shape))
-        parts = Parts(stencil, own, reads, domain, outputs)
+        parts = OwnAndOthers(stencil, own, reads, domain, outputs)
         if parts.both:
             return stencil, domain, filters, parts
 

@@ -12,8 +12,8 @@ from distdl_rma import GradientSync, Machine, MismatchError, UnsupportedError, g
 from distdl_rma.geometry import Decomposition, Partition
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.layers import DistributedEmbedding, DistributedLinearAllGatherZero, passes
-from distdl_rma.ops.set_up_transfer import PASS_NBYTES, Passes, broadcast_from_first, gather_whole
-from distdl_rma.segments.collectives.broadcast import Broadcast
+from distdl_rma.ops.set_up_transfer import PASS_NBYTES, TransferInPasses, broadcast_from_first, gather_whole
+from distdl_rma.segments.collectives.broadcast import Bcast
 from distdl_rma.segments.lanes import Lanes
 from distdl_rma.segments.transport.heap import aligned
 
@@ -147,7 +147,7 @@ def broadcast_nbytes(size, per_node, count):
         get_segment_buffer=buffer,
         operation=str.encode,
     )
-    Broadcast(manager, range(size), count, np.uint8, 0, "counted")
+    Bcast(manager, range(size), count, np.uint8, 0, "counted")
     return sum(asked)
 
 
@@ -168,7 +168,7 @@ def test_a_state_of_many_ranks_is_gathered_in_a_segment_like_that_of_few(per_nod
     for size, extent in ((2, 1 << 9), (64, 1 << 9), (64, 1 << 13)):
         P = Partition(tuple(range(size)), (size, 1), min(rank, size - 1))
         few = P.create_partition_inclusive(range(min(takers, size)))
-        plan = Passes(Decomposition.balanced(P, (extent, extent)), 4)
+        plan = TransferInPasses(Decomposition.balanced(P, (extent, extent)), 4)
         lanes = Lanes(plan.exchange(few), 4, lambda peer, me=P.me: peer // per_node == me // per_node)
         # Two passes of what comes in, two of what is staged, and slots begin on cache lines.
         assert lanes.nbytes <= 4 * PASS_NBYTES + 4 * 64 * size
@@ -180,7 +180,7 @@ def test_every_element_travels_in_some_pass():
     for size, shape in ((3, (1000, 1001)), (5, (4, 7)), (64, (300, 900))):
         P = Partition(tuple(range(size)), (size, 1), 0)
         givers = Decomposition.balanced(P, shape)
-        plan = Passes(givers, 8)
+        plan = TransferInPasses(givers, 8)
         for giver, rank in enumerate(P.ranks):
             runs = [plan.run(giver, number) for number in range(plan.count)]
             assert {run.stop - run.start for run in runs} == {plan.runs.lengths[giver]}

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import DistributedLinear, DistributedLinearAllGather, DistributedLinearReduceScatter
-from distdl_rma.ops.linear.linear_function import linear
+from distdl_rma.ops.linear.linear_function import linear_function
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
 
@@ -25,7 +25,7 @@ def operands(shape, outputs=3, dtype=torch.float64):
 def test_gradients_equal_torchs_and_are_written_to_the_places(shape, dtype):
     x, weight, bias = operands(shape, dtype=dtype)
     places = {"weight": torch.full_like(weight, 7.0), "bias": torch.full_like(bias, 7.0)}
-    y = linear(x, weight, bias, dict(places).pop)
+    y = linear_function(x, weight, bias, dict(places).pop)
     expected = F.linear(x, weight, bias)
     gradient = torch.randn_like(y)
     mine = torch.autograd.grad(y, (x, weight, bias), gradient)
@@ -40,18 +40,20 @@ def test_what_is_frozen_is_not_asked_for():
         inputs = operands((4, 5))
         inputs[frozen].requires_grad_(False)
         asked = []
-        linear(*inputs, asked.append).sum().backward()
+        linear_function(*inputs, asked.append).sum().backward()
         assert asked == [key for at, key in ((1, "weight"), (2, "bias")) if at != frozen]
     asked.clear()
     x, weight, _ = operands((4, 5))
-    linear(x, weight, None, asked.append).sum().backward()
+    linear_function(x, weight, None, asked.append).sum().backward()
     assert asked == ["weight"]
     assert weight.grad is not None
 
 
 def test_second_derivatives_are_torchs_and_write_to_no_place():
     inputs = operands((4, 5))
-    assert torch.autograd.gradgradcheck(lambda *t: linear(*t, lambda _: pytest.fail("asked")), inputs)
+    assert torch.autograd.gradgradcheck(
+        lambda *t: linear_function(*t, lambda _: pytest.fail("asked")), inputs
+    )
 
 
 def segment_of(machine):

@@ -13,7 +13,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.geometry.stencil import Stencil, Window, WindowSplit
-from distdl_rma.ops.conv.own_and_halo import Patch, Tile
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch
 from tests.geometry.strategies import extents_for, partitions, splits, unbalanced, windows
 
 some = settings(max_examples=80)
@@ -46,7 +46,7 @@ def tiles(draw, dim):
     """A tile of any own inputs and any outputs, whether they have to do with each other or not."""
     stencil, shape = draw(stencils(dim))
     outputs = draw(boxes(stencil.outputs(shape)))
-    return Tile(stencil=stencil, domain=Box.of_shape(shape), own=draw(boxes(shape)), outputs=outputs)
+    return OwnAndHalo(stencil=stencil, domain=Box.of_shape(shape), own=draw(boxes(shape)), outputs=outputs)
 
 
 any_tile = st.integers(1, 2).flatmap(tiles)
@@ -151,7 +151,7 @@ def tiles_of(stencil, source, y_splits):
     y_boxes = Decomposition(source.partition, (*source.splits[:2], *y_splits), source.axes)
     for rank in source.partition.ranks:
         own, outputs = (Box(ends.box(rank).bounds[2:]) for ends in (source, y_boxes))
-        tile = Tile(stencil=stencil, domain=Box.of_shape(shape), own=own, outputs=outputs)
+        tile = OwnAndHalo(stencil=stencil, domain=Box.of_shape(shape), own=own, outputs=outputs)
         yield Exchange(rank, source, target), tile
 
 
@@ -290,7 +290,9 @@ def test_a_rank_that_owns_everything_convolves_at_once_with_the_padding_of_the_l
     window = Window(3, stride, 1, padding, padding)
     whole = Box.of_shape((8, 8))
     stencil = Stencil((window, window))
-    tile = Tile(stencil=stencil, domain=whole, own=whole, outputs=Box.of_shape(stencil.outputs(whole.shape)))
+    tile = OwnAndHalo(
+        stencil=stencil, domain=whole, own=whole, outputs=Box.of_shape(stencil.outputs(whole.shape))
+    )
     assert tile.core is not None
     assert tile.core.outputs == tile.outputs
     assert tile.core.taps == ((0, 3), (0, 3))
@@ -301,7 +303,9 @@ def test_a_rank_that_owns_everything_convolves_at_once_with_the_padding_of_the_l
 def test_a_tile_in_the_middle_has_a_strip_per_side_and_the_first_two_take_the_corners():
     window = Window(3, left=1, right=1)
     middle = Box(((4, 8), (4, 8)))
-    tile = Tile(stencil=Stencil((window, window)), domain=Box.of_shape((12, 12)), own=middle, outputs=middle)
+    tile = OwnAndHalo(
+        stencil=Stencil((window, window)), domain=Box.of_shape((12, 12)), own=middle, outputs=middle
+    )
     assert tile.sides == (
         Box(((3, 4), (3, 9))),
         Box(((8, 9), (3, 9))),
@@ -319,7 +323,7 @@ def test_a_tile_in_the_middle_has_a_strip_per_side_and_the_first_two_take_the_co
 
 
 def test_a_tile_without_own_data_has_strips_only():
-    tile = Tile(
+    tile = OwnAndHalo(
         stencil=Stencil((Window(3, left=1, right=1),)),
         domain=Box.of_shape((4,)),
         own=Box(((4, 4),)),
@@ -331,7 +335,7 @@ def test_a_tile_without_own_data_has_strips_only():
 
 
 def test_a_tile_without_outputs_needs_nothing():
-    tile = Tile(
+    tile = OwnAndHalo(
         stencil=Stencil((Window(3, left=1, right=1),)),
         domain=Box.of_shape((4,)),
         own=Box(((0, 2),)),
@@ -342,7 +346,7 @@ def test_a_tile_without_outputs_needs_nothing():
 
 
 def test_own_data_that_falls_between_the_windows_adds_nothing():
-    tile = Tile(
+    tile = OwnAndHalo(
         stencil=Stencil((Window(1, stride=4),)),
         domain=Box.of_shape((8,)),
         own=Box(((1, 3),)),

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from distdl_rma.geometry import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.layers.conv.worker_grid import IN, OUT, Work, runs
+from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, group_runs
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 6))
 def test_runs_make_up_the_interval_and_never_share_a_group(start, length, size):
-    found = list(runs(start, start + length, size))
+    found = list(group_runs(start, start + length, size))
     assert [n for a, b, _ in found for n in range(a, b)] == list(range(start, start + length))
     for a, b, groups in found:
         assert a // size + groups - 1 == (b - 1) // size
@@ -24,7 +24,7 @@ def test_runs_make_up_the_interval_and_never_share_a_group(start, length, size):
 def test_every_block_of_the_weight_finds_the_channels_it_works_on(rows, first, second, groups, out, width):
     shape = (1, first, second, 2) if rows == OUT else (1, second, first, 2)
     grid = Partition(tuple(range(first * second * 2)), shape, 0)
-    work = Work(grid, rows, groups, (groups * out, width, 3))
+    work = WorkerGrid(grid, rows, groups, (groups * out, width, 3))
     halves = [Balanced(4, 2)]
     by_rows, by_columns = work.by_rows(Balanced(1, 1), halves), work.by_columns(Balanced(1, 1), halves)
     assert (by_rows.shape[1], by_columns.shape[1]) == (groups * out, groups * width)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distdl_rma.segments import AllGather, Allreduce, AllToAll, Broadcast, Reduce, ReduceScatter
+from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
 
 REDUCE = {
     # As numpy does it in the type itself: integers wrap around.
@@ -46,15 +46,15 @@ class Case:
             name = f"case {number}"
             self.job = {
                 "allreduce": lambda: Allreduce(segments, self.ranks, self.count, self.dtype, self.op, name),
-                "allgather": lambda: AllGather(segments, self.ranks, self.counts, self.dtype, name),
-                "reduce_scatter": lambda: ReduceScatter(
+                "allgather": lambda: Allgather(segments, self.ranks, self.counts, self.dtype, name),
+                "reduce_scatter": lambda: Reducescatter(
                     segments, self.ranks, self.counts, self.dtype, self.op, name
                 ),
-                "alltoall": lambda: AllToAll(segments, self.ranks, self.blocks, self.dtype, name),
+                "alltoall": lambda: Alltoall(segments, self.ranks, self.blocks, self.dtype, name),
                 "reduce": lambda: Reduce(
                     segments, self.ranks, self.count, self.dtype, self.op, self.root, name
                 ),
-                "broadcast": lambda: Broadcast(segments, self.ranks, self.count, self.dtype, self.root, name),
+                "broadcast": lambda: Bcast(segments, self.ranks, self.count, self.dtype, self.root, name),
             }[self.kind]()
 
     def operand(self, at, step):

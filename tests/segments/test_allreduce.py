@@ -8,7 +8,7 @@ import pytest
 
 from distdl_rma import ClosedError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.collectives.all_push import Round
+from distdl_rma.segments.collectives.all_push import AllPush
 from tests.matrix import over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -141,7 +141,7 @@ def test_wrong_arguments_are_named(machine):
 
 def test_all_gather_has_a_row_per_rank_in_the_order_given(machine, comm):
     ranks = machine.ranks[::-1]
-    gather = Round(machine.segments, ranks, 3, np.int64, "rows")
+    gather = AllPush(machine.segments, ranks, 3, np.int64, "rows")
     for epoch in range(50):
         gather.start(np.array([comm.rank, epoch, comm.rank * epoch]))
         assert gather.wait().tolist() == [[rank, epoch, rank * epoch] for rank in ranks]

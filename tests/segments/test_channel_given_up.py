@@ -8,7 +8,7 @@ import pytest
 from distdl_rma import ExchangeTimeout, ProtocolError
 from distdl_rma.segments import Channel
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.transport.rma_peer import Wire
+from distdl_rma.segments.transport.rma_peer import RmaPeer
 from tests.segments.exchanges import expected, halo, movements, values
 
 pytestmark = pytest.mark.mpi
@@ -73,14 +73,14 @@ def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, monkeypatch)
     channel = Channel(machine.segments, exchange, np.int64, "void under way")
     x = values(exchange, machine.rank, 1)
     channel.move(x)
-    asked, arrived = [], Wire.arrived
+    asked, arrived = [], RmaPeer.arrived
 
     def slowly(wire, begun):
         asked.append(begun)
         return len(asked) > 50 and arrived(wire, begun)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Wire, "arrived", slowly)
+        patched.setattr(RmaPeer, "arrived", slowly)
         channel.start(channel.cut(x))
         channel.void()
         over = len(asked) > 50

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, ProtocolError
-from distdl_rma.segments import AllGather, Allreduce, AllToAll, Broadcast, Reduce, ReduceScatter
+from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
 from distdl_rma.segments.manager import SegmentManager
 from tests.matrix import over_seeds
 from tests.segments.cases import Case
@@ -78,10 +78,10 @@ def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, comm, co
 
 def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, comm):
     jobs = [
-        Broadcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
-        AllGather(segments, segments.ranks, 300, np.int64, name="ahead too"),
+        Bcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
+        Allgather(segments, segments.ranks, 300, np.int64, name="ahead too"),
         Allreduce(segments, segments.ranks, 30, np.int64, name="ahead as well"),
-        AllToAll(segments, segments.ranks, 50, np.int64, name="ahead, between all"),
+        Alltoall(segments, segments.ranks, 50, np.int64, name="ahead, between all"),
         Reduce(segments, segments.ranks, 3000, np.int64, name="ahead, to a root"),
     ]
     mine = random.Random(comm.rank)
@@ -132,7 +132,7 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("make", [Reduce, AllToAll])
+@pytest.mark.parametrize("make", [Reduce, Alltoall])
 def test_the_wait_for_a_root_or_for_blocks_names_who_is_missing_and_can_be_repeated(segments, comm, make):
     job, late = make(segments, segments.ranks, 3000, np.int64, name="late"), comm.size - 1
     job.connect()
@@ -145,13 +145,13 @@ def test_the_wait_for_a_root_or_for_blocks_names_who_is_missing_and_can_be_repea
         comm.Barrier()
         one_node = len(segments.segment.direct_nodes) == 1
         # Between nodes a rank that only sends to the root may wait for nobody.
-        if one_node or make is AllToAll or comm.rank == segments.ranks[0]:
+        if one_node or make is Alltoall or comm.rank == segments.ranks[0]:
             who = f"for rank {late} " if one_node else "for rank"
             with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} .*{who}.*in 'late' "):
                 job.wait(timeout=0.1)
         comm.Barrier()
     result = job.wait()
-    assert (result == (1 if make is AllToAll else comm.size)).all()
+    assert (result == (1 if make is Alltoall else comm.size)).all()
     comm.Barrier()
     job.close()
 
@@ -211,7 +211,7 @@ def test_closing_a_running_step_does_not_leave_the_others_waiting(segments, comm
 
 
 def test_calls_out_of_order_raise(segments):
-    job = Broadcast(segments, segments.ranks, 4, name="strict")
+    job = Bcast(segments, segments.ranks, 4, name="strict")
     with pytest.raises(ProtocolError, match="'strict': wait without a start"):
         job.wait()
     job.start()
@@ -308,8 +308,8 @@ def test_reset_after_some_ranks_ran_ahead_many_steps(segments, comm):
     counts = [0] + [3] * (everyone - 1)
     last = segments.ranks[-1]
     jobs = [
-        Broadcast(segments, segments.ranks, 4, np.int64, first, "far ahead"),
-        ReduceScatter(segments, segments.ranks, counts, np.int64, name="far ahead, too"),
+        Bcast(segments, segments.ranks, 4, np.int64, first, "far ahead"),
+        Reducescatter(segments, segments.ranks, counts, np.int64, name="far ahead, too"),
         Reduce(segments, segments.ranks, 4, np.int64, "sum", last, "far ahead as well"),
     ]
     for job in jobs:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import MismatchError, PartitionError, ShapeError
-from distdl_rma.segments import AllGather, Allreduce, AllToAll, Broadcast, Reduce, ReduceScatter
+from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
 
 pytestmark = pytest.mark.mpi
 
@@ -12,16 +12,16 @@ pytestmark = pytest.mark.mpi
 def test_wrong_arguments_are_named(segments):
     ranks = segments.ranks
     with pytest.raises(ShapeError, match="numbers of elements"):
-        AllGather(segments, ranks, [1] * (len(ranks) + 1))
+        Allgather(segments, ranks, [1] * (len(ranks) + 1))
     with pytest.raises(ShapeError, match="integer of at least 0, got -1"):
-        ReduceScatter(segments, ranks, -1)
+        Reducescatter(segments, ranks, -1)
     with pytest.raises(PartitionError, match="root is one of the ranks"):
-        Broadcast(segments, ranks, 1, root=99)
+        Bcast(segments, ranks, 1, root=99)
     with pytest.raises(PartitionError, match="root is one of the ranks"):
         Reduce(segments, ranks, 1, root=99)
     for count in (-1, [[1] * len(ranks)] * (len(ranks) + 1), [[1] * (len(ranks) + 1)] * len(ranks)):
         with pytest.raises(ShapeError, match=r"numbers of elements|integer of at least 0"):
-            AllToAll(segments, ranks, count)
+            Alltoall(segments, ranks, count)
     with pytest.raises(PartitionError, match="of the machine"):
         Allreduce(segments, (segments.rank, 99), 1)
 
@@ -50,7 +50,7 @@ def test_mismatch_says_which_arguments_differ_with_both_values(segments, comm):
         r"op is (sum|max) on rank \d and (sum|max) on rank \d\)": Allreduce(
             segments, segments.ranks, 4, np.float32, ("sum", "max")[odd], name="operations"
         ),
-        r"root is [01] on rank \d and [01] on rank \d\)": Broadcast(
+        r"root is [01] on rank \d and [01] on rank \d\)": Bcast(
             segments, segments.ranks, 4, np.float32, odd, name="roots"
         ),
     }

@@ -11,8 +11,8 @@ from distdl_rma.geometry import Decomposition, Exchange, Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Window, WindowSplit
 from distdl_rma.segments.collectives.engine import node_layout as schedule
-from distdl_rma.segments.collectives.engine.alltoall_blocks import Blocks, alltoall_traffic
-from distdl_rma.segments.collectives.engine.node_layout import Layout
+from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks, alltoall_traffic
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 
 MACHINES = [(2, 2), (4, 4), (8, 4), (64, 16), (256, 64), (1024, 4), (1024, 64)]
 
@@ -24,7 +24,7 @@ def machine_nodes(size, per_node):
 
 def layouts(size, per_node):
     nodes = machine_nodes(size, per_node)
-    return [Layout(tuple(range(size)), nodes, me) for me in range(size)]
+    return [NodeLayout(tuple(range(size)), nodes, me) for me in range(size)]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -36,13 +36,13 @@ def test_shares_of_a_node_are_the_whole_vector_and_meet_the_same_share_elsewhere
     nodes = tuple(tuple(range(a, b)) for a, b in zip([0, *cuts], [*cuts, 40], strict=True))
     count = rng.randint(0, 50)
     for me in order:
-        layout = Layout(tuple(order), nodes, me)
+        layout = NodeLayout(tuple(order), nodes, me)
         assert sorted(rank for node in layout.nodes for rank in node) == sorted(order)
         covered = []
         for holder in layout.holders:
-            covered += range(*Layout(tuple(order), nodes, holder).share(count))
+            covered += range(*NodeLayout(tuple(order), nodes, holder).share(count))
         assert covered == list(range(count))
-        shares = {Layout(tuple(order), nodes, rank).share(count) for rank in layout.lane_ranks}
+        shares = {NodeLayout(tuple(order), nodes, rank).share(count) for rank in layout.lane_ranks}
         assert len(shares) <= 1
         assert len(layout.lane_ranks) == (0 if layout.lane is None else len(layout.nodes))
 
@@ -55,10 +55,10 @@ def test_every_part_of_a_reduce_scatter_is_reduced_once_on_each_node_and_kept_on
     per_node = rng.randint(1, 12)
     nodes = machine_nodes(12, per_node)
     lengths = [rng.choice([0, 1, 2, 9]) for _ in order]
-    for number, node in enumerate(Layout(tuple(order), nodes, order[0]).nodes):
+    for number, node in enumerate(NodeLayout(tuple(order), nodes, order[0]).nodes):
         reduced = []
         for me in node:
-            layout = Layout(tuple(order), nodes, me)
+            layout = NodeLayout(tuple(order), nodes, me)
             assert layout.my_node == number
             if layout.lane is None:
                 assert not any(layout.scatter_pieces(lengths))
@@ -134,8 +134,8 @@ def test_every_block_of_an_all_to_all_is_sent_by_one_rank_and_taken_by_one(seed)
     rows = tuple(tuple(rng.choice((0, 1, 9)) for _ in order) for _ in order)
     sent, taken = [], []
     for me in order:
-        layout = Layout(order, nodes, me)
-        blocks = Blocks(layout, rows)
+        layout = NodeLayout(order, nodes, me)
+        blocks = AlltoallBlocks(layout, rows)
         for node, out, came in zip(layout.nodes, blocks.outgoing(), blocks.incoming(), strict=True):
             assert all(route.source in layout.here and route.target in node for route in out)
             assert all(route.source in node and route.target in layout.here for route in came)
@@ -144,7 +144,7 @@ def test_every_block_of_an_all_to_all_is_sent_by_one_rank_and_taken_by_one(seed)
             # What one sends is what the other takes, in the same order.
             peer = layout.lane if layout.lane is not None and node != layout.here else None
             if peer is not None:
-                there = Blocks(Layout(order, nodes, node[peer]), rows)
+                there = AlltoallBlocks(NodeLayout(order, nodes, node[peer]), rows)
                 assert there.incoming()[layout.my_node] == out
     far = [
         (a, b)
@@ -178,7 +178,7 @@ def test_wrong_numbers_are_named():
     with pytest.raises(ShapeError, match="'x': 2 ranks need 2 numbers of elements"):
         schedule.check_lengths([1], 2, "x")
     with pytest.raises(PartitionError, match="'x': ranks must be unique"):
-        Layout.checked((0, 0), ((0, 1),), 0, "x")
+        NodeLayout.checked((0, 0), ((0, 1),), 0, "x")
 
 
 @pytest.mark.mpi
@@ -188,7 +188,7 @@ def test_the_real_allreduce_moves_what_was_counted(segments, count, dtype):
     from distdl_rma.segments import Allreduce
 
     job = Allreduce(segments, segments.ranks, count, dtype, name=f"counted {count}")
-    layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
     job.active[:] = 1
     found = moved(segments, job)
     itemsize = np.dtype(dtype).itemsize
@@ -199,11 +199,11 @@ def test_the_real_allreduce_moves_what_was_counted(segments, count, dtype):
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [3, 50_001])
 def test_the_real_broadcast_moves_what_was_counted(segments, count):
-    from distdl_rma.segments import Broadcast
+    from distdl_rma.segments import Bcast
 
     root = segments.ranks[-1]
-    job = Broadcast(segments, segments.ranks, count, np.float64, root, f"counted {count}")
-    layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    job = Bcast(segments, segments.ranks, count, np.float64, root, f"counted {count}")
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
     assert moved(segments, job) == schedule.broadcast_traffic(layout, root, 8 * count)
     job.close()
 
@@ -216,7 +216,7 @@ def test_the_real_reduction_to_a_root_moves_what_was_counted(segments, dtype):
     root, count, itemsize = segments.ranks[-1], 50_001, np.dtype(dtype).itemsize
     job = Reduce(segments, segments.ranks, count, dtype, "sum", root, "counted")
     job.active[:] = 1
-    layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
     assert moved(segments, job) == schedule.reduce_traffic(layout, root, count, itemsize, wide_itemsize=4)
     job.close()
 
@@ -224,12 +224,12 @@ def test_the_real_reduction_to_a_root_moves_what_was_counted(segments, dtype):
 @pytest.mark.mpi
 @pytest.mark.parametrize("seed", range(5))
 def test_the_real_all_to_all_moves_what_was_counted(segments, seed):
-    from distdl_rma.segments import AllToAll
+    from distdl_rma.segments import Alltoall
 
     rng = random.Random(seed)
     rows = tuple(tuple(rng.choice((0, 1, 300)) for _ in segments.ranks) for _ in segments.ranks)
-    job = AllToAll(segments, segments.ranks, rows, np.float64, "counted")
-    layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    job = Alltoall(segments, segments.ranks, rows, np.float64, "counted")
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
     found, expected = moved(segments, job), alltoall_traffic(layout, rows, 8)
     assert found == expected
     job.close()
@@ -272,5 +272,5 @@ def moved(segments, job):
     job.start()
     job.wait()
     found = (now() - before).tolist()
-    layout = Layout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
     return schedule.Traffic(*found, across=len(layout.nodes) if found[4] else 1)

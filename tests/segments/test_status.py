@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distdl_rma.segments.waiting.double_record import Twin
-from distdl_rma.segments.waiting.header import HEADER_BYTES, Board, State, operation_name, parse
-from distdl_rma.segments.waiting.peer_headers import Headers
+from distdl_rma.segments.waiting.double_record import DoubleRecord
+from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, operation_name, parse
+from distdl_rma.segments.waiting.peer_headers import PeerHeaders
 
 
 class Struck(Exception):
@@ -31,10 +31,10 @@ class Torn:
 def written(count):
     """Headers after each of so many records, each unlike the others in all of its fields."""
     header = bytearray(HEADER_BYTES)
-    board = Board(memoryview(header), lambda: None)
+    board = HeaderWriter(memoryview(header), lambda: None)
     copies = [bytes(header)]
     for k in range(count):
-        board.write(list(State)[k % 4], f"to send in {k} " * (1 + 7 * k % 40), tuple(range(k % 11)))
+        board.write(list(RankState)[k % 4], f"to send in {k} " * (1 + 7 * k % 40), tuple(range(k % 11)))
         copies.append(bytes(header))
         board.begin(operation_name(f"layer {k} " * (1 + 5 * k % 30)), 1000 + k)
         copies.append(bytes(header))
@@ -72,8 +72,8 @@ def test_memory_that_was_never_written_is_no_record():
 
 def test_record_of_a_writer_that_stops_midway_leaves_the_one_before(monkeypatch):
     header = bytearray(HEADER_BYTES)
-    board = Board(memoryview(header), lambda: None)
-    board.write(State.WAITING, "to send in 'enc1'", (3,))
+    board = HeaderWriter(memoryview(header), lambda: None)
+    board.write(RankState.WAITING, "to send in 'enc1'", (3,))
 
     class Form:
         def __init__(self, form):
@@ -90,9 +90,11 @@ def test_record_of_a_writer_that_stops_midway_leaves_the_one_before(monkeypatch)
 
     monkeypatch.setattr(status._STATE, "_form", Form(status._STATE._form))
     with pytest.raises(Struck):
-        board.write(State.FAILED, "disk on fire")
+        board.write(RankState.FAILED, "disk on fire")
     record = parse(bytes(header))
-    assert record.state is State.WAITING and record.text == "to send in 'enc1'" and record.waits_for == (3,)
+    assert (
+        record.state is RankState.WAITING and record.text == "to send in 'enc1'" and record.waits_for == (3,)
+    )
 
 
 def test_header_that_cannot_be_read_is_given_up_at_once():
@@ -100,12 +102,12 @@ def test_header_that_cannot_be_read_is_given_up_at_once():
     struct.pack_into("=q", header.data, 0, 7)
     segment = SimpleNamespace(link=lambda rank: SimpleNamespace(memory=header))
     begin = time.monotonic()
-    assert Headers(segment).read(1, deadline=begin + 1e9) is None
+    assert PeerHeaders(segment).read(1, deadline=begin + 1e9) is None
     assert time.monotonic() - begin < 20
 
 
 def test_newer_of_two_whole_records_counts():
-    twin, memory = Twin("q", 0), memoryview(bytearray(64))
+    twin, memory = DoubleRecord("q", 0), memoryview(bytearray(64))
     for count in range(1, 6):
         twin.write(memory, count, lambda: None, 10 * count)
         assert twin.read(bytes(memory)) == (10 * count,)

@@ -12,15 +12,15 @@ import pytest
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.waiting import peer_headers as headers
 from distdl_rma.segments.waiting import peer_watch as supervision
-from distdl_rma.segments.waiting.header import HEADER_BYTES, Board, State
-from distdl_rma.segments.waiting.peer_watch import Supervision
-from distdl_rma.segments.waiting.waiter import Waiting
+from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState
+from distdl_rma.segments.waiting.peer_watch import PeerWatch
+from distdl_rma.segments.waiting.waiter import WaitReason
 
 RANKS = tuple(range(20))
 
 
 def board(memory):
-    return Board(memory.data, lambda: None)
+    return HeaderWriter(memory.data, lambda: None)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def node(monkeypatch):
         node_ranks=RANKS,
         link=lambda rank: SimpleNamespace(memory=memories[rank]),
     )
-    watch = Supervision(segment, SimpleNamespace(rank=0), RANKS, lambda: None)
+    watch = PeerWatch(segment, SimpleNamespace(rank=0), RANKS, lambda: None)
     return watch, {rank: board(memories[rank]) for rank in RANKS[1:]}, memories
 
 
@@ -55,26 +55,26 @@ def look(watch, waiting):
 def test_wait_for_any_of_many_ranks_is_in_vain_once_all_have_left(node):
     watch, boards, _ = node
     # This rank is among them: it notifies itself never while it waits.
-    waiting = Waiting(RANKS, "to set notification 0", anyone=True)
+    waiting = WaitReason(RANKS, "to set notification 0", anyone=True)
     for rank in RANKS[1:-1]:
-        boards[rank].write(State.LEFT, "closing the machine")
+        boards[rank].write(RankState.LEFT, "closing the machine")
     look(watch, waiting)
-    boards[RANKS[-1]].write(State.LEFT, "closing the machine")
+    boards[RANKS[-1]].write(RankState.LEFT, "closing the machine")
     with pytest.raises(PeerFailedError, match="rank 1 failed: it left, closing the machine"):
         look(watch, waiting)
 
 
 def test_rank_that_comes_back_before_all_have_left_is_waited_for(node):
     watch, boards, _ = node
-    waiting = Waiting(RANKS[1:], "to set notification 0", anyone=True)
+    waiting = WaitReason(RANKS[1:], "to set notification 0", anyone=True)
     for rank in RANKS[1:-1]:
-        boards[rank].write(State.LEFT, "closing the machine")
+        boards[rank].write(RankState.LEFT, "closing the machine")
     look(watch, waiting)
-    boards[3].write(State.RUNNING)
+    boards[3].write(RankState.RUNNING)
     look(watch, waiting)
-    boards[19].write(State.LEFT, "closing the machine")
+    boards[19].write(RankState.LEFT, "closing the machine")
     look(watch, waiting)
-    boards[3].write(State.LEFT, "closing the machine")
+    boards[3].write(RankState.LEFT, "closing the machine")
     with pytest.raises(PeerFailedError, match="it left, closing the machine"):
         look(watch, waiting)
 
@@ -84,75 +84,75 @@ def test_rank_that_comes_back_before_all_have_left_is_waited_for(node):
 def test_process_that_ended_is_noticed_wherever_it_stands_among_many(node, rank, anyone):
     watch, boards, _ = node
     boards[rank]._process = ended()
-    boards[rank].write(State.RUNNING)
+    boards[rank].write(RankState.RUNNING)
     with pytest.raises(PeerFailedError, match=f"rank {rank} failed: it is silent, its process .* has ended"):
-        look(watch, Waiting(RANKS, "to send in 'enc1'", anyone=anyone))
+        look(watch, WaitReason(RANKS, "to send in 'enc1'", anyone=anyone))
 
 
 def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node):
     watch, boards, _ = node
     watch.leave("closing the machine")
     for rank in RANKS[1:]:
-        boards[rank].write(State.LEFT, "closing the machine")
+        boards[rank].write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
-    boards[4].write(State.RUNNING)
+    boards[4].write(RankState.RUNNING)
     boards[17]._process = ended()
-    boards[17].write(State.LEFT, "closing the machine")
+    boards[17].write(RankState.LEFT, "closing the machine")
     assert watch.missing() == (17, 4)
     assert [rank for rank, _ in watch.gone()] == [17]
     with pytest.raises(PeerFailedError, match="rank 17 failed: it is silent"):
-        look(watch, Waiting(watch.missing(), "to close the machine", leavers=True))
+        look(watch, WaitReason(watch.missing(), "to close the machine", leavers=True))
 
 
 def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
     monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
     for one in boards.values():
-        one.write(State.LEFT, "closing the machine")
+        one.write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
     time.sleep(0.1)
     for rank in RANKS[1:-1]:
-        boards[rank].write(State.LEFT, "closing the machine")
+        boards[rank].write(RankState.LEFT, "closing the machine")
     assert watch.missing() == (19,)
     silence = (
         r"for rank 19 to close the machine; rank 19 left .*, closing the machine, and has said nothing for"
     )
     with pytest.raises(ExchangeTimeout, match=silence):
-        watch.give_up(Waiting(watch.missing(), "to close the machine", leavers=True), 6.0)
+        watch.give_up(WaitReason(watch.missing(), "to close the machine", leavers=True), 6.0)
 
 
 def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
     monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
-    waiting = Waiting((1, 2), "to set notification 0")
-    boards[1].write(State.WAITING, "to answer", (2,))
-    boards[2].write(State.RUNNING)
+    waiting = WaitReason((1, 2), "to set notification 0")
+    boards[1].write(RankState.WAITING, "to answer", (2,))
+    boards[2].write(RankState.RUNNING)
     watch.look(waiting)
     time.sleep(0.1)
     # A rank that computes writes nothing; one that waits does so ten times a second.
     first, second = watch.chain(waiting)
     assert "for rank 2 to answer, and has said nothing for" in first
     assert second.startswith("rank 2 waits for nobody") and "has said" not in second
-    boards[1].write(State.WAITING, "to answer", (2,))
+    boards[1].write(RankState.WAITING, "to answer", (2,))
     assert not any("has said" in clause for clause in watch.chain(waiting))
 
 
 def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_be_read_any_more(node):
     watch, boards, memories = node
     boards[4]._process = ended()
-    boards[4].write(State.RUNNING)
+    boards[4].write(RankState.RUNNING)
     with pytest.raises(PeerFailedError, match="rank 4 failed: it is silent"):
-        look(watch, Waiting((4,), "to send in 'enc1'"))
+        look(watch, WaitReason((4,), "to send in 'enc1'"))
     memories[4][:] = 0
     assert [rank for rank, _ in watch.gone()] == [4]
 
 
 def test_ranks_that_left_still_take_puts(node):
     watch, boards, _ = node
-    boards[1].write(State.LEFT, "closing the machine")
-    look(watch, Waiting((1,), "to take its last puts", leavers=True))
+    boards[1].write(RankState.LEFT, "closing the machine")
+    look(watch, WaitReason((1,), "to take its last puts", leavers=True))
     with pytest.raises(PeerFailedError, match="it left"):
-        look(watch, Waiting((1,), "to send in 'enc1'"))
+        look(watch, WaitReason((1,), "to send in 'enc1'"))
 
 
 def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close(node, monkeypatch):
@@ -171,13 +171,13 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
     monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
     boards = {rank: board(memories[rank]) for rank in RANKS[1:]}
     for one in boards.values():
-        one.write(State.LEFT, "closing the machine")
+        one.write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
     answers[0] = False
     watch._headers._answers[1] = watch._headers._answers[1][0], -1e9
     assert watch.missing() == (1,)
     with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 6 s for rank 1 to close .*; rank 1 is silent"):
-        watch.give_up(Waiting(watch.missing(), "to close the machine", leavers=True), 5.99)
+        watch.give_up(WaitReason(watch.missing(), "to close the machine", leavers=True), 5.99)
 
 
 def test_header_of_this_process_is_that_of_a_process_that_lives(node):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.segments.transport.links import RemoteLink
-from distdl_rma.segments.transport.rma_peer import Runs, Wire
+from distdl_rma.segments.transport.rma_peer import ByteRuns, RmaPeer
 from distdl_rma.segments.waiting.waiter import Counters
 
 _WORDS = 16
@@ -89,12 +89,12 @@ class WeakWindow:
 
 def link_over(seed):
     window = WeakWindow(seed)
-    return window, RemoteLink(Wire(window, 0, Counters()), threading.RLock(), set())
+    return window, RemoteLink(RmaPeer(window, 0, Counters()), threading.RLock(), set())
 
 
 def put(link, number):
     """Put a number to a place of its own, behind the words of the notifications."""
-    link.put(Runs((8 * (_WORDS + number),), 8), np.array([number + 1]).view(np.uint8))
+    link.put(ByteRuns((8 * (_WORDS + number),), 8), np.array([number + 1]).view(np.uint8))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -266,7 +266,7 @@ def test_sources_of_puts_are_not_kept_for_ever():
 def test_an_array_that_is_got_is_kept_until_it_is_there():
     window, link = link_over(1)
     window.turn = lambda: None
-    link.get(Runs((0,), 8), np.empty(8, np.uint8), keep=True)
+    link.get(ByteRuns((0,), 8), np.empty(8, np.uint8), keep=True)
     assert not link.advance() and len(link._gets) == 1
     del window.turn
     while not link.advance():

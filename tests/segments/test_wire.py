@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distdl_rma.segments.transport.rma_peer import Runs, Wire
+from distdl_rma.segments.transport.rma_peer import ByteRuns, RmaPeer
 from distdl_rma.segments.waiting.waiter import Counters
 
 LARGE = 1 << 17
@@ -44,11 +44,11 @@ def window():
 
 @pytest.fixture
 def wire(window):
-    return Wire(window, 0, Counters())
+    return RmaPeer(window, 0, Counters())
 
 
 def put(wire, nbytes=8):
-    return wire.put(Runs((0,), nbytes), np.ones(nbytes, np.uint8))[0]
+    return wire.put(ByteRuns((0,), nbytes), np.ones(nbytes, np.uint8))[0]
 
 
 def test_nothing_is_asked_for_what_is_known_to_be_there(window, wire):

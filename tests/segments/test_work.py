@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
-from distdl_rma.segments.waiting.pending_work import Work
+from distdl_rma.segments.waiting.pending_work import PendingWork
 from distdl_rma.segments.waiting.waiter import Counters
 
 
@@ -111,7 +111,7 @@ def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
 
     taken = []
     segment = SimpleNamespace(lock=threading.RLock(), progress=lambda: True, crowded=False)
-    one, another = Work(segment, Counters()), Work(segment, Counters())
+    one, another = PendingWork(segment, Counters()), PendingWork(segment, Counters())
     one.begin("none", Watch())
     another.begin("none", SimpleNamespace(poll=lambda: None, failures={}))
     one.defer(advance)

@@ -11,8 +11,8 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.layers.conv.worker_grid import IN, OUT
-from distdl_rma.layers.core.plan_cache import Facts
+from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.ops.conv.worker_grid import IN, OUT
 
 _PATTERNS = ("replicated", "root")
 
@@ -90,7 +90,9 @@ class Partitions(NamedTuple):
         return default.create_cartesian_topology_partition((batch, *both, *space))
 
 
-def check_input(channels: int, source: Decomposition, dtype: torch.dtype, facts: dict[int, Facts]) -> None:
+def check_input(
+    channels: int, source: Decomposition, dtype: torch.dtype, facts: dict[int, InputFacts]
+) -> None:
     """Check an input against the layer that it is given to.
 
     Raises

@@ -15,23 +15,25 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.conv.arguments import Partitions, check_input, stencil_of, torch_layer
-from distdl_rma.layers.conv.worker_grid import IN, OUT, Work, placed, runs, whole
 from distdl_rma.layers.core.callbacks import callbacks_among
-from distdl_rma.layers.core.gather_compute_scatter import ComposedLayer, Flow
-from distdl_rma.layers.core.layer import movement_of, source_of
-from distdl_rma.layers.core.plan_cache import Facts, Needs, Plans, common_dtype
-from distdl_rma.layers.core.replica import tied
-from distdl_rma.layers.windows.window_gather import Reading
-from distdl_rma.ops.autograd import anchor, tells_peers
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan, ExchangingLayer
+from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.placement import block_placement, whole_placement
+from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache, common_dtype
+from distdl_rma.ops.autograd import GradientNeeds, anchor, tells_peers
 from distdl_rma.ops.conv.halo_plan import HaloPlan
-from distdl_rma.ops.conv.own_and_others import Parts
+from distdl_rma.ops.conv.own_and_others import OwnAndOthers
 from distdl_rma.ops.conv.split_convolution import LocalConvolution, SplitConvolution
+from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, group_runs
+from distdl_rma.ops.idle_ranks import tied
+from distdl_rma.ops.movement import movement_or_none
 from distdl_rma.ops.tensors import autocast
+from distdl_rma.ops.window_gather import WindowGather
 
 _TORCH_LAYERS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-class DistributedConv(ComposedLayer):
+class DistributedConv(ExchangingLayer):
     """Convolution of a tensor that is split over ranks in any of its dimensions.
 
     ``DistributedConv2d(P_x, in_channels, out_channels, kernel_size, ...)`` is the feature-distributed form,
@@ -105,7 +107,7 @@ class DistributedConv(ComposedLayer):
         like = torch_layer(kind, _TORCH_LAYERS[dims], dims, weights, arguments, options)
         stencil = stencil_of(kind, like)
         P_y, P_W = given.P_y or P_x, given.P_W
-        work = Work(given.workers(P_y, OUT), OUT, like.groups, tuple(like.weight.shape))
+        work = WorkerGrid(given.workers(P_y, OUT), OUT, like.groups, tuple(like.weight.shape))
         super().__init__(P_x, P_y, work.grid, name=name, **callbacks)
         self.P_W, self.weights, self.work, self.local = (
             P_W,
@@ -121,11 +123,11 @@ class DistributedConv(ComposedLayer):
         self._fused = given.feature and (self.padding_mode == "zeros" or not padded(stencil))
 
     @cached_property
-    def plans(self) -> Plans[HaloPlan] | None:
+    def plans(self) -> PlanCache[HaloPlan] | None:
         """Plans of the feature-distributed form; None on ranks without a part of it, and of other forms."""
         if not self._fused or not self.P_x.active:
             return None
-        return Plans(self.machine, self.P_x.ranks, self.name, self._halo, self.built_with, self.outcome)
+        return PlanCache(self.machine, self.P_x.ranks, self.name, self._halo, self.built_with, self.outcome)
 
     def _place(self, like: Any) -> None:
         values = {"weight": like.weight, "bias": like.bias}
@@ -133,9 +135,9 @@ class DistributedConv(ComposedLayer):
         self.place(
             values,
             {
-                key: whole(self.machine, self.P_x, self.work.grid, value.shape, self.weights)
+                key: whole_placement(self.machine, self.P_x, self.work.grid, value.shape, self.weights)
                 if self.P_W is None
-                else placed(blocks[key], self.weights)
+                else block_placement(blocks[key], self.weights)
                 for key, value in values.items()
                 if value is not None
             },
@@ -154,7 +156,7 @@ class DistributedConv(ComposedLayer):
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
-        """Plan for an input before it is there, as of :class:`ComposedLayer`."""
+        """Plan for an input before it is there, as of :class:`ExchangingLayer`."""
         if not self._fused:
             super().connect(shape, dtype)
             return
@@ -181,7 +183,7 @@ class DistributedConv(ComposedLayer):
             y: torch.Tensor = SplitConvolution.apply(local, weight, bias, anchor(True), self, guess)  # type: ignore[no-untyped-call]
         return y
 
-    def _halo(self, facts: dict[int, Facts]) -> HaloPlan:
+    def _halo(self, facts: dict[int, InputFacts]) -> HaloPlan:
         dtype = common_dtype(facts)
         shapes = {rank: fact.shape for rank, fact in facts.items()}
         check_input(self.in_channels, Decomposition.from_local_shapes(self.P_x, shapes), dtype, facts)
@@ -190,7 +192,7 @@ class DistributedConv(ComposedLayer):
         source = Decomposition.from_local_shapes(group, shapes)
         return HaloPlan(self.machine, self.local.stencil, source, dtype, self.name)
 
-    def plan(self, facts: dict[int, Facts]) -> Flow:
+    def plan(self, facts: dict[int, InputFacts]) -> CallPlan:
         """Plan the composed form: what is read, what is computed, and whom it is for."""
         source, dtype = source_of(self.P_x, facts)
         check_input(self.in_channels, source, dtype, facts)
@@ -200,34 +202,38 @@ class DistributedConv(ComposedLayer):
         batch = source.splits[0] if self._in_place else Balanced(source.shape[0], grid.shape[0])
         partial = self.work.by_rows(batch, space)
         reads = self.work.by_columns(batch, space)
-        reading = Reading(self, self.local.stencil, source, reads, dtype, self.padding_mode)
+        reading = WindowGather(self.site, self.local.stencil, source, reads, dtype, self.padding_mode)
         scatter = None
         if not self._in_place:
             target = Decomposition.balanced(self.P_y, (source.shape[0], self.out_channels, *extents))
-            scatter = movement_of(self, partial, target, dtype, "output")
+            scatter = movement_or_none(self.site, partial, target, dtype, "output")
         known: dict[str, Any] = {"reading": reading, "shape": partial.box(self.machine.rank).shape}
         parts = self._parts(reading, source, partial)
         if parts is None:
-            return Flow(reading.movement, scatter, **known)
-        return Flow(None, scatter, reading.movement, parts=parts, **known)
+            return CallPlan(reading.movement, scatter, **known)
+        return CallPlan(None, scatter, reading.movement, parts=parts, **known)
 
-    def _parts(self, reading: Reading, source: Decomposition, partial: Decomposition) -> Parts | None:
+    def _parts(
+        self, reading: WindowGather, source: Decomposition, partial: Decomposition
+    ) -> OwnAndOthers | None:
         # What can be computed before the rest arrives; where that is nothing, or all, there is one part.
         made_up = self.padding_mode != "zeros" and padded(self.local.stencil)
         if reading.movement is None or self.groups > 1 or made_up:
             return None
         rank = self.machine.rank
         reads = reading.movement.forward.exchange.need
-        parts = Parts(
+        parts = OwnAndOthers(
             self.local.stencil, source.box(rank), reads, Box.of_shape(source.shape), partial.box(rank)
         )
         return parts if parts.both else None
 
-    def carry_out(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def carry_out(
+        self, flow: CallPlan, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor
+    ) -> torch.Tensor:
         """Convolve what this rank has while it collects what others have, then that, and fuse."""
         if flow.collect is None:
             return super().carry_out(flow, needs, x, **weights)
-        parts: Parts = flow.facts["parts"]
+        parts: OwnAndOthers = flow.facts["parts"]
         weight, bias = self._block(**weights)
         first = self.work.blocks().box(self.machine.rank).bounds[1][0]
         phase = self.machine.trace.phases(self.name)
@@ -241,19 +247,19 @@ class DistributedConv(ComposedLayer):
             y = parts.fuse(found)
             return y if bias is None else y.add_(bias.view(-1, *(1,) * self._dims))
 
-    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, flow: CallPlan, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Convolve what was read with this rank's block of the weight."""
         used, used_bias = self._block(**weights)
         (o0, o1), (c0, c1) = self.work.blocks().box(self.machine.rank).bounds[:2]
         if 0 in flow.facts["shape"] or c0 == c1:
             nothing = used.new_zeros(flow.facts["shape"])
             return tied(nothing, (x, *weights.values()))
-        x = flow.facts["reading"].complete(x)
+        x = flow.facts["reading"].add_padding(x)
         out, width = self.out_channels // self.groups, self.work.weight[1]
         if self.groups > 1 and c1 - c0 < width:
             x = x.unflatten(1, (-1, width))[:, :, c0:c1].flatten(1, 2)
         parts = []
-        for start, stop, groups in runs(o0, o1, out):
+        for start, stop, groups in group_runs(o0, o1, out):
             first = (start // out - o0 // out) * (c1 - c0)
             parts.append(
                 self.local.valid(

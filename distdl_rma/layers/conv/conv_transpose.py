@@ -15,15 +15,16 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.layers.conv.arguments import Partitions, check_input, stencil_of, torch_layer
-from distdl_rma.layers.conv.worker_grid import IN, Work, placed, runs, whole
 from distdl_rma.layers.core.callbacks import callbacks_among
-from distdl_rma.layers.core.gather_compute_scatter import ComposedLayer, Flow
-from distdl_rma.layers.core.layer import movement_of, source_of
-from distdl_rma.layers.core.placement import Placement
-from distdl_rma.layers.core.plan_cache import Facts
-from distdl_rma.layers.core.replica import tied
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan, ExchangingLayer
+from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
+from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.autograd import tells_peers
 from distdl_rma.ops.conv.split_convolution import LocalConvolution
+from distdl_rma.ops.conv.worker_grid import IN, WorkerGrid, group_runs
+from distdl_rma.ops.idle_ranks import tied
+from distdl_rma.ops.movement import movement_or_none
 
 _TORCH_LAYERS: dict[int, type[nn.Module]] = {
     1: nn.ConvTranspose1d,
@@ -32,7 +33,7 @@ _TORCH_LAYERS: dict[int, type[nn.Module]] = {
 }
 
 
-class DistributedConvTranspose(ComposedLayer):
+class DistributedConvTranspose(ExchangingLayer):
     """Transposed convolution of a tensor that is split over ranks in any of its dimensions.
 
     Every rank applies the transposed convolution to its own data, outputs that overlap are summed on their
@@ -80,7 +81,7 @@ class DistributedConvTranspose(ComposedLayer):
 
     _dims = 0
     _casts = True
-    _wants = (False,)
+    _call_arguments = (False,)
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -103,7 +104,7 @@ class DistributedConvTranspose(ComposedLayer):
         like = torch_layer(kind, _TORCH_LAYERS[dims], dims, weights, arguments, options)
         local = LocalConvolution(stencil_of(kind, like), like.groups)
         _check_output_padding(kind, like)
-        work = Work(given.workers(P_x, IN), IN, like.groups, tuple(like.weight.shape))
+        work = WorkerGrid(given.workers(P_x, IN), IN, like.groups, tuple(like.weight.shape))
         super().__init__(P_x, given.P_y or P_x, work.grid, name=name, **callbacks)
         self.P_W, self.weights, self.work, self.local = given.P_W, weights, work, local
         self.in_channels, self.out_channels, self.groups = like.in_channels, like.out_channels, like.groups
@@ -120,12 +121,12 @@ class DistributedConvTranspose(ComposedLayer):
         )
         if self.P_W is None:
             shape = tuple(like.weight.shape)
-            weight = whole(self.machine, self.P_x, self.P_x, shape, self.weights)
-            bias = whole(self.machine, self.P_x, self.P_y, (self.out_channels,), self.weights)
+            weight = whole_placement(self.machine, self.P_x, self.P_x, shape, self.weights)
+            bias = whole_placement(self.machine, self.P_x, self.P_y, (self.out_channels,), self.weights)
         else:
-            weight = placed(self.work.blocks(), self.weights)
+            weight = block_placement(self.work.blocks(), self.weights)
             # The owners of the output add it, wherever they are.
-            bias = Placement(placed(self.work.bias(self.out_channels), self.weights).store, channels)
+            bias = Placement(block_placement(self.work.bias(self.out_channels), self.weights).store, channels)
         self._channels = channels
         return {"weight": weight} if like.bias is None else {"weight": weight, "bias": bias}
 
@@ -152,14 +153,14 @@ class DistributedConvTranspose(ComposedLayer):
             Global extents of the output, in space or in all dimensions, as in torch; alike on all ranks.
         """
         try:
-            wants = () if output_size is None else tuple(as_int(n) for n in output_size)
+            call_arguments = () if output_size is None else tuple(as_int(n) for n in output_size)
         except TypeError:
             problem = f"output_size is a sequence of integers, got {output_size!r}"
-            return self.apply_to(input, self._wants, problem)
-        return self.apply_to(input, (output_size is not None, *wants))
+            return self.apply_to(input, self._call_arguments, problem)
+        return self.apply_to(input, (output_size is not None, *call_arguments))
 
-    def _output_padding(self, extents: Sequence[int], wants: tuple[int, ...]) -> tuple[int, ...]:
-        given, *wanted = wants
+    def _output_padding(self, extents: Sequence[int], call_arguments: tuple[int, ...]) -> tuple[int, ...]:
+        given, *wanted = call_arguments
         if not given:
             return tuple(self.output_padding)
         if len(wanted) not in (self._dims, self._dims + 2):
@@ -179,15 +180,15 @@ class DistributedConvTranspose(ComposedLayer):
             )
         return tuple(n - low for n, low in zip(wanted, least, strict=True))
 
-    def plan(self, facts: dict[int, Facts]) -> Flow:
+    def plan(self, facts: dict[int, InputFacts]) -> CallPlan:
         """Plan where the data is computed with, and whom the partial outputs are for."""
         source, dtype = source_of(self.P_x, facts)
         check_input(self.in_channels, source, dtype, facts)
-        wants = _common_wants(facts)
+        call_arguments = _common_arguments(facts)
         windows, inputs = self.local.stencil.windows, source.shape[2:]
         extents = tuple(
             (n - 1) * w.stride + w.span - w.left - w.right + extra
-            for n, w, extra in zip(inputs, windows, self._output_padding(inputs, wants), strict=True)
+            for n, w, extra in zip(inputs, windows, self._output_padding(inputs, call_arguments), strict=True)
         )
         if min(extents) < 1:
             raise ShapeError(f"global input {inputs} is too small: the output would be {extents}")
@@ -206,12 +207,12 @@ class DistributedConvTranspose(ComposedLayer):
         target = Decomposition.balanced(self.P_y, (source.shape[0], self.out_channels, *extents))
         if self.P_W is None and self.P_y == self.P_x:
             target = target.with_splits({0: source.splits[0]})
-        gather = None if self.P_W is None else movement_of(self, source, own, dtype, "input")
-        scatter = movement_of(self, partial, target, dtype, "output")
+        gather = None if self.P_W is None else movement_or_none(self.site, source, own, dtype, "input")
+        scatter = movement_or_none(self.site, partial, target, dtype, "output")
         block = self.work.blocks(rows).box(self.machine.rank).bounds[:2]
-        return Flow(gather, scatter, block=block, shape=partial.box(self.machine.rank).shape)
+        return CallPlan(gather, scatter, block=block, shape=partial.box(self.machine.rank).shape)
 
-    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, flow: CallPlan, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of the data of this rank."""
         weight, bias = weights["weight"], weights.get("bias")
         (i0, i1), (c0, c1) = flow.facts["block"]
@@ -221,7 +222,7 @@ class DistributedConvTranspose(ComposedLayer):
         used = weight[i0:i1, c0:c1] if self.P_W is None else weight
         parts = [
             self.local.valid(x[:, a - i0 : b - i0], used[a - i0 : b - i0], None, groups, transposed=True)
-            for a, b, groups in runs(i0, i1, self.in_channels // self.groups)
+            for a, b, groups in group_runs(i0, i1, self.in_channels // self.groups)
         ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         width = self.work.weight[1]
@@ -231,7 +232,7 @@ class DistributedConvTranspose(ComposedLayer):
             y = F.pad(y.unflatten(1, (-1, c1 - c0)), sides).flatten(1, 2)
         return y if bias is None else y + bias.flatten()[:0].sum()
 
-    def finish(self, flow: Flow, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def finish(self, flow: CallPlan, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Add the bias, once."""
         if "bias" not in weights:
             return y
@@ -251,13 +252,13 @@ def _check_output_padding(kind: str, like: Any) -> None:
             )
 
 
-def _common_wants(facts: dict[int, Facts]) -> tuple[int, ...]:
-    (first, expected), *others = ((rank, fact.wants) for rank, fact in facts.items())
-    for rank, wants in others:
-        if wants != expected:
+def _common_arguments(facts: dict[int, InputFacts]) -> tuple[int, ...]:
+    (first, expected), *others = ((rank, fact.call_arguments) for rank, fact in facts.items())
+    for rank, call_arguments in others:
+        if call_arguments != expected:
             raise ShapeError(
                 f"output_size must be alike on all ranks: rank {first} has {expected[1:] or None}"
-                f" but rank {rank} {wants[1:] or None}"
+                f" but rank {rank} {call_arguments[1:] or None}"
             )
     return expected
 

@@ -14,12 +14,12 @@ from distdl_rma.geometry.exchange import Exchange, fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.collectives.all_push import Round
+from distdl_rma.segments.collectives.all_push import AllPush
 
 _NBYTES = 1024
 
 
-class Outcome:
+class CallOutcome:
     """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
 
     Who tells does not wait for those who hear, unless these are two calls behind. Local to make.
@@ -64,7 +64,7 @@ class Outcome:
             raise getattr(errors, kind, ShapeError)(text)
 
 
-class Audience:
+class OutcomeListeners:
     """Ranks that keep copies of a layer's weights without a part in its calls; local to make.
 
     Parameters
@@ -83,16 +83,16 @@ class Audience:
         self, machine: Machine, inside: Sequence[int], summing: Callable[[], Sequence[int]], name: str
     ) -> None:
         self._machine, self._inside, self._summing, self._name = machine, tuple(inside), summing, name
-        self._outcomes: dict[tuple[int, ...], Outcome | None] = {}
+        self._outcomes: dict[tuple[int, ...], CallOutcome | None] = {}
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CallOutcome | None:
         """How those that will wait are told what becomes of a call; None where none do, or hear of it."""
         ranks = tuple(self._summing())
         if ranks not in self._outcomes:
             self._outcomes[ranks] = self._among(ranks)
         return self._outcomes[ranks]
 
-    def _among(self, ranks: tuple[int, ...]) -> Outcome | None:
+    def _among(self, ranks: tuple[int, ...]) -> CallOutcome | None:
         # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
         views = self._views(ranks)
         mine = views[self._machine.rank][0]
@@ -100,11 +100,11 @@ class Audience:
         teller = self._inside[0]
         if not hearing or self._machine.rank not in (teller, *hearing):
             return None
-        return Outcome(self._machine, teller, hearing, self._name)
+        return CallOutcome(self._machine, teller, hearing, self._name)
 
     def _views(self, ranks: tuple[int, ...]) -> dict[int, tuple[int, bool]]:
         # Which ranks take part as each rank has it, and whether it is one of them; collective, blocking.
-        meeting = Round(self._machine.segments, ranks, 2, np.int64, f"{self._name} (audience)")
+        meeting = AllPush(self._machine.segments, ranks, 2, np.int64, f"{self._name} (audience)")
         meeting.start(np.array([fingerprint(self._inside), self._machine.rank in self._inside], np.int64))
         rows = meeting.wait().tolist()
         meeting.close()

@@ -10,7 +10,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 
 
 @dataclass(frozen=True)
-class Announced:
+class DeclaredTensors:
     """Inputs and output that a layer will have; calls with others remain possible.
 
     Parameters
@@ -38,7 +38,7 @@ class Announced:
         return self.dtype.itemsize * before, self.dtype.itemsize * self.output.box(rank).volume
 
 
-def look_alike(blocks: Decomposition, dtype: torch.dtype) -> torch.Tensor:
+def placeholder_shard(blocks: Decomposition, dtype: torch.dtype) -> torch.Tensor:
     """Tensor of the shape and type of this rank's shard that takes no memory; nothing on idle ranks."""
     P_x = blocks.partition
     return torch.empty(1, dtype=dtype).expand(blocks.box(P_x.me).shape if P_x.active else (0,))

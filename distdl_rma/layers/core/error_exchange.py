@@ -9,13 +9,13 @@ import numpy as np
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.all_push import Round
+from distdl_rma.segments.collectives.all_push import AllPush
 
 _NBYTES = 512
 _PROBLEM, _FACTS = "!", "="
 
 
-class Complaints:
+class ErrorExchange:
     """Short texts of all ranks to all ranks, once all of them know that something does not fit.
 
     Nothing is allocated before the first time.
@@ -32,7 +32,7 @@ class Complaints:
 
     def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
         self._machine, self._ranks, self._name = machine, tuple(ranks), name
-        self._round: Round | None = None
+        self._round: AllPush | None = None
 
     def refuse(self, problem: str, facts: str) -> ShapeError:
         """Error to raise, the same on all ranks; blocking until all of them have called.
@@ -61,7 +61,7 @@ class Complaints:
     def _exchange(self, text: str) -> dict[int, str]:
         if self._round is None:
             title = f"{self._name} (complaints)"
-            self._round = Round(self._machine.segments, self._ranks, _NBYTES, np.uint8, title)
+            self._round = AllPush(self._machine.segments, self._ranks, _NBYTES, np.uint8, title)
             weakref.finalize(self, self._round.close)
         row = np.zeros(_NBYTES, np.uint8)
         words = " ".join(text.split()).encode()[:_NBYTES]

@@ -10,15 +10,15 @@ import torch
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import DistributedLayer, deliver
-from distdl_rma.layers.core.plan_cache import Facts, Needs, Plans
-from distdl_rma.layers.core.replica import idle
-from distdl_rma.ops.autograd import anchored, tells_peers
+from distdl_rma.layers.core.layer import DistributedLayer
+from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
+from distdl_rma.ops.autograd import GradientNeeds, anchored, tells_peers
+from distdl_rma.ops.idle_ranks import deliver, idle
 from distdl_rma.ops.movement import Movement
-from distdl_rma.ops.tensors import autocast, plainly, trouble_with
+from distdl_rma.ops.tensors import autocast, no_autocast, trouble_with
 
 
-class Flow:
+class CallPlan:
     """A plan of the form ``y = scatter(compute(gather(x)))``.
 
     Parameters
@@ -47,7 +47,7 @@ class Flow:
                 movement.connect()
 
 
-class ComposedLayer(DistributedLayer):
+class ExchangingLayer(DistributedLayer):
     """A layer that fetches what its outputs read, computes, and hands the results to their owners.
 
     Subclasses say how a call moves data (``plan``), what each rank computes (``compute``), and what is left
@@ -65,7 +65,7 @@ class ComposedLayer(DistributedLayer):
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
-    _wants: tuple[int, ...] = ()  # the numbers of a call with nothing but an input
+    _call_arguments: tuple[int, ...] = ()  # the numbers of a call with nothing but an input
 
     def __init__(
         self,
@@ -81,19 +81,21 @@ class ComposedLayer(DistributedLayer):
         self.P_x, self.P_y = P_x, P_y
         self._works = works.active
 
-    def plan(self, facts: dict[int, Facts]) -> Flow:
+    def plan(self, facts: dict[int, InputFacts]) -> CallPlan:
         """Plan for what all ranks said of their inputs; alike on all ranks, errors included."""
         raise NotImplementedError
 
-    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, flow: CallPlan, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Local output from local input; called on the ranks that compute only."""
         raise NotImplementedError
 
-    def finish(self, flow: Flow, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def finish(self, flow: CallPlan, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Local output from what was scattered to this rank; called on the ranks of P_y only."""
         return y
 
-    def carry_out(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def carry_out(
+        self, flow: CallPlan, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor
+    ) -> torch.Tensor:
         """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
         with self.machine.trace.span("local", self.name):
             return self.compute(flow, x, **weights)
@@ -129,25 +131,25 @@ class ComposedLayer(DistributedLayer):
         if self.machine.rank in self.members:
             # No call: nobody outside is told what becomes of it.
             with torch.no_grad():
-                flow, _ = self._agree(x, list(self.parameters()), self._wants)
+                flow, _ = self._agree(x, list(self.parameters()), self._call_arguments)
             flow.connect()
 
     @cached_property
-    def _plans(self) -> Plans[Flow]:
-        return Plans(self.machine, self.members, self.name, self.plan, self.built_with, self.outcome)
+    def _plans(self) -> PlanCache[CallPlan]:
+        return PlanCache(self.machine, self.members, self.name, self.plan, self.built_with, self.outcome)
 
     def _agree(
         self,
         x: torch.Tensor,
         weights: Collection[torch.Tensor],
-        wants: tuple[int, ...],
+        call_arguments: tuple[int, ...],
         problem: str = "",
-    ) -> tuple[Flow, Needs]:
+    ) -> tuple[CallPlan, GradientNeeds]:
         # The others take part in a backward if any weight needs a gradient.
         told = sorted(weights, key=lambda weight: not weight.requires_grad)
         if not problem and self.P_x.active and not trouble_with(x):
             problem = self.trouble(x)
-        return self._plans.agree(x, next(iter(told), None), wants, not self.P_x.active, problem)
+        return self._plans.agree(x, next(iter(told), None), call_arguments, not self.P_x.active, problem)
 
     def trouble(self, x: torch.Tensor) -> str:
         """What is wrong with the elements of this rank's shard, for all to refuse; empty if nothing is."""
@@ -158,7 +160,9 @@ class ComposedLayer(DistributedLayer):
         """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
         return self.apply_to(input)
 
-    def apply_to(self, x: torch.Tensor, wants: tuple[int, ...] = (), problem: str = "") -> torch.Tensor:
+    def apply_to(
+        self, x: torch.Tensor, call_arguments: tuple[int, ...] = (), problem: str = ""
+    ) -> torch.Tensor:
         """Apply the layer, called with some numbers that the plan depends on, unless there is a problem."""
         weights = {} if self.placed is None else self.placed.use()
         if self.machine.rank not in self.members:
@@ -166,13 +170,13 @@ class ComposedLayer(DistributedLayer):
         if self._casts:
             (x, *cast) = autocast(x, *weights.values())  # type: ignore[assignment]
             weights = dict(zip(weights, cast, strict=True))  # type: ignore[arg-type]
-        flow, needs = self._agree(x, weights.values(), wants, problem)
+        flow, needs = self._agree(x, weights.values(), call_arguments, problem)
         # Outside of P_x nothing goes in, but its backward may be waited for by others.
         y = x if self.P_x.active else x.flatten()[:0]
         if flow.gather is not None:
             y = flow.gather(y, needs.input)
         if self._works:
-            with plainly():
+            with no_autocast():
                 y = self.carry_out(flow, needs, y, **weights)
         else:
             y = idle(y, weights.values())

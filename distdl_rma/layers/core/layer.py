@@ -13,17 +13,17 @@ from torch import nn
 
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.call_outcome import Audience, Outcome
+from distdl_rma.layers.core.call_outcome import CallOutcome, OutcomeListeners
 from distdl_rma.layers.core.callbacks import Callbacks, answer, check_answers
-from distdl_rma.layers.core.declared import Announced, look_alike
-from distdl_rma.layers.core.placement import Initial, Placement, Weights, as_whole, lasting, register
-from distdl_rma.layers.core.plan_cache import Facts, common_dtype
-from distdl_rma.layers.core.replica import Replica, idle
+from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
+from distdl_rma.layers.core.placement import InitialValues, Placement, Weights, as_whole, lasting, register
+from distdl_rma.layers.core.plan_cache import InputFacts, common_dtype
+from distdl_rma.layers.core.replica import Replica
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import anchored
-from distdl_rma.ops.movement import Movement
+from distdl_rma.ops.idle_ranks import idle
+from distdl_rma.ops.movement import CallSite
 from distdl_rma.ops.tensors import trouble_with
 from distdl_rma.ops.uncompiled import uncompiled
 
@@ -79,7 +79,7 @@ class DistributedLayer(nn.Module):
         self.buffer_layouts: dict[str, Decomposition] = {}
         # Bytes of this rank's input and output; of the last call, or as announced before the first.
         self.shard_nbytes: tuple[int, int] | None = None
-        self.announced: Announced | None = None
+        self.announced: DeclaredTensors | None = None
         answer(self, kind, callbacks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -138,13 +138,18 @@ class DistributedLayer(nn.Module):
         """Whether the ranks tell each other in each call what their users say of statistics."""
         return False
 
+    @property
+    def site(self) -> CallSite:
+        """Where the operators of this layer are called."""
+        return CallSite(self.machine, self.name)
+
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
         """Bytes of the input among the arguments of a call."""
         return nbytes_of(inputs[:1])
 
     def announce(self, inputs: Sequence[Decomposition], output: Decomposition, dtype: torch.dtype) -> None:
         """Say what the tensors will be, whose sizes are then known before the first call; local."""
-        self.announced = Announced(tuple(inputs), output, dtype)
+        self.announced = DeclaredTensors(tuple(inputs), output, dtype)
         self.shard_nbytes = self.announced.nbytes(self.machine.rank)
 
     def built_with(self) -> str:
@@ -165,10 +170,10 @@ class DistributedLayer(nn.Module):
             shape = known.inputs[at].shape
         kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
         kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
-        return look_alike(Decomposition.balanced(P_x, shape), kind)
+        return placeholder_shard(Decomposition.balanced(P_x, shape), kind)
 
     def place(
-        self, values: Mapping[str, nn.Parameter | Initial | None], placements: Mapping[str, Placement]
+        self, values: Mapping[str, nn.Parameter | InitialValues | None], placements: Mapping[str, Placement]
     ) -> None:
         """Register the layer's parameters, cut and placed; collective over the machine."""
         self.placements = dict(placements)
@@ -192,13 +197,13 @@ class DistributedLayer(nn.Module):
         return self.members
 
     @cached_property
-    def _audience(self) -> Audience | None:
+    def _audience(self) -> OutcomeListeners | None:
         replica, inside = self.replica, self.agreeing()
         if replica is None or set(replica.holders) <= set(inside):
             return None
-        return Audience(self.machine, inside, replica.summing, self.name)
+        return OutcomeListeners(self.machine, inside, replica.summing, self.name)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CallOutcome | None:
         """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
 
         Those outside that keep copies of the weights wait in the sum of gradients. They hear in calls that a
@@ -328,17 +333,7 @@ def nbytes_of(tensors: Any) -> int:
     return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
 
 
-def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:
-    """Result of a rank: ``y``, or outside of the output partition a tensor without elements.
-
-    The backward of an empty result reaches what ``y`` came from: other ranks wait for it there.
-    """
-    if active:
-        return y
-    return (y.flatten()[:0] if y.numel() else y).reshape((0,) if batch is None else (batch, 0))
-
-
-def input_dtype(P_x: Partition, facts: dict[int, Facts]) -> torch.dtype:
+def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
     """Type of an input.
 
     Raises
@@ -353,7 +348,7 @@ def input_dtype(P_x: Partition, facts: dict[int, Facts]) -> torch.dtype:
 
 
 def source_of(
-    P_x: Partition, facts: dict[int, Facts], replicate: Collection[int] = ()
+    P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
 ) -> tuple[Decomposition, torch.dtype]:
     """Who owns what of an input, and its type.
 
@@ -375,16 +370,3 @@ def source_of(
     dtype = input_dtype(P_x, facts)
     shapes = {rank: facts[rank].shape for rank in P_x.ranks}
     return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype
-
-
-def movement_of(
-    layer: DistributedLayer,
-    source: Decomposition,
-    target: Decomposition,
-    dtype: torch.dtype,
-    what: str,
-    images: tuple[tuple[int, ...], ...] = (),
-) -> Movement | None:
-    """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
-    exchange = Exchange(layer.machine.rank, source, target, images=images)
-    return None if exchange.idle else Movement(layer.machine, exchange, dtype, f"{layer.name} ({what})")

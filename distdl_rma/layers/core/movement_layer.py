@@ -8,17 +8,16 @@ from typing import Unpack
 
 import torch
 
-from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import DistributedLayer, deliver
-from distdl_rma.layers.core.plan_cache import Facts, Plans
+from distdl_rma.layers.core.layer import DistributedLayer
+from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
 from distdl_rma.ops.autograd import tells_peers
+from distdl_rma.ops.idle_ranks import deliver
 from distdl_rma.ops.movement import Movement
 
 
-class Move:
+class MovementPlan:
     """A plan of a moving layer: movements that follow one another, and what becomes of their result.
 
     Parameters
@@ -57,22 +56,7 @@ class Move:
         return y if self._finish is None else self._finish(y)
 
 
-def movements_of(
-    layer: DistributedLayer, stages: Sequence[tuple[Decomposition, Decomposition]], dtype: torch.dtype
-) -> list[Movement]:
-    """Movements that follow one another, from sources to targets.
-
-    Unlike ``movement_of`` these are there where a rank keeps what it has, too: its result is memory of its
-    own, and in the graph when any rank needs a gradient.
-    """
-    machine, name = layer.machine, layer.name
-    return [
-        Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)
-        for at, ends in enumerate(stages)
-    ]
-
-
-class MovingLayer(DistributedLayer):
+class MovementLayer(DistributedLayer):
     """A layer that moves data from P_x to P_y.
 
     Subclasses say how (``plan``). Everything else is here: agreement on shapes, ranks in one, both or
@@ -100,7 +84,7 @@ class MovingLayer(DistributedLayer):
         super().__init__(P_x, P_y, name=name, **callbacks)
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
 
-    def plan(self, facts: dict[int, Facts]) -> Move:
+    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
         """Plan for what all ranks said of their inputs; alike on all ranks, errors included."""
         raise NotImplementedError
 
@@ -113,8 +97,8 @@ class MovingLayer(DistributedLayer):
         return f"{self.P_x.ranks} to {self.P_y.ranks}, {super().built_with()}"
 
     @cached_property
-    def _plans(self) -> Plans[Move]:
-        return Plans(self.machine, self.members, self.name, self.plan, self.built_with)
+    def _plans(self) -> PlanCache[MovementPlan]:
+        return PlanCache(self.machine, self.members, self.name, self.plan, self.built_with)
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> torch.Tensor:

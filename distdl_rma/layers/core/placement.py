@@ -15,15 +15,16 @@ from torch import nn
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.replica import Replica
 from distdl_rma.machine import Machine
-from distdl_rma.ops.movement import Flight, Movement
+from distdl_rma.ops.movement import Movement, Request
 
 # Machines on which somebody was told that gradients of plain modules stay local.
 _warned: WeakSet[Machine] = WeakSet()
 
 
-class Initial(Protocol):
+class InitialValues(Protocol):
     """Initial values of a parameter that no rank ever holds as a whole."""
 
     @property
@@ -60,6 +61,21 @@ class Placement:
     def moves(self) -> bool:
         """Whether the values travel to where they are used."""
         return self.use is not None
+
+
+def whole_placement(
+    machine: Machine, root: Partition, users: Partition, shape: Sequence[int], pattern: str
+) -> Placement:
+    """Whole parameter: on all ranks of the machine, or on the first of ``root`` and sent to ``users``."""
+    if pattern == "replicated":
+        return Placement(Decomposition.replicated(machine.partition(), shape))
+    first = Partition(root.ranks[:1], (1,), root.me, root.home)
+    return Placement(Decomposition.replicated(first, shape), Decomposition.replicated(users, shape))
+
+
+def block_placement(blocks: Decomposition, pattern: str) -> Placement:
+    """Parameter in blocks: on all ranks that use a block, or on the first of them and sent to the others."""
+    return Placement(blocks) if pattern == "replicated" else Placement(one_copy(blocks), blocks)
 
 
 class Weights:
@@ -150,7 +166,7 @@ class Weights:
             self._movements[key, dtype] = movement
         return movement
 
-    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Flight:
+    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Request:
         movement = self._movement(key, parameter.dtype, use)
         # One of the copies travels, the others stay.
         sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
@@ -159,7 +175,7 @@ class Weights:
 
 def register(
     layer: nn.Module,
-    values: Mapping[str, nn.Parameter | Initial | None],
+    values: Mapping[str, nn.Parameter | InitialValues | None],
     placements: Mapping[str, Placement],
 ) -> None:
     """Give a layer this rank's parts of its parameters, which training can use wherever they are made; local.

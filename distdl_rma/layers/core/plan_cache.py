@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,13 @@ import torch
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.layers.core.call_outcome import Outcome
-from distdl_rma.layers.core.error_exchange import Complaints
+from distdl_rma.layers.core.call_outcome import CallOutcome
+from distdl_rma.layers.core.error_exchange import ErrorExchange
 from distdl_rma.machine import Machine
+from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.tensors import DTYPES, MAX_DIMS, trouble_with
-from distdl_rma.ops.weak_method import loosely
-from distdl_rma.segments.collectives.all_push import Round
+from distdl_rma.ops.weak_method import weakly_bound
+from distdl_rma.segments.collectives.all_push import AllPush
 
 _DTYPE_CODES = list(DTYPES)
 _INPUT, _WEIGHTS = 1, 2
@@ -30,27 +31,15 @@ _WORDS = _HEAD + 2 * MAX_DIMS
 _KEPT_PLANS = 16
 
 
-class Needs(NamedTuple):
-    """What any rank of a layer needs the gradient of, so that all of them take part in the backward."""
-
-    input: bool
-    weights: bool
-
-    @property
-    def any(self) -> bool:
-        """Whether there is a backward at all."""
-        return self.input or self.weights
-
-
 @dataclass(frozen=True)
-class Facts:
+class InputFacts:
     """What one rank says of its input, of its weights and of what it wants, before data moves."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    needs: Needs
+    needs: GradientNeeds
     weights: torch.dtype | None = None
-    wants: tuple[int, ...] = ()
+    call_arguments: tuple[int, ...] = ()
     problem: str = ""
 
     @classmethod
@@ -58,32 +47,32 @@ class Facts:
         cls,
         x: torch.Tensor,
         weight: torch.Tensor | None = None,
-        wants: tuple[int, ...] = (),
+        call_arguments: tuple[int, ...] = (),
         idle: bool = False,
         problem: str = "",
-    ) -> Facts:
+    ) -> InputFacts:
         """Facts about a local tensor, the weight that the layer will use, and numbers it was called with.
 
         Of an idle rank, which has no part of the input, all tensors without elements are the same. What is
         no tensor that can move, and any other ``problem`` of the caller, is told instead.
         """
-        problem = problem or trouble_with(x) or _trouble_with_numbers(wants)
+        problem = problem or trouble_with(x) or _trouble_with_numbers(call_arguments)
         if problem:
-            return cls((), None, Needs(False, False), problem=problem)
+            return cls((), None, GradientNeeds(False, False), problem=problem)
         recording = torch.is_grad_enabled()
-        needs = Needs(
+        needs = GradientNeeds(
             recording and x.requires_grad, recording and weight is not None and weight.requires_grad
         )
         dtype: torch.dtype = x.dtype
         shape = tuple(x.shape)
         if idle and 0 in shape:
             shape, dtype = (0,), _DTYPE_CODES[0]
-        return cls(shape, dtype, needs, None if weight is None else weight.dtype, wants)
+        return cls(shape, dtype, needs, None if weight is None else weight.dtype, call_arguments)
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a plan depends on."""
-        return self.shape, self.dtype, self.weights, self.wants
+        return self.shape, self.dtype, self.weights, self.call_arguments
 
     def encode(self) -> npt.NDArray[np.int64]:
         """Vector of numbers that travels; a problem becomes a tensor of no type."""
@@ -94,26 +83,30 @@ class Facts:
         code = _DTYPE_CODES.index(self.dtype)
         weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
         needs = _INPUT * self.needs.input + _WEIGHTS * self.needs.weights
-        head = (len(self.shape), code, needs, weights, len(self.wants))
-        words[: len(head) + len(self.shape) + len(self.wants)] = (*head, *self.shape, *self.wants)
+        head = (len(self.shape), code, needs, weights, len(self.call_arguments))
+        words[: len(head) + len(self.shape) + len(self.call_arguments)] = (
+            *head,
+            *self.shape,
+            *self.call_arguments,
+        )
         return words
 
     @classmethod
-    def decode(cls, words: Sequence[int]) -> Facts:
+    def decode(cls, words: Sequence[int]) -> InputFacts:
         """Facts from the vector of numbers."""
         dims, code, needs, weights, count = words[:_HEAD]
         dtype = None if code == _NO_DTYPE else _DTYPE_CODES[code]
         kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
-        wanted = Needs(bool(needs & _INPUT), bool(needs & _WEIGHTS))
+        wanted = GradientNeeds(bool(needs & _INPUT), bool(needs & _WEIGHTS))
         numbers = tuple(words[_HEAD : _HEAD + dims + count])
         return cls(numbers[:dims], dtype, wanted, kind, numbers[dims:])
 
 
-def _trouble_with_numbers(wants: tuple[int, ...]) -> str:
+def _trouble_with_numbers(call_arguments: tuple[int, ...]) -> str:
     # What does not fit into a row.
-    if len(wants) > MAX_DIMS:
-        return f"the call has {len(wants)} numbers, {MAX_DIMS} are the most"
-    worst = max(wants, key=abs, default=0)
+    if len(call_arguments) > MAX_DIMS:
+        return f"the call has {len(call_arguments)} numbers, {MAX_DIMS} are the most"
+    worst = max(call_arguments, key=abs, default=0)
     return "" if abs(worst) < 1 << 63 else f"the call has the number {worst}, which is out of range"
 
 
@@ -127,11 +120,11 @@ class Plan(Protocol):
 P = TypeVar("P", bound=Plan)
 
 
-def _nobody() -> Outcome | None:
+def _nobody() -> CallOutcome | None:
     return None
 
 
-class Plans(Generic[P]):
+class PlanCache(Generic[P]):
     """Plans of one layer, cached by what all its ranks say of their inputs.
 
     Every call, every rank tells the others its local shape in one small round, hidden behind the local
@@ -167,23 +160,23 @@ class Plans(Generic[P]):
         machine: Machine,
         ranks: Sequence[int],
         name: str,
-        build: Callable[[dict[int, Facts]], P],
+        build: Callable[[dict[int, InputFacts]], P],
         arguments: Callable[[], str] = str,
-        outcome: Callable[[], Outcome | None] = _nobody,
+        outcome: Callable[[], CallOutcome | None] = _nobody,
     ) -> None:
         self._ranks, self._name = tuple(ranks), name
-        self._build, self._arguments = loosely(build), loosely(arguments)
+        self._build, self._arguments = weakly_bound(build), weakly_bound(arguments)
         self._trace, self._segments = machine.trace, machine.segments
-        self._round: Round | None = None
-        self._complaints = Complaints(machine, self._ranks, name)
+        self._round: AllPush | None = None
+        self._complaints = ErrorExchange(machine, self._ranks, name)
         # Asked for when a call begins: within an operation of autograd grad mode is off.
-        self._ask_outcome, self._outcome = loosely(outcome), _nobody()
+        self._ask_outcome, self._outcome = weakly_bound(outcome), _nobody()
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
-        self._last: tuple[Facts, P] | None = None
-        self._mine: Facts | None = None
+        self._last: tuple[InputFacts, P] | None = None
+        self._mine: InputFacts | None = None
         # What was said last, and what came of it: most calls repeat it.
-        self._said: tuple[Facts, npt.NDArray[np.int64]] | None = None
-        self._settled: tuple[bytes, tuple[P, Needs]] | None = None
+        self._said: tuple[InputFacts, npt.NDArray[np.int64]] | None = None
+        self._settled: tuple[bytes, tuple[P, GradientNeeds]] | None = None
 
     @property
     def last(self) -> P | None:
@@ -194,7 +187,7 @@ class Plans(Generic[P]):
         self,
         x: torch.Tensor,
         weight: torch.Tensor | None = None,
-        wants: tuple[int, ...] = (),
+        call_arguments: tuple[int, ...] = (),
         idle: bool = False,
         problem: str = "",
     ) -> P | None:
@@ -206,14 +199,14 @@ class Plans(Generic[P]):
             What the layer was called with; if it is no tensor that can move, all ranks refuse it.
         weight
             The weight that the layer will use.
-        wants
+        call_arguments
             Numbers that it was called with.
         idle
             Whether this rank has no part of the input.
         problem
             What else is wrong with the call on this rank, for all ranks to refuse; empty if nothing is.
         """
-        self._mine = mine = Facts.about(x, weight, wants, idle, problem)
+        self._mine = mine = InputFacts.about(x, weight, call_arguments, idle, problem)
         self._outcome = self._ask_outcome()()
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode()
@@ -222,19 +215,24 @@ class Plans(Generic[P]):
                 with self._telling():
                     self._round = self._meet()
             self._round.start(self._said[1])
-        if self._last is None:
+        return self.guess
+
+    @property
+    def guess(self) -> P | None:
+        """The last plan, if it fits the call that has begun as far as this rank can see."""
+        if self._last is None or self._mine is None:
             return None
         before, plan = self._last
-        return plan if before.key == mine.key else None
+        return plan if before.key == self._mine.key else None
 
-    def _meet(self) -> Round:
+    def _meet(self) -> AllPush:
         title = f"{self._name} (shapes, {fingerprint(self._arguments()()):014x})"
-        met = Round(self._segments, self._ranks, _WORDS, np.int64, title)
+        met = AllPush(self._segments, self._ranks, _WORDS, np.int64, title)
         weakref.finalize(self, met.close)
         met.connect()
         return met
 
-    def settle(self) -> tuple[P, Needs]:
+    def settle(self) -> tuple[P, GradientNeeds]:
         """Plan that holds for this call, and what any rank needs the gradient of.
 
         Blocking until every rank has begun. If it is not the plan that ``begin`` returned, nothing was
@@ -268,8 +266,8 @@ class Plans(Generic[P]):
                 self._outcome.tell(error)
             raise
 
-    def _conclude(self, mine: Facts, rows: list[list[int]]) -> tuple[P, Needs]:
-        facts = {rank: Facts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
+    def _conclude(self, mine: InputFacts, rows: list[list[int]]) -> tuple[P, GradientNeeds]:
+        facts = {rank: InputFacts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
         key = tuple(fact.key for fact in facts.values())
         last = self._last[1] if self._last else None
         plan = self._cache.get(key)
@@ -289,22 +287,24 @@ class Plans(Generic[P]):
         if len(self._cache) > _KEPT_PLANS:
             # Its memory goes with the last graph that still needs it.
             self._cache.popitem(last=False)
-        return plan, Needs(*(any(both) for both in zip(*(f.needs for f in facts.values()), strict=True)))
+        return plan, GradientNeeds(
+            *(any(both) for both in zip(*(f.needs for f in facts.values()), strict=True))
+        )
 
     def agree(
         self,
         x: torch.Tensor,
         weight: torch.Tensor | None = None,
-        wants: tuple[int, ...] = (),
+        call_arguments: tuple[int, ...] = (),
         idle: bool = False,
         problem: str = "",
-    ) -> tuple[P, Needs]:
+    ) -> tuple[P, GradientNeeds]:
         """Begin and settle at once, for layers that have nothing to compute in between."""
-        self.begin(x, weight, wants, idle, problem)
+        self.begin(x, weight, call_arguments, idle, problem)
         return self.settle()
 
 
-def common_dtype(facts: dict[int, Facts]) -> torch.dtype:
+def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
     """Type that all ranks pass.
 
     Raises

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import first_derivative
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.ops.tensors import as_tensor, reduction_dtype
-from distdl_rma.ops.weak_method import loosely
+from distdl_rma.ops.weak_method import weakly_bound
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 Sink = Callable[[], "torch.Tensor | None"]
@@ -47,7 +47,7 @@ class Replica:
         ask: Callable[[], Sequence[int]],
     ) -> None:
         self.holders, self.name = tuple(holders), name
-        self.ask = loosely(ask)
+        self.ask = weakly_bound(ask)
         self.taken_over = False
         self.sinks: dict[str, Sink] = {}
         self.adopted: dict[str, torch.Tensor] = {}
@@ -144,20 +144,3 @@ class _Tie(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         return None, *ctx.replica.sum(gradients)
-
-
-def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
-    """Output of an idle rank: a clone of its input without the elements, in the graph of all that is given.
-
-    An input without elements keeps its shape, any other becomes one of shape (b, 0).
-    """
-    y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
-    return tied(y, others)
-
-
-def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """``y`` in the graph of other tensors too, such as weights, whose gradients are then zero."""
-    for other in others:
-        if other is not None:
-            y = y + other.flatten()[:0].sum()
-    return y

@@ -15,12 +15,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import ComposedLayer, Flow
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan, ExchangingLayer
 from distdl_rma.layers.core.initial_weights import linear_values
-from distdl_rma.layers.core.layer import movement_of, source_of
+from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.placement import Placement
-from distdl_rma.layers.core.plan_cache import Facts
-from distdl_rma.ops.linear.linear_function import linear
+from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.ops.linear.linear_function import linear_function
+from distdl_rma.ops.movement import movement_or_none
 
 _WEIGHTS = ("replicated", "root")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +30,7 @@ _BLOCKS, _ROWS, _COLUMNS = range(3)
 _OUT, _IN = range(2)
 
 
-class DistributedLinear(ComposedLayer):
+class DistributedLinear(ExchangingLayer):
     """Linear layer whose weight is cut into blocks of rows and columns: ``y = x W^T + b``.
 
     Local input: this rank's shard of a global tensor (batch, ..., in_features) on P_x, of any size that
@@ -124,7 +125,7 @@ class DistributedLinear(ComposedLayer):
             placed = Placement(self.used_weight(root), weight), Placement(self.used_bias(root), offset)
         return dict(zip(("weight", "bias") if bias else ("weight",), placed, strict=False))
 
-    def plan(self, facts: dict[int, Facts]) -> Flow:
+    def plan(self, facts: dict[int, InputFacts]) -> CallPlan:
         """Who reads which block of x, and who has which partial sum of y."""
         source, dtype = source_of(self.P_x, facts)
         if source.shape[-1] != self.in_features:
@@ -138,9 +139,9 @@ class DistributedLinear(ComposedLayer):
         outputs = (*source.shape[:-1], self.out_features)
         read, made = self._blocks(source.shape, _COLUMNS), self._blocks(outputs, _ROWS)
         owned = Decomposition.balanced(self.P_y, outputs)
-        return Flow(
-            movement_of(self, source, read, dtype, "gather"),
-            movement_of(self, made, owned, dtype, "scatter"),
+        return CallPlan(
+            movement_or_none(self.site, source, read, dtype, "gather"),
+            movement_or_none(self.site, made, owned, dtype, "scatter"),
             shape=read.box(self.machine.rank).shape,
             dtype=dtype,
         )
@@ -155,18 +156,18 @@ class DistributedLinear(ComposedLayer):
                 splits[axis], axes[grid] = Balanced(shape[axis], self.P_w.shape[grid]), axis
         return Decomposition(self.P_w, tuple(splits), tuple(axes))
 
-    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, flow: CallPlan, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
         x, weight = self.block_of(flow, x), weights["weight"]
         bias = weights["bias"] if self.adds_bias else None
         # Gradients of copies that were moved or cast here are on their way to the parameter, not its own.
         own = weight is self.weight and (bias is None or bias is self.bias)
         if own and self.replica is not None and self.replica.sinks:
-            return linear(x, weight, bias, self.replica.sink)
+            return linear_function(x, weight, bias, self.replica.sink)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def block_of(flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def block_of(flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """What this rank computes with; a tensor without elements in the shape and type that it must have."""
         return x if x.numel() else x.to(flow.facts["dtype"]).reshape(flow.facts["shape"])
 

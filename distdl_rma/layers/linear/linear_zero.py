@@ -11,10 +11,10 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import Flow
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan
 from distdl_rma.layers.core.placement import Placement
-from distdl_rma.layers.core.plan_cache import Needs
 from distdl_rma.layers.linear.linear import DistributedLinear, workers
+from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.linear.zero_shards import Shards, sharded_linear
 
 _BLOCKS, _ROWS, _COLUMNS = range(3)
@@ -84,7 +84,9 @@ class _ZeroLinear(DistributedLinear):
         line = used.partition.create_partition_inclusive(order)
         return Decomposition(line, (Listed(tuple(lengths)),), (0,))
 
-    def carry_out(self, flow: Flow, needs: Needs, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def carry_out(
+        self, flow: CallPlan, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor
+    ) -> torch.Tensor:
         """Partial outputs of a block of the weight that is gathered for it."""
         if self._shards is None:
             return super().carry_out(flow, needs, x, **weights)

@@ -15,7 +15,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.core.callbacks import callbacks_among
-from distdl_rma.layers.core.error_exchange import Complaints
+from distdl_rma.layers.core.error_exchange import ErrorExchange
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.ops.autograd import tells_peers
 from distdl_rma.ops.tensors import trouble_with
@@ -103,8 +103,8 @@ class DistributedLoss(DistributedLayer):
         return sums
 
     @cached_property
-    def _complaints(self) -> Complaints:
-        return Complaints(self.machine, self.P_x.ranks, self.name)
+    def _complaints(self) -> ErrorExchange:
+        return ErrorExchange(self.machine, self.P_x.ranks, self.name)
 
     def extra_repr(self) -> str:
         """One line for ``print(loss)``."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.loss.base import DistributedLoss, wide
-from distdl_rma.layers.loss.gather_classes import WholeClasses
+from distdl_rma.layers.loss.gather_classes import GatherClasses
 
 
 class _ClassLoss(DistributedLoss):
@@ -33,11 +33,11 @@ class _ClassLoss(DistributedLoss):
         super().__init__(P_x, reduction, name, legacy, **arguments)
 
     @cached_property
-    def _gathers(self) -> tuple[WholeClasses, ...]:
+    def _gathers(self) -> tuple[GatherClasses, ...]:
         if self.P_x.shape[self._dim] == 1 or not self.P_x.active:
             return ()
         return tuple(
-            WholeClasses(self.machine, self.P_x, self._dim, f"{self.name} ({what})")
+            GatherClasses(self.machine, self.P_x, self._dim, f"{self.name} ({what})")
             for what in ("input", "target")
         )
 

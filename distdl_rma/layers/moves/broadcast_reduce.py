@@ -12,9 +12,10 @@ from distdl_rma.geometry.rank_groups import Groups, groups_along, groups_onto
 from distdl_rma.geometry.trees import Stage, all_reduction, broadcast, reduction
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import input_dtype
-from distdl_rma.layers.core.movement_layer import Move, MovingLayer, movements_of
-from distdl_rma.layers.core.plan_cache import Facts
+from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
+from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.grid_axes import Axes, chosen_axes
+from distdl_rma.ops.movement import movements_through
 from distdl_rma.ops.tensors import sum_dtype
 
 # Movements for groups whose vectors have so many elements, given the node of a rank.
@@ -22,8 +23,8 @@ _Stages = Callable[[list[int], Callable[[int], int]], list[Stage]]
 
 
 def _move(
-    layer: MovingLayer, facts: dict[int, Facts], givers: Groups, takers: Groups, stages: _Stages
-) -> Move:
+    layer: MovementLayer, facts: dict[int, InputFacts], givers: Groups, takers: Groups, stages: _Stages
+) -> MovementPlan:
     # Givers and takers are the ranks that have, and that get, the subtensor of each group.
     dtype = input_dtype(layer.P_x, facts)
     shapes = [_common_shape(group, facts) for group in givers]
@@ -34,11 +35,11 @@ def _move(
     found = stages([prod(shape) for shape in shapes], node_of.__getitem__)
     # Where sums are summed again, short types travel in a longer one: they are rounded once, at the end.
     sums = len(found) > (2 if givers is takers else 1)
-    movements = movements_of(layer, found, sum_dtype(dtype) if sums else dtype)
-    return Move(movements, dtype, flat=mine)
+    movements = movements_through(layer.site, found, sum_dtype(dtype) if sums else dtype)
+    return MovementPlan(movements, dtype, flat=mine)
 
 
-def _common_shape(group: tuple[int, ...], facts: dict[int, Facts]) -> tuple[int, ...]:
+def _common_shape(group: tuple[int, ...], facts: dict[int, InputFacts]) -> tuple[int, ...]:
     first, *others = group
     for rank in others:
         if facts[rank].shape != facts[first].shape:
@@ -49,7 +50,7 @@ def _common_shape(group: tuple[int, ...], facts: dict[int, Facts]) -> tuple[int,
     return facts[first].shape
 
 
-class _Between(MovingLayer):
+class _Between(MovementLayer):
     """What sum-reduction and broadcast share: groups of ranks on one side, one rank each on the other."""
 
     _sums = True
@@ -115,7 +116,7 @@ class SumReduce(_Between):
     Sum-reduce document; requirement B3.
     """
 
-    def plan(self, facts: dict[int, Facts]) -> Move:
+    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
         """Groups of ranks to one rank each."""
         roots, rank = self.P_y.ranks, self.machine.rank
         return _move(
@@ -163,7 +164,7 @@ class Broadcast(_Between):
 
     _sums = False
 
-    def plan(self, facts: dict[int, Facts]) -> Move:
+    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
         """One rank each to groups of ranks."""
         roots, rank = self.P_x.ranks, self.machine.rank
         return _move(
@@ -175,7 +176,7 @@ class Broadcast(_Between):
         )
 
 
-class AllSumReduce(MovingLayer):
+class AllSumReduce(MovementLayer):
     """Sum the subtensors of ranks that differ in some grid dimensions only; each of them gets the sum.
 
     Subtensors that are summed are equal in shape; else they may have any shape, whatever the grid is. The
@@ -225,7 +226,7 @@ class AllSumReduce(MovingLayer):
         """The partition, and the summed dimensions."""
         return f"P_x={self.P_x.shape}, axes_reduce={self.axes}"
 
-    def plan(self, facts: dict[int, Facts]) -> Move:
+    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
         """Groups of ranks to themselves."""
         groups, rank = self._groups, self.machine.rank
         return _move(

@@ -15,10 +15,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Section
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import DistributedLayer, deliver, movement_of, nbytes_of, source_of
-from distdl_rma.layers.core.plan_cache import Facts, Plans
+from distdl_rma.layers.core.layer import DistributedLayer, nbytes_of, source_of
+from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
 from distdl_rma.ops.autograd import anchored, tells_peers
-from distdl_rma.ops.movement import Movement
+from distdl_rma.ops.idle_ranks import deliver
+from distdl_rma.ops.movement import Movement, movement_or_none
 from distdl_rma.ops.tensors import trouble_with
 
 _CHANNELS = 1
@@ -87,9 +88,9 @@ class DistributedConcat(DistributedLayer):
         self._stays = all(P_x == P_y for P_x in P_xs) and P_y.shape[_CHANNELS] == 1
 
     @cached_property
-    def _plans(self) -> list[Plans[_Source]]:
+    def _plans(self) -> list[PlanCache[_Source]]:
         return [
-            Plans(
+            PlanCache(
                 self.machine,
                 self.members,
                 f"{self.name} (input {at})",
@@ -192,7 +193,7 @@ class DistributedConcat(DistributedLayer):
         # With too few of them the first one still tells the others, and all ranks refuse.
         xs = (*inputs, *repeat(torch.empty(0), len(self.P_xs)))
         agreed = [
-            plans.agree(x, wants=(count,), idle=not P_x.active)
+            plans.agree(x, call_arguments=(count,), idle=not P_x.active)
             for plans, x, P_x in zip(self._plans, xs, self.P_xs, strict=False)
         ]
         sources = tuple(source for source, _ in agreed)
@@ -211,10 +212,10 @@ class _Source:
         self.blocks, self.dtype = blocks, dtype
 
     @classmethod
-    def of(cls, P_x: Partition, count: int, facts: dict[int, Facts]) -> _Source:
+    def of(cls, P_x: Partition, count: int, facts: dict[int, InputFacts]) -> _Source:
         for rank, fact in facts.items():
-            if fact.wants != (count,):
-                raise ShapeError(f"takes {count} inputs, got {fact.wants[0]} on rank {rank}")
+            if fact.call_arguments != (count,):
+                raise ShapeError(f"takes {count} inputs, got {fact.call_arguments[0]} on rank {rank}")
         return cls(*source_of(P_x, facts))
 
     @property
@@ -242,7 +243,9 @@ class _Assembly:
             channels = Section(target.splits[_CHANNELS], offset, source.shape[_CHANNELS])
             part = target.with_splits({_CHANNELS: channels})
             offset += channels.extent
-            self._movements.append(movement_of(layer, source.blocks, part, source.dtype, f"input {at}"))
+            self._movements.append(
+                movement_or_none(layer.site, source.blocks, part, source.dtype, f"input {at}")
+            )
             self._shapes.append(part.box(layer.machine.rank).shape)
         self._active = layer.P_y.active
 

@@ -11,14 +11,15 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.movement_layer import Move, MovingLayer, movements_of
-from distdl_rma.layers.core.plan_cache import Facts
-from distdl_rma.layers.windows.window_gather import MODES, Reading
+from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
+from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.ops.movement import movements_through
+from distdl_rma.ops.window_gather import MODES, WindowGather
 
 _LEADING = 2
 
 
-class HaloExchange(MovingLayer):
+class HaloExchange(MovementLayer):
     """Own shard with the elements of other ranks around it, corners included.
 
     The global tensor (batch, channel, *spatial) is padded as torch pads it; each rank gets its own part of
@@ -82,13 +83,15 @@ class HaloExchange(MovingLayer):
         padding = f"padding_mode={self.padding_mode!r}, value={self.value}"
         return f"P_x={self.P_x.shape}, width={self.width}, {padding}"
 
-    def plan(self, facts: dict[int, Facts]) -> Move:
+    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
         """What windows as wide as both halos read, where every element has a window of its own."""
         source, dtype = source_of(self.P_x, facts)
-        reading = Reading(self, self._stencil, source, source, dtype, self.padding_mode, self.value)
+        reading = WindowGather(self.site, self._stencil, source, source, dtype, self.padding_mode, self.value)
         stay = [(source, source)]
-        movements = movements_of(self, stay, dtype) if reading.movement is None else [reading.movement]
-        return Move(movements, dtype, finish=reading.complete)
+        movements = (
+            movements_through(self.site, stay, dtype) if reading.movement is None else [reading.movement]
+        )
+        return MovementPlan(movements, dtype, finish=reading.add_padding)
 
 
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:

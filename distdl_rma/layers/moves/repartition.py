@@ -9,11 +9,12 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.movement_layer import Move, MovingLayer, movements_of
-from distdl_rma.layers.core.plan_cache import Facts
+from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
+from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.ops.movement import movements_through
 
 
-class Repartition(MovingLayer):
+class Repartition(MovementLayer):
     """Move a tensor from one Cartesian partition to another; the result is balanced.
 
     Collective to construct over the machine; a call involves the ranks of both partitions and blocks.
@@ -57,11 +58,11 @@ class Repartition(MovingLayer):
             )
         super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
 
-    def plan(self, facts: dict[int, Facts]) -> Move:
+    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
         """Blocks as they are to balanced ones."""
         source, dtype = source_of(self.P_x, facts)
         target = Decomposition.balanced(self.P_y, source.shape)
-        return Move(movements_of(self, [(source, target)], dtype), dtype)
+        return MovementPlan(movements_through(self.site, [(source, target)], dtype), dtype)
 
 
 # The name by which this movement is known as well.

@@ -16,17 +16,17 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import DistributedLayer, movement_of, source_of
+from distdl_rma.layers.core.layer import DistributedLayer, source_of
 from distdl_rma.layers.core.placement import Placement
-from distdl_rma.layers.core.plan_cache import Facts, Plans
-from distdl_rma.layers.core.replica import idle
+from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
 from distdl_rma.layers.norm.sharing import groups_of, said
 from distdl_rma.ops.autograd import anchor, anchored, tells_peers
-from distdl_rma.ops.movement import Movement
-from distdl_rma.ops.norm.normalise import Job, normalise, widened
-from distdl_rma.ops.norm.statistic_groups import Cells, Layout
+from distdl_rma.ops.idle_ranks import idle
+from distdl_rma.ops.movement import Movement, movement_or_none
+from distdl_rma.ops.norm.normalise import NormCall, normalise, widened
+from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import Shifted, Statistics, message_nbytes
-from distdl_rma.ops.tensors import plainly, sum_dtype
+from distdl_rma.ops.tensors import no_autocast, sum_dtype
 
 _PATTERNS = ("cut", "replicated")
 
@@ -87,7 +87,7 @@ class NormPlan:
             self._divide(layer, source, groups)
         if not P_x.active:
             return
-        cells = Cells(layout, P_x, source, rank, None if groups is None else groups[rank])
+        cells = StatisticGroups(layout, P_x, source, rank, None if groups is None else groups[rank])
         self.statistics = Statistics(layer.machine, layout, cells, layer.centred, layer.name)
         splits = tuple(source.splits[d] for d in layout.weighted)
         mine = source.box(rank).bounds
@@ -100,11 +100,11 @@ class NormPlan:
         kept = Decomposition(line, layer.store.splits, layer.store.axes)
         used = Decomposition(line, splits, layer.store.axes)
         for key, parameter in layer.named_parameters(recurse=False) if not layer.whole else ():
-            self._fetch[key] = movement_of(layer, kept, used, parameter.dtype, key)
+            self._fetch[key] = movement_or_none(layer.site, kept, used, parameter.dtype, key)
         for key in layer.buffer_layouts:
-            self._fetch[key] = movement_of(layer, kept, used, torch.float64, key)
+            self._fetch[key] = movement_or_none(layer.site, kept, used, torch.float64, key)
         self._home = (
-            movement_of(layer, used, kept, torch.float64, "batch statistics")
+            movement_or_none(layer.site, used, kept, torch.float64, "batch statistics")
             if layer.buffer_layouts
             else None
         )
@@ -114,7 +114,7 @@ class NormPlan:
     ) -> None:
         # Each group has a cell of its own where the plan has one; those without elements have nothing to say.
         counts = {
-            group: int(Cells(layer.layout, layer.P_x, source, group[0], group).total.max())
+            group: int(StatisticGroups(layer.layout, layer.P_x, source, group[0], group).total.max())
             for group in set(groups.values())
         }
         self.fewest = min((count for count in counts.values() if count), default=self.fewest)
@@ -195,7 +195,7 @@ class DistributedNorm(DistributedLayer):
     def __init__(
         self,
         P_x: Partition,
-        layout: Layout,
+        layout: NormAxes,
         extents: Sequence[int],
         eps: float | None,
         affine: bool,
@@ -231,16 +231,16 @@ class DistributedNorm(DistributedLayer):
         self._agreeing = self.agreeing()
 
     @cached_property
-    def _plans(self) -> Plans[NormPlan] | None:
+    def _plans(self) -> PlanCache[NormPlan] | None:
         if self.machine.rank not in self._agreeing:
             return None
-        return Plans(self.machine, self._agreeing, self.name, self._plan, self.built_with, self.outcome)
+        return PlanCache(self.machine, self._agreeing, self.name, self._plan, self.built_with, self.outcome)
 
     def agreeing(self) -> tuple[int, ...]:
         """Ranks that take part in a call: those of P_x, and others that keep what a call changes."""
         return self.P_x.ranks
 
-    def _plan(self, facts: dict[int, Facts]) -> NormPlan:
+    def _plan(self, facts: dict[int, InputFacts]) -> NormPlan:
         self._check_modes(facts)
         source, dtype = source_of(self.P_x, facts)
         if not dtype.is_floating_point:
@@ -257,7 +257,9 @@ class DistributedNorm(DistributedLayer):
         groups = groups_of(self.P_x, self.layout, source, facts)
         # What moves does not depend on the mode: a plan serves all of them.
         said = len(self._said())
-        key = tuple((fact.shape, fact.dtype, fact.weights, fact.wants[-said:]) for fact in facts.values())
+        key = tuple(
+            (fact.shape, fact.dtype, fact.weights, fact.call_arguments[-said:]) for fact in facts.values()
+        )
         plan = self._known.get(key)
         if plan is None:
             plan = self._known[key] = NormPlan(self, source, groups)
@@ -268,9 +270,9 @@ class DistributedNorm(DistributedLayer):
     def _known(self) -> WeakValueDictionary[tuple[object, ...], NormPlan]:
         return WeakValueDictionary()
 
-    def _check_modes(self, facts: dict[int, Facts]) -> None:
+    def _check_modes(self, facts: dict[int, InputFacts]) -> None:
         said = len(self._said())
-        (first, expected), *others = ((rank, fact.wants[:-said]) for rank, fact in facts.items())
+        (first, expected), *others = ((rank, fact.call_arguments[:-said]) for rank, fact in facts.items())
         for rank, mode in others:
             if mode != expected:
                 raise MismatchError(
@@ -301,7 +303,9 @@ class DistributedNorm(DistributedLayer):
             return self._last_statistics.nbytes
         if self.announced is None or not self.P_x.active:
             return 0
-        return message_nbytes(Cells(self.layout, self.P_x, self.announced.inputs[0], self.machine.rank))
+        return message_nbytes(
+            StatisticGroups(self.layout, self.P_x, self.announced.inputs[0], self.machine.rank)
+        )
 
     @property
     def _last_statistics(self) -> Statistics | None:
@@ -323,7 +327,7 @@ class DistributedNorm(DistributedLayer):
         self.connect_parameters()
         if self._plans is not None:
             with torch.no_grad():
-                plan, _ = self._plans.agree(x, self._typed(), self._wants(), not self.P_x.active)
+                plan, _ = self._plans.agree(x, self._typed(), self._call_arguments(), not self.P_x.active)
             plan.connect()
 
     @tells_peers
@@ -332,8 +336,8 @@ class DistributedNorm(DistributedLayer):
         weights = {} if self.placed is None else self.placed.use()
         if self._plans is None:
             return self.stand_aside(input, weights.values())
-        plan, needs = self._plans.agree(input, self._typed(), self._wants(), not self.P_x.active)
-        with plainly():
+        plan, needs = self._plans.agree(input, self._typed(), self._call_arguments(), not self.P_x.active)
+        with no_autocast():
             if plan.statistics is None:
                 self.stand_by(plan)
                 return anchored(idle(input, weights.values()), needs.any)
@@ -344,7 +348,7 @@ class DistributedNorm(DistributedLayer):
             # The memory that a GradientSync offers is for gradients of what this rank keeps.
             elsewhere = plan.moves or plan.part is not None
             place = _as_it_is if elsewhere or self.replica is None else self.replica.fill
-            job = Job(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
+            job = NormCall(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
             return normalise(
                 input, used.get("weight"), used.get("bias"), anchor(needs.any), job, moments.shifted
             )
@@ -362,7 +366,7 @@ class DistributedNorm(DistributedLayer):
         # What the user of this rank says of the statistics of this call.
         return said(vars(self), self.machine.rank)
 
-    def _wants(self) -> tuple[int, ...]:
+    def _call_arguments(self) -> tuple[int, ...]:
         return (*self.mode(), *self._said())
 
     def mode(self) -> tuple[int, ...]:

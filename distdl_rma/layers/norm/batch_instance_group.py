@@ -12,7 +12,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm.base import DistributedNorm, NormPlan, check_extents
 from distdl_rma.layers.norm.running import DistributedRunningNorm
-from distdl_rma.ops.norm.statistic_groups import Layout
+from distdl_rma.ops.norm.statistic_groups import NormAxes
 
 
 class DistributedBatchNorm(DistributedRunningNorm):
@@ -65,7 +65,7 @@ class DistributedBatchNorm(DistributedRunningNorm):
         check_extents(self, num_features=num_features)
         if eps <= 0:
             raise ShapeError(f"{type(self).__name__}: eps must be positive, got {eps}")
-        layout = Layout(reduced=tuple(d for d in range(P_x.dim) if d != 1), weighted=(1,))
+        layout = NormAxes(reduced=tuple(d for d in range(P_x.dim) if d != 1), weighted=(1,))
         super().__init__(
             P_x,
             layout,
@@ -177,7 +177,7 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         _check_dims(self, P_x, self._dims)
         check_extents(self, num_features=num_features)
         channels = P_x.dim - self._dims[0]
-        layout = Layout(reduced=tuple(range(channels + 1, P_x.dim)), weighted=(channels,))
+        layout = NormAxes(reduced=tuple(range(channels + 1, P_x.dim)), weighted=(channels,))
         super().__init__(
             P_x,
             layout,
@@ -283,7 +283,7 @@ class DistributedGroupNorm(DistributedNorm):
                 f"{kind}: num_channels {num_channels} must be divisible by num_groups {num_groups}"
             )
         self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
-        layout = Layout(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
+        layout = NormAxes(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
         super().__init__(P_x, layout, (num_channels,), eps, affine, bias, device, dtype, name, **callbacks)
 
     def extra_repr(self) -> str:

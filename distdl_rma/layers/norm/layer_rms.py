@@ -11,7 +11,7 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm.base import DistributedNorm, check_extents
-from distdl_rma.ops.norm.statistic_groups import Layout
+from distdl_rma.ops.norm.statistic_groups import NormAxes
 
 
 class DistributedLayerNorm(DistributedNorm):
@@ -133,7 +133,7 @@ class DistributedRMSNorm(DistributedNorm):
 
 def _trailing(
     layer: DistributedNorm, P_x: Partition, normalized_shape: int | Sequence[int]
-) -> tuple[tuple[int, ...], Layout]:
+) -> tuple[tuple[int, ...], NormAxes]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not shape:
         raise ShapeError(f"{type(layer).__name__}: normalized_shape needs at least one dimension")
@@ -144,4 +144,4 @@ def _trailing(
             f" {len(shape)}"
         )
     trailing = tuple(range(P_x.dim - len(shape), P_x.dim))
-    return shape, Layout(reduced=trailing, weighted=trailing)
+    return shape, NormAxes(reduced=trailing, weighted=trailing)

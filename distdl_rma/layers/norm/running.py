@@ -16,7 +16,7 @@ from distdl_rma.layers.core.placement import cut
 from distdl_rma.layers.norm.base import DistributedNorm, Moments, NormPlan
 from distdl_rma.ops.autograd import tells_peers
 from distdl_rma.ops.norm.normalise import widened
-from distdl_rma.ops.norm.statistic_groups import Layout
+from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.ops.norm.statistics import Statistics
 from distdl_rma.ops.tensors import as_array, as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -43,7 +43,7 @@ class DistributedRunningNorm(DistributedNorm):
     def __init__(
         self,
         P_x: Partition,
-        layout: Layout,
+        layout: NormAxes,
         num_features: int,
         eps: float,
         momentum: float | None,

@@ -10,8 +10,8 @@ from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.plan_cache import Facts
-from distdl_rma.ops.norm.statistic_groups import Cells, Layout
+from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import message_nbytes
 
 _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
@@ -65,7 +65,7 @@ def said(callbacks: Mapping[str, Any], rank: int) -> Said:
 
 
 def groups_of(
-    P_x: Partition, layout: Layout, source: Decomposition, facts: Mapping[int, Facts]
+    P_x: Partition, layout: NormAxes, source: Decomposition, facts: Mapping[int, InputFacts]
 ) -> dict[int, tuple[int, ...]] | None:
     """Ranks that share statistics, per rank of P_x, as all users say; None where none of them says anything.
 
@@ -88,7 +88,7 @@ def groups_of(
         Alike on all ranks: if ranks that share do not all name each other and nobody else, or hold no
         elements of the same cells, or a size is not that of a message.
     """
-    told = {rank: Said(*fact.wants[-len(Said._fields) :]) for rank, fact in facts.items()}
+    told = {rank: Said(*fact.call_arguments[-len(Said._fields) :]) for rank, fact in facts.items()}
     if all(words == Said() for words in told.values()):
         return None
     channels = source.splits[1] if layout.groups else None
@@ -109,7 +109,9 @@ def groups_of(
             continue
         _check_list(rank, words, _number(groups[rank]) == numbers[rank], groups[rank], natural[rank])
     for rank, words in told.items():
-        wanted = message_nbytes(Cells(layout, P_x, source, rank, groups[rank])) if rank in P_x else 0
+        wanted = (
+            message_nbytes(StatisticGroups(layout, P_x, source, rank, groups[rank])) if rank in P_x else 0
+        )
         if words.nbytes not in (_SILENT, wanted):
             got = "no number of bytes" if words.nbytes == _STRANGE else f"{words.nbytes}"
             raise ConfigurationError(

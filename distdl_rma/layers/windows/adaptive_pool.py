@@ -12,20 +12,20 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Split
-from distdl_rma.geometry.stencil import Reach, ReachSplit, ReaderSplit
+from distdl_rma.geometry.stencil import ReadersSplit, ReadsSplit, TableWindow
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import Flow
-from distdl_rma.layers.core.layer import movement_of
-from distdl_rma.layers.windows.base import SpatialLayer
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan
+from distdl_rma.layers.windows.base import WindowLayer
+from distdl_rma.ops.movement import movement_or_none
 from distdl_rma.ops.tensors import sum_dtype
-from distdl_rma.ops.windows.argmax_windows import flat_index, pick, winners
+from distdl_rma.ops.windows.argmax_windows import argmax_windows, flat_index, gather_at
 
 _LEADING = 2
 
 Size = int | None | Sequence[int | None]
 
 
-class _Adaptive(SpatialLayer):
+class _Adaptive(WindowLayer):
     # Windows as even as the global extents allow.
     def __init__(
         self,
@@ -39,12 +39,12 @@ class _Adaptive(SpatialLayer):
         super().__init__(P_x, P_y, name=name, **callbacks)
         self.output_size = sizes
 
-    def _reaches(self, source: Decomposition) -> list[Reach]:
+    def _reaches(self, source: Decomposition) -> list[TableWindow]:
         extents = source.shape[_LEADING:]
         if 0 in extents:
             raise ShapeError(f"the global input {source.shape} has no elements to pool")
         return [
-            Reach.adaptive(n, n if size is None else size)
+            TableWindow.adaptive(n, n if size is None else size)
             for n, size in zip(extents, self.output_size, strict=True)
         ]
 
@@ -113,11 +113,11 @@ class DistributedAdaptiveAvgPool(_Adaptive):
     def _workers(self, P_x: Partition, P_y: Partition) -> Partition:
         return P_x
 
-    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Every rank sums, the owners of the outputs add the sums."""
         reaches, rank = self._reaches(source), self.machine.rank
         readers: dict[int, Split] = {
-            d: ReaderSplit(source.splits[d], reach) for d, reach in enumerate(reaches, _LEADING)
+            d: ReadersSplit(source.splits[d], reach) for d, reach in enumerate(reaches, _LEADING)
         }
         partial = source.with_splits(readers)
         outputs = self.balanced(source, [reach.outputs for reach in reaches])
@@ -128,9 +128,9 @@ class DistributedAdaptiveAvgPool(_Adaptive):
                 reaches, source.box(rank).bounds[_LEADING:], partial.box(rank).bounds[_LEADING:], strict=True
             )
         ]
-        return Flow(
+        return CallPlan(
             None,
-            movement_of(self, partial, outputs, wide, "sums"),
+            movement_or_none(self.site, partial, outputs, wide, "sums"),
             box=partial.box(rank),
             dtype=wide,
             steps=steps,
@@ -142,7 +142,7 @@ class DistributedAdaptiveAvgPool(_Adaptive):
             ],
         )
 
-    def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """Sums of this rank's elements, one dimension after the other."""
         y = x.to(flow.facts["dtype"])
         for d, (inputs, outputs, count) in enumerate(flow.facts["steps"], _LEADING):
@@ -154,7 +154,7 @@ class DistributedAdaptiveAvgPool(_Adaptive):
             y = zeros.index_add(d, outputs, y if len(inputs) == y.shape[d] else y.index_select(d, inputs))
         return y
 
-    def finish(self, flow: Flow, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def finish(self, flow: CallPlan, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Divide by the number of elements of each window, with one rounding in short types."""
         divisor = torch.ones((), dtype=y.dtype)
         for count in flow.facts["counts"]:
@@ -163,7 +163,7 @@ class DistributedAdaptiveAvgPool(_Adaptive):
 
 
 def _contributions(
-    reach: Reach, own: tuple[int, int], out: tuple[int, int]
+    reach: TableWindow, own: tuple[int, int], out: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     # Which of this rank's elements goes into which of its sums.
     inputs, outputs = [], []
@@ -237,18 +237,18 @@ class DistributedAdaptiveMaxPool(_Adaptive):
             return y
         return y, torch.zeros(y.shape, dtype=torch.int64) if index is None else index
 
-    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Every rank fetches what its outputs read."""
         reaches, rank = self._reaches(source), self.machine.rank
         outputs = self.balanced(source, [reach.outputs for reach in reaches])
         box = outputs.box(rank)
         reads: dict[int, Split] = {
-            d: ReachSplit(outputs.splits[d], reach, source.shape[d])
+            d: ReadsSplit(outputs.splits[d], reach, source.shape[d])
             for d, reach in enumerate(reaches, _LEADING)
         }
         target = outputs.with_splits(reads)
-        return Flow(
-            movement_of(self, source, target, dtype, "windows"),
+        return CallPlan(
+            movement_or_none(self.site, source, target, dtype, "windows"),
             None,
             box=box,
             dtype=dtype,
@@ -257,7 +257,7 @@ class DistributedAdaptiveMaxPool(_Adaptive):
             windows=[_even(r, *b) for r, b in zip(reaches, box.bounds[_LEADING:], strict=True)],
         )
 
-    def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """The largest elements; the gradient goes to where they were."""
         extents, start, windows = (flow.facts[key] for key in ("extents", "start", "windows"))
         # All windows of a dimension as long as the longest, side by side: that torch can pool.
@@ -267,18 +267,20 @@ class DistributedAdaptiveMaxPool(_Adaptive):
         lengths = [window.shape[1] for window in windows]
         places = [
             window.flatten()[place]
-            for window, place in zip(windows, winners(even, lengths, lengths, [1] * self._dims), strict=True)
+            for window, place in zip(
+                windows, argmax_windows(even, lengths, lengths, [1] * self._dims), strict=True
+            )
         ]
         if self.return_indices:
             self._index = flat_index(places, extents)
-        return pick(x, [place - first for place, first in zip(places, start, strict=True)])
+        return gather_at(x, [place - first for place, first in zip(places, start, strict=True)])
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
         return f"{super().extra_repr()}, return_indices={self.return_indices}"
 
 
-def _even(reach: Reach, start: int, stop: int) -> torch.Tensor:
+def _even(reach: TableWindow, start: int, stop: int) -> torch.Tensor:
     # Inputs of some windows, one row each; a shorter one begins with copies of its first input.
     first, last = (torch.tensor(ends[start:stop], dtype=torch.int64) for ends in (reach.first, reach.last))
     length = int((last - first).max()) + 1 if stop > start else 1

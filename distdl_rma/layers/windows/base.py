@@ -12,14 +12,14 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import ComposedLayer, Flow
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan, ExchangingLayer
 from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.plan_cache import Facts
+from distdl_rma.layers.core.plan_cache import InputFacts
 
 _LEADING = 2
 
 
-class SpatialLayer(ComposedLayer):
+class WindowLayer(ExchangingLayer):
     """Layer on (batch, channel, *spatial) whose outputs are computed where they will be.
 
     Subclasses give ``route``, which plans for one global input, and ``local``, which computes a rank's
@@ -66,18 +66,18 @@ class SpatialLayer(ComposedLayer):
     def _workers(self, P_x: Partition, P_y: Partition) -> Partition:
         return P_y
 
-    def plan(self, facts: dict[int, Facts]) -> Flow:
+    def plan(self, facts: dict[int, InputFacts]) -> CallPlan:
         """Route for the global input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
         if self._inexact and not dtype.is_floating_point:
             raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
         return self.route(source, dtype)
 
-    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Plan for an input; alike on all ranks, errors included."""
         raise NotImplementedError
 
-    def compute(self, flow: Flow, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, flow: CallPlan, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Local outputs; those without elements come from no computation."""
         box = flow.facts["box"]
         if not box.empty:
@@ -85,7 +85,7 @@ class SpatialLayer(ComposedLayer):
         y = x.new_zeros(box.shape, dtype=flow.facts["dtype"])
         return y + x.sum().to(y.dtype) if x.requires_grad else y
 
-    def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """Outputs of this rank from the inputs that they read."""
         raise NotImplementedError
 

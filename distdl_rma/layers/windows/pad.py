@@ -13,9 +13,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import Flow
-from distdl_rma.layers.windows.base import SpatialLayer
-from distdl_rma.layers.windows.window_gather import Reading
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan
+from distdl_rma.layers.windows.base import WindowLayer
+from distdl_rma.ops.window_gather import WindowGather
 
 # Modes in which torch lets all dimensions end without elements; some of them may in every mode.
 _MAY_BE_EMPTY = ("zeros", "constant", "circular")
@@ -23,7 +23,7 @@ _MAY_BE_EMPTY = ("zeros", "constant", "circular")
 _CROP_FIRST = ("zeros", "constant")
 
 
-class DistributedPad(SpatialLayer):
+class DistributedPad(WindowLayer):
     """Padding of a tensor that is split over ranks, in batch, channels and space.
 
     Local input: the shard of this rank, of any size that forms a grid with the others'. Local output: the
@@ -81,7 +81,7 @@ class DistributedPad(SpatialLayer):
         self.stencil = Stencil(tuple(Window(1, left=left, right=right) for left, right in sides))
         self.value = 0.0
 
-    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Every rank fetches what its part of the padded tensor shows."""
         extents = source.shape[2:]
         padded = tuple(w.outputs(n) for w, n in zip(self.stencil.windows, extents, strict=True))
@@ -90,12 +90,14 @@ class DistributedPad(SpatialLayer):
         if too_few or min(padded) < 0 or (max(padded) < 1 and self._mode not in _MAY_BE_EMPTY):
             raise ShapeError(f"padding {self.padding} leaves {padded} of the global input {extents}")
         outputs = self.balanced(source, padded)
-        reading = Reading(self, self.stencil, source, outputs, dtype, self._mode, self.value)
-        return Flow(reading.movement, None, reading=reading, box=outputs.box(self.machine.rank), dtype=dtype)
+        reading = WindowGather(self.site, self.stencil, source, outputs, dtype, self._mode, self.value)
+        return CallPlan(
+            reading.movement, None, reading=reading, box=outputs.box(self.machine.rank), dtype=dtype
+        )
 
-    def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """Add the padding that is no other element's copy; everything else has been moved."""
-        y: torch.Tensor = flow.facts["reading"].complete(x)
+        y: torch.Tensor = flow.facts["reading"].add_padding(x)
         # Where nothing had to move, the result would be the input itself.
         return y.clone() if flow.gather is None else y
 

@@ -14,18 +14,18 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import Flow
-from distdl_rma.layers.windows.base import SpatialLayer, per_dim
-from distdl_rma.layers.windows.window_gather import Reading
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan
+from distdl_rma.layers.windows.base import WindowLayer, per_dim
 from distdl_rma.ops.tensors import sum_dtype
-from distdl_rma.ops.windows.argmax_windows import flat_index, pick, winners
+from distdl_rma.ops.window_gather import WindowGather
+from distdl_rma.ops.windows.argmax_windows import argmax_windows, flat_index, gather_at
 
 _AVERAGES: dict[int, Any] = {2: F.avg_pool2d, 3: F.avg_pool3d}
 
 Size = int | tuple[int, ...]
 
 
-class _Pool(SpatialLayer):
+class _Pool(WindowLayer):
     # Sliding windows over a padded input; subclasses say what the padding holds.
     _mode = "zeros"
     _padding = 0.0
@@ -59,16 +59,16 @@ class _Pool(SpatialLayer):
         self.kernel_size, self.stride, self.padding, self.dilation = kernel, steps, sides, holes
         self.ceil_mode = bool(ceil_mode)
 
-    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Every rank fetches what its outputs read."""
         extents = source.shape[2:]
         if 0 in extents:
             raise ShapeError(f"the global input {source.shape} has no elements to pool")
         outputs = self.balanced(source, self.stencil.outputs(extents))
         self._check_windows(extents, outputs.shape[2:])
-        reading = Reading(self, self.stencil, source, outputs, dtype, self._mode, self._padding)
+        reading = WindowGather(self.site, self.stencil, source, outputs, dtype, self._mode, self._padding)
         box = outputs.box(self.machine.rank)
-        return Flow(reading.movement, None, reading=reading, box=box, dtype=dtype, extents=extents)
+        return CallPlan(reading.movement, None, reading=reading, box=box, dtype=dtype, extents=extents)
 
     def _check_windows(self, extents: tuple[int, ...], outputs: tuple[int, ...]) -> None:
         pass
@@ -133,19 +133,19 @@ class DistributedAvgPool(_Pool):
         super().__init__(P_x, P_y, kernel_size, stride, padding, 1, ceil_mode, name, **callbacks)
         self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor_override
 
-    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Every rank fetches what its outputs read, and knows how much of it counts."""
         flow = super().route(source, dtype)
         flow.facts["divisor"] = self._divisor(flow.facts["box"], flow.facts["extents"])
         return flow
 
-    def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """Sums of the windows by torch, divided by the number of elements that count."""
         divisor = flow.facts["divisor"]
         # torch has a divisor of one's own from two dimensions on.
         lead = (1,) * (2 - self._dims)
         one = isinstance(divisor, int)
-        wide = flow.facts["reading"].complete(x).to(sum_dtype(x.dtype))
+        wide = flow.facts["reading"].add_padding(x).to(sum_dtype(x.dtype))
         sums = _AVERAGES[max(self._dims, 2)](
             wide.reshape(*x.shape[:2], *lead, *wide.shape[2:]),
             (*lead, *self.kernel_size),
@@ -250,17 +250,17 @@ class DistributedMaxPool(_Pool):
             return y
         return y, torch.zeros(y.shape, dtype=torch.int64) if index is None else index
 
-    def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """The largest elements; the gradient goes to where they were."""
         reading, extents = flow.facts["reading"], flow.facts["extents"]
-        padded = reading.complete(x.detach())
-        places = winners(padded, self.kernel_size, self.stride, self.dilation)
+        padded = reading.add_padding(x.detach())
+        places = argmax_windows(padded, self.kernel_size, self.stride, self.dilation)
         places = tuple(p + start for p, start in zip(places, reading.region.start, strict=True))
         if reading.held != reading.region:
             places = self._inside(places, flow.facts["box"], extents)
         if self.return_indices:
             self._index = flat_index(places, extents)
-        return pick(x, [p - start for p, start in zip(places, reading.held.start, strict=True)])
+        return gather_at(x, [p - start for p, start in zip(places, reading.held.start, strict=True)])
 
     def _inside(
         self, places: tuple[torch.Tensor, ...], box: Box, extents: tuple[int, ...]

@@ -11,18 +11,18 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Split
-from distdl_rma.geometry.stencil import ReachSplit
+from distdl_rma.geometry.stencil import ReadsSplit
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import Flow
-from distdl_rma.layers.core.layer import movement_of
-from distdl_rma.layers.windows.base import SpatialLayer, per_dim
+from distdl_rma.layers.core.gather_compute_scatter import CallPlan
+from distdl_rma.layers.windows.base import WindowLayer, per_dim
+from distdl_rma.ops.movement import movement_or_none
 from distdl_rma.ops.tensors import sum_dtype
-from distdl_rma.ops.windows.interpolation import MODES, Resize, Taps
+from distdl_rma.ops.windows.interpolation import MODES, Interpolation, Resize
 
 _LEADING = 2
 
 
-class DistributedUpsample(SpatialLayer):
+class DistributedUpsample(WindowLayer):
     """Resize a tensor that is split over ranks, in batch, channels and space.
 
     Every rank fetches what its outputs read, which is found by torch's rules from the *global* extents.
@@ -89,21 +89,21 @@ class DistributedUpsample(SpatialLayer):
         self.size, self.scale_factor, self.mode = sizes, scales, mode
         self.align_corners, self.recompute_scale_factor = align_corners, recompute_scale_factor
 
-    def route(self, source: Decomposition, dtype: torch.dtype) -> Flow:
+    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Every rank fetches what its outputs read."""
         rank, wide = self.machine.rank, sum_dtype(dtype)
         resizes = self._resizes(source.shape[_LEADING:])
-        taps = [Taps.of(self.mode, self._dims, resize, wide) for resize in resizes]
+        taps = [Interpolation.of(self.mode, self._dims, resize, wide) for resize in resizes]
         outputs = self.balanced(source, [resize.outputs for resize in resizes])
         box = outputs.box(rank)
         reads: dict[int, Split] = {
-            d: ReachSplit(outputs.splits[d], tap.reach, source.shape[d])
+            d: ReadsSplit(outputs.splits[d], tap.reach, source.shape[d])
             for d, tap in enumerate(taps, _LEADING)
         }
         target = outputs.with_splits(reads)
         first = target.box(rank).start[_LEADING:]
-        return Flow(
-            movement_of(self, source, target, dtype, "neighbours"),
+        return CallPlan(
+            movement_or_none(self.site, source, target, dtype, "neighbours"),
             None,
             box=box,
             dtype=dtype,
@@ -127,7 +127,7 @@ class DistributedUpsample(SpatialLayer):
         corners = bool(self.align_corners)
         return [Resize(*numbers, corners) for numbers in zip(extents, sizes, scales, strict=True)]
 
-    def local(self, flow: Flow, x: torch.Tensor) -> torch.Tensor:
+    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """Weighted sums of neighbours, one dimension after the other."""
         y = x.to(sum_dtype(x.dtype))
         for d, taps in enumerate(flow.facts["taps"], _LEADING):

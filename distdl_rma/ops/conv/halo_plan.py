@@ -10,7 +10,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.machine import Machine
-from distdl_rma.ops.conv.own_and_halo import Tile
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo
 from distdl_rma.ops.movement import Movement
 from distdl_rma.ops.tensors import as_tensor, as_words
 
@@ -46,7 +46,7 @@ class HaloPlan:
         self.halo = Movement(machine, exchange, dtype, name)
         index = source.partition.index_of(rank)[2:]
         y_box = Box(tuple(split.interval(i) for split, i in zip(y_splits, index, strict=True)))
-        self.tile = Tile(stencil, Box.of_shape(extents), Box(source.box(rank).bounds[2:]), y_box)
+        self.tile = OwnAndHalo(stencil, Box.of_shape(extents), Box(source.box(rank).bounds[2:]), y_box)
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
         self.landings = [self.tile.landing(piece) for piece in self.halo.forward.receives]
 

@@ -16,7 +16,7 @@ from distdl_rma.ops.uncompiled import uncompiled
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Steps(NamedTuple):
+class ConvolutionSteps(NamedTuple):
     """What torch's convolution wants to know beside its tensors."""
 
     stride: tuple[int, ...]
@@ -44,7 +44,7 @@ class Steps(NamedTuple):
 
 
 def convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: Steps
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: ConvolutionSteps
 ) -> torch.Tensor:
     """Local convolution by torch, also under autograd.
 
@@ -60,7 +60,11 @@ def convolution(
 
 
 def convolution_adjoint(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, steps: Steps, needs: tuple[bool, bool]
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    steps: ConvolutionSteps,
+    needs: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the input and of the weight of :func:`convolution`, those that are needed."""
     if _safe(x, weight, steps):
@@ -76,7 +80,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: Steps
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: ConvolutionSteps
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.steps = steps
@@ -95,7 +99,11 @@ class _Plain(torch.autograd.Function):
 
 
 def _plain_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, steps: Steps, needs: Sequence[bool]
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    steps: ConvolutionSteps,
+    needs: Sequence[bool],
 ) -> Gradients:
     wide, dtype = sum_dtype(x.dtype), x.dtype
     with _without_onednn():
@@ -105,7 +113,11 @@ def _plain_backward(
 
 
 def _backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, steps: Steps, needs: Sequence[bool]
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    steps: ConvolutionSteps,
+    needs: Sequence[bool],
 ) -> Gradients:
     channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
     found: Gradients = torch.ops.aten.convolution_backward(
@@ -126,7 +138,7 @@ def _without_onednn() -> Iterator[None]:
         switch.enabled = before
 
 
-def _safe(x: torch.Tensor, weight: torch.Tensor, steps: Steps) -> bool:
+def _safe(x: torch.Tensor, weight: torch.Tensor, steps: ConvolutionSteps) -> bool:
     if x.dtype not in _AT_FAULT or not x.numel():
         return True
     return _wide_enough(steps, x.shape[2:], weight.shape[2:], x.dtype.itemsize < torch.float32.itemsize)
@@ -134,7 +146,9 @@ def _safe(x: torch.Tensor, weight: torch.Tensor, steps: Steps) -> bool:
 
 # Asked for every patch of every step, mostly of the same few shapes.
 @lru_cache(maxsize=1024)
-def _wide_enough(steps: Steps, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool) -> bool:
+def _wide_enough(
+    steps: ConvolutionSteps, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool
+) -> bool:
     if steps.transposed:
         extents = tuple(
             (n - 1) * s - 2 * p + d * (k - 1) + 1
@@ -145,6 +159,6 @@ def _wide_enough(steps: Steps, extents: tuple[int, ...], kernel: tuple[int, ...]
     return steps.fills(extents, kernel, short)
 
 
-def _arguments(steps: Steps) -> tuple[Any, ...]:
+def _arguments(steps: ConvolutionSteps) -> tuple[Any, ...]:
     zeros = (0,) * len(steps.stride)
     return steps.stride, steps.padding, steps.dilation, steps.transposed, zeros, steps.groups

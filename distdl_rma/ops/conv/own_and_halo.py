@@ -112,7 +112,7 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Tile:
+class OwnAndHalo:
     """The convolution of one rank: a core on its own data, and a strip per side with remote data.
 
     Parameters

@@ -18,7 +18,7 @@ _LEADING = 2
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnPart:
     """A box of inputs (batch, channel, *spatial), and what it adds to the outputs that read it.
 
     Parameters
@@ -33,7 +33,7 @@ class Part:
     patch: Patch
 
     @classmethod
-    def of(cls, stencil: Stencil, data: Box, outputs: Box) -> Part | None:
+    def of(cls, stencil: Stencil, data: Box, outputs: Box) -> OwnPart | None:
         """What some inputs add to a box of outputs; None if that is nothing."""
         if data.empty or outputs.empty:
             return None
@@ -67,7 +67,7 @@ class Part:
         return (slice(begin - origin, end - origin), slice(None), *space)
 
 
-class Parts:
+class OwnAndOthers:
     """The inputs that a rank's outputs read, in disjoint boxes: its own, and those that others have.
 
     Parameters
@@ -88,14 +88,14 @@ class Parts:
         self.own, self.reads, self.outputs = own, reads, outputs
         rest = reads & domain
         mine = own & rest
-        local = Part.of(stencil, mine, outputs)
+        local = OwnPart.of(stencil, mine, outputs)
         self._own = () if local is None else (local,)
         sides = []
         for d, (low, high) in enumerate(mine.bounds if self._own else ()):
             start, stop = rest.bounds[d]
             sides += [rest.replace(d, start, low), rest.replace(d, high, stop)]
             rest = rest.replace(d, low, high)
-        found = (Part.of(stencil, side, outputs) for side in sides)
+        found = (OwnPart.of(stencil, side, outputs) for side in sides)
         self._others = tuple(part for part in found if part is not None)
 
     @property
@@ -106,7 +106,7 @@ class Parts:
     def of_own(
         self, local: LocalConvolution, x: torch.Tensor, weight: torch.Tensor, first: int
     ) -> list[torch.Tensor]:
-        """What this rank's shard adds, as of :meth:`Part.convolve`."""
+        """What this rank's shard adds, as of :meth:`OwnPart.convolve`."""
         return [part.convolve(local, x, self.own, weight, first) for part in self._own]
 
     def of_others(

@@ -13,13 +13,13 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.layers.core.plan_cache import Plans
+from distdl_rma.layers.core.plan_cache import PlanCache
 from distdl_rma.layers.core.replica import Replica
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import first_derivative
 from distdl_rma.ops.conv.halo_plan import HaloPlan
-from distdl_rma.ops.conv.kernels import Steps, convolution, convolution_adjoint
-from distdl_rma.ops.conv.own_and_halo import Patch, Tile
+from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution, convolution_adjoint
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class LocalConvolution:
     groups: int
 
     @cached_property
-    def _unpadded(self) -> Steps:
+    def _unpadded(self) -> ConvolutionSteps:
         windows = self.stencil.windows
         stride, dilation = tuple(w.stride for w in windows), tuple(w.dilation for w in windows)
-        return Steps(stride, (0,) * len(windows), dilation, self.groups)
+        return ConvolutionSteps(stride, (0,) * len(windows), dilation, self.groups)
 
-    def _padded(self, padding: tuple[int, ...]) -> Steps:
-        return Steps(self._unpadded.stride, padding, self._unpadded.dilation, self.groups)
+    def _padded(self, padding: tuple[int, ...]) -> ConvolutionSteps:
+        return ConvolutionSteps(self._unpadded.stride, padding, self._unpadded.dilation, self.groups)
 
     def _operand(self, patch: Patch, block: torch.Tensor, data: Box) -> tuple[torch.Tensor, tuple[int, ...]]:
         # Tensor to convolve and its symmetric padding, exact for the outputs of the patch.
@@ -107,7 +107,7 @@ class Layer(Protocol):
     name: str
     local: LocalConvolution
     replica: Replica
-    plans: Plans[HaloPlan]
+    plans: PlanCache[HaloPlan]
     out_channels: int
 
 
@@ -202,7 +202,7 @@ def _begin(
 
 
 def _core(
-    layer: Layer, tile: Tile, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    layer: Layer, tile: OwnAndHalo, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     # Full-speed local convolution, zeros where the neighbours' data would be.
     core = tile.core
@@ -217,7 +217,7 @@ def _core(
 def _fuse(
     layer: Layer,
     weight: torch.Tensor,
-    tile: Tile,
+    tile: OwnAndHalo,
     core: torch.Tensor | None,
     strips: list[torch.Tensor | None],
 ) -> torch.Tensor:

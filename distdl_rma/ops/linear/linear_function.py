@@ -13,7 +13,9 @@ from distdl_rma.ops.uncompiled import uncompiled
 Offer = Callable[[str], "torch.Tensor | None"]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer) -> torch.Tensor:
+def linear_function(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
+) -> torch.Tensor:
     """``torch.nn.functional.linear`` of leaves whose gradients are computed in given places, without a copy.
 
     Parameters

@@ -12,10 +12,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.layers.core.plan_cache import Needs
 from distdl_rma.machine import Machine
-from distdl_rma.ops.autograd import anchor, first_derivative
-from distdl_rma.ops.movement import Direction, Movement
+from distdl_rma.ops.autograd import GradientNeeds, anchor, first_derivative
+from distdl_rma.ops.movement import Movement, OneWay
 from distdl_rma.ops.set_up_transfer import PASS_NBYTES
 from distdl_rma.segments.channel import Channel
 
@@ -63,7 +62,7 @@ class Shards:
         """This rank's shard of the sum of the ranks' matrices; collective over the group, blocking."""
         return self._move(matrix, lambda movement: movement.backwards)
 
-    def _move(self, x: torch.Tensor, way: Callable[[Movement], Direction]) -> torch.Tensor:
+    def _move(self, x: torch.Tensor, way: Callable[[Movement], OneWay]) -> torch.Tensor:
         direction = way(self._movement(x.dtype))
         y = self._empty_like(x, direction.channel)
         height, starts = self._stripes(x.dtype)
@@ -104,7 +103,7 @@ class Shards:
 
 
 def sharded_linear(
-    shards: Shards, needs: Needs, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None
+    shards: Shards, needs: GradientNeeds, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """``x W^T + b`` with a weight that is gathered for it, and gathered again for the backward.
 
@@ -125,7 +124,7 @@ class _ShardedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         _anchor: torch.Tensor | None,
         shards: Shards,
-        needs: Needs,
+        needs: GradientNeeds,
     ) -> torch.Tensor:
         y = F.linear(x, shards.gather(shard), bias)
         ctx.shards, ctx.needs, ctx.machine = shards, needs, shards.machine

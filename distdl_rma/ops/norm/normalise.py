@@ -10,14 +10,14 @@ import torch
 
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import first_derivative
-from distdl_rma.ops.norm.statistic_groups import Band
+from distdl_rma.ops.norm.statistic_groups import ChannelRun
 from distdl_rma.ops.norm.statistics import Shifted, Statistics, sums_and_products
 from distdl_rma.ops.result_pool import result_like
-from distdl_rma.ops.tensors import plainly, sum_dtype
+from distdl_rma.ops.tensors import no_autocast, sum_dtype
 
 
 @dataclass(frozen=True)
-class Job:
+class NormCall:
     """One call of a normalisation: by which statistics, and what its backward does.
 
     Parameters
@@ -50,7 +50,7 @@ def normalise(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     anchor: torch.Tensor | None,
-    job: Job,
+    job: NormCall,
     shifted: Shifted | None,
 ) -> torch.Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
@@ -75,7 +75,7 @@ class _Normalise(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         _anchor: torch.Tensor | None,
-        job: Job,
+        job: NormCall,
         shifted: Shifted | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -84,10 +84,12 @@ class _Normalise(torch.autograd.Function):
             if shifted is None:
                 wide = widened(x)
                 y = result_like(wide)
-                parts = [_Part(job, band, y, weight) for band in bands]
+                parts = [_RunState(job, band, y, weight) for band in bands]
             else:
                 wide, y = None, shifted.values
-                parts = [_Part(job, band, y, weight, by) for band, by in zip(bands, shifted.by, strict=True)]
+                parts = [
+                    _RunState(job, band, y, weight, by) for band, by in zip(bands, shifted.by, strict=True)
+                ]
             for part in parts:
                 part.scale(wide, bias, y)
         ctx.job, ctx.parts, ctx.machine = job, parts, job.machine
@@ -100,9 +102,9 @@ class _Normalise(torch.autograd.Function):
         job, statistics = ctx.job, ctx.job.statistics
         phase = job.machine.trace.phases(statistics.name, backward=True)
         wide, d_y = widened(x), widened(gradient)
-        with plainly():
+        with no_autocast():
             with phase("local"):
-                parts = [_Backward(part, wide, d_y) for part in ctx.parts]
+                parts = [_RunGradient(part, wide, d_y) for part in ctx.parts]
                 pair = torch.zeros(2, *statistics.cells.shape, dtype=torch.float64)
                 if job.depends:
                     for part in parts:
@@ -134,13 +136,13 @@ def _joined(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor
     return whole.to(weight.dtype)
 
 
-class _Part:
+class _RunState:
     """What forward and backward both need of one band: values per cell and per channel."""
 
     def __init__(
         self,
-        job: Job,
-        band: Band,
+        job: NormCall,
+        band: ChannelRun,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         shift: torch.Tensor | None = None,
@@ -194,10 +196,10 @@ class _Part:
             out.add_(offset)
 
 
-class _Backward:
+class _RunGradient:
     """Sums of the backward of one band, and what is made of them."""
 
-    def __init__(self, part: _Part, x: torch.Tensor, d_y: torch.Tensor) -> None:
+    def __init__(self, part: _RunState, x: torch.Tensor, d_y: torch.Tensor) -> None:
         self.part, self.x, self.d_y = part, part.band.of(x), part.band.of(d_y)
         local = part.layout.local
         # Sums of the gradient, and of its product with the standardised input, where parameters are the same.

@@ -19,7 +19,7 @@ _CHANNELS = 1
 
 
 @dataclass(frozen=True)
-class Layout:
+class NormAxes:
     """What a kind of normalisation reduces over, and where its parameters vary.
 
     Parameters
@@ -37,11 +37,11 @@ class Layout:
     groups: int = 0
 
     @property
-    def viewed(self) -> Layout:
+    def viewed(self) -> NormAxes:
         """The same in the view of a band, where a dimension of groups stands before the channels."""
         if not self.groups:
             return self
-        return Layout(tuple(d + 1 for d in self.reduced), (_CHANNELS, _CHANNELS + 1))
+        return NormAxes(tuple(d + 1 for d in self.reduced), (_CHANNELS, _CHANNELS + 1))
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ def _linked(split: Split, width: int, part: int) -> range:
 
 
 @dataclass(frozen=True)
-class Band:
+class ChannelRun:
     """Part of a local tensor in which every cell is a whole slice: groups of one width, or all of it.
 
     Parameters
@@ -118,7 +118,7 @@ class Band:
         return values if self.channels is None else values.narrow(_CHANNELS, first, last - first)
 
 
-class Cells:
+class StatisticGroups:
     """The statistics cells of one rank's tensor: how many elements each has on which rank.
 
     Parameters
@@ -151,7 +151,7 @@ class Cells:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: NormAxes,
         P_x: Partition,
         source: Decomposition,
         rank: int,
@@ -161,7 +161,7 @@ class Cells:
         self.ranks = layout.sharing(P_x, rank, channels) if ranks is None else tuple(ranks)
         boxes, box = [source.box(r) for r in self.ranks], source.box(rank)
         self.shape = tuple(1 if d in layout.reduced else n for d, n in enumerate(box.shape))
-        self.bands: tuple[Band, ...] = (Band(),)
+        self.bands: tuple[ChannelRun, ...] = (ChannelRun(),)
         groups, width = range(1), 0
         if channels is not None:
             width = layout.width(channels)
@@ -183,11 +183,12 @@ def _count(box: Box, reduced: Sequence[int], width: int, group: int) -> int:
     return prod(box.shape[d] for d in reduced)
 
 
-def _bands(bounds: tuple[int, int], width: int, first: int) -> tuple[Band, ...]:
+def _bands(bounds: tuple[int, int], width: int, first: int) -> tuple[ChannelRun, ...]:
     # A part of a group in front, whole groups, a part of a group behind.
     start, stop = bounds
     whole = (-(-start // width) * width, stop // width * width)
     cuts = sorted({start, stop, *(cut for cut in whole if start < cut < stop)})
     return tuple(
-        Band((a - start, b - start), (a // width - first, -(-b // width) - first)) for a, b in pairwise(cuts)
+        ChannelRun((a - start, b - start), (a // width - first, -(-b // width) - first))
+        for a, b in pairwise(cuts)
     )

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from distdl_rma.machine import Machine
-from distdl_rma.ops.norm.statistic_groups import Cells, Layout
+from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.result_pool import result_like
 from distdl_rma.ops.tensors import as_array, as_tensor
-from distdl_rma.segments.collectives.all_push import Round
+from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 # Statistics travel in float64, whatever the dtype of the data.
@@ -57,7 +57,9 @@ class Statistics:
         For messages.
     """
 
-    def __init__(self, machine: Machine, layout: Layout, cells: Cells, centred: bool, name: str) -> None:
+    def __init__(
+        self, machine: Machine, layout: NormAxes, cells: StatisticGroups, centred: bool, name: str
+    ) -> None:
         self.cells, self.layout, self.centred = cells, layout.viewed, centred
         self.name, self._trace = name, machine.trace
         self.total = cells.total.clamp(min=1)
@@ -75,11 +77,11 @@ class Statistics:
             weakref.finalize(self, sums.close)
             return sums
 
-        self._round: Round | None = None
+        self._round: AllPush | None = None
         self._forward: tuple[Allreduce, ...] = ()
         self._backward = None if number == 1 else allreduce(_PAIR * size, "adjoint")
         if number > 1 and small:
-            self._round = Round(segments, cells.ranks, _PAIR * size, _DTYPE, f"{name} (norm)")
+            self._round = AllPush(segments, cells.ranks, _PAIR * size, _DTYPE, f"{name} (norm)")
             weakref.finalize(self, self._round.close)
         elif number > 1:
             self._forward = allreduce(size, "mean"), allreduce(size, "variance")
@@ -145,7 +147,7 @@ class Statistics:
             return mean, _start(second, about)().clone()
         return pair[0], pair[1]
 
-    def _exchanged(self, everyone: Round, pair: torch.Tensor) -> npt.NDArray[np.float64]:
+    def _exchanged(self, everyone: AllPush, pair: torch.Tensor) -> npt.NDArray[np.float64]:
         # The norm allreduce of the forward, in one round: each rank reduces what it gets.
         title = f"{self.name} (norm)"
         arrive = self._trace.depart("allreduce", title)
@@ -164,7 +166,7 @@ class Statistics:
         return _start(self._backward, pair) if self._backward is not None else lambda: pair
 
 
-def message_nbytes(cells: Cells) -> int:
+def message_nbytes(cells: StatisticGroups) -> int:
     """Bytes of one message with the statistics of some cells."""
     return _PAIR * prod(cells.shape) * np.dtype(_DTYPE).itemsize
 

@@ -14,7 +14,7 @@ _POOLS: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 Coordinates = tuple[torch.Tensor, ...]
 
 
-def winners(
+def argmax_windows(
     x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Coordinates:
     """Coordinates of the largest element of each window of ``x``, one tensor per spatial dimension.
@@ -37,7 +37,7 @@ def flat_index(coordinates: Sequence[torch.Tensor], shape: Sequence[int]) -> tor
     return index
 
 
-def pick(x: torch.Tensor, coordinates: Sequence[torch.Tensor]) -> torch.Tensor:
+def gather_at(x: torch.Tensor, coordinates: Sequence[torch.Tensor]) -> torch.Tensor:
     """Elements of ``x`` at some coordinates of its spatial dimensions; the gradient goes back to them."""
     index = flat_index(coordinates, x.shape[_LEADING:])
     return x.flatten(_LEADING).gather(_LEADING, index.flatten(_LEADING)).view(index.shape)

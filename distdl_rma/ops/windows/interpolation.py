@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.geometry.stencil import Reach
+from distdl_rma.geometry.stencil import TableWindow
 
 # Mode to the number of spatial dimensions that it is for.
 MODES: dict[str, tuple[int, ...]] = {
@@ -56,7 +56,7 @@ class Resize:
 
 
 @dataclass(frozen=True)
-class Taps:
+class Interpolation:
     """Inputs that each output of one dimension reads, and their weights.
 
     Parameters
@@ -71,20 +71,20 @@ class Taps:
     weight: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Taps:
+    def of(cls, mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
         """Taps of a mode, for tensors of ``dims`` spatial dimensions, computed in the given type."""
         make = _RULES.get(mode)
         return _nearest(mode, dims, resize, dtype) if make is None else make(resize, dtype)
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> TableWindow:
         """First and last input of each output."""
-        return Reach(tuple(self.index[0].tolist()), tuple(self.index[-1].tolist()))
+        return TableWindow(tuple(self.index[0].tolist()), tuple(self.index[-1].tolist()))
 
-    def part(self, start: int, stop: int, first: int) -> Taps:
+    def part(self, start: int, stop: int, first: int) -> Interpolation:
         """Taps of outputs ``[start, stop)`` in a tensor that begins with input ``first``."""
         weight = None if self.weight is None else self.weight[:, start:stop]
-        return Taps(self.index[:, start:stop] - first, weight)
+        return Interpolation(self.index[:, start:stop] - first, weight)
 
     def apply(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Weighted sum of the inputs along one dimension."""
@@ -98,7 +98,7 @@ class Taps:
         return y
 
 
-def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Taps:
+def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
     # How torch rounds depends on the dimensions and the type: let it resize the numbers of the inputs.
     ones = (1,) * (dims - 1)
     numbers = torch.arange(resize.extent, dtype=dtype).view(1, 1, *ones, -1)
@@ -106,24 +106,24 @@ def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Taps:
         found = F.interpolate(numbers, size=(*ones, resize.outputs), mode=mode)
     else:
         found = F.interpolate(numbers, scale_factor=(*map(float, ones), resize.scale), mode=mode)
-    return Taps(found.reshape(1, -1).to(torch.int64))
+    return Interpolation(found.reshape(1, -1).to(torch.int64))
 
 
-def _linear(resize: Resize, dtype: torch.dtype) -> Taps:
+def _linear(resize: Resize, dtype: torch.dtype) -> Interpolation:
     if resize.extent == resize.outputs:
         # As torch, whatever the factor.
-        return Taps(torch.arange(resize.outputs).view(1, -1))
+        return Interpolation(torch.arange(resize.outputs).view(1, -1))
     index, fraction = _split(resize.positions(dtype).clamp(min=0), resize.extent)
-    return Taps(
+    return Interpolation(
         torch.stack([index, (index + 1).clamp(max=resize.extent - 1)]), torch.stack([1 - fraction, fraction])
     )
 
 
-def _cubic(resize: Resize, dtype: torch.dtype) -> Taps:
+def _cubic(resize: Resize, dtype: torch.dtype) -> Interpolation:
     index, t = _split(resize.positions(dtype), resize.extent)
     weights = [_far(t + 1), _near(t), _near(1 - t), _far(2 - t)]
     taps = [(index + step).clamp(0, resize.extent - 1) for step in (-1, 0, 1, 2)]
-    return Taps(torch.stack(taps), torch.stack(weights))
+    return Interpolation(torch.stack(taps), torch.stack(weights))
 
 
 def _split(position: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +141,7 @@ def _far(d: torch.Tensor) -> torch.Tensor:
     return ((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC
 
 
-_RULES: dict[str, Callable[[Resize, torch.dtype], Taps]] = {
+_RULES: dict[str, Callable[[Resize, torch.dtype], Interpolation]] = {
     "linear": _linear,
     "bilinear": _linear,
     "trilinear": _linear,

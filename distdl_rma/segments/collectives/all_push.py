@@ -12,13 +12,13 @@ from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiting.waiter import Waiting
+from distdl_rma.segments.waiting.waiter import WaitReason
 
 _PARITIES = 2
 _ALL = slice(None)
 
 
-class Round:
+class AllPush:
     """Every rank pushes a vector of ``count`` elements to every rank; one notification round.
 
     For messages where latency counts. Construction is local and alike on all ``ranks``; the first start
@@ -137,12 +137,12 @@ class Round:
         """Whether all vectors have arrived; does not block."""
         return all(self._words[at] >= self.epoch for at in self._others)
 
-    def missing(self) -> Waiting:
+    def missing(self) -> WaitReason:
         """Which ranks are still missing; for messages."""
         silent = tuple(self._ranks[at] for at in self._others if self._words[at] < self.epoch)
         late = silent or tuple(remote.peer for remote in self._remote if not remote.delivered())
         what = f"to send in {self._name!r} (epoch {self.epoch}, last seen {self.epoch - 1})"
-        return Waiting(late, what, "did every rank call the same layers?")
+        return WaitReason(late, what, "did every rank call the same layers?")
 
     def wait(self, timeout: float | None = None) -> npt.NDArray[Any]:
         """All vectors, one row per rank in the order of ``ranks``; blocking. An array of its own."""

@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.split import Listed
-from distdl_rma.segments.collectives.engine.double_buffered import Collective, Schedule
-from distdl_rma.segments.collectives.engine.node_layout import Layout, check_lengths
+from distdl_rma.segments.collectives.engine.double_buffered import Collective, SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
@@ -19,7 +19,7 @@ from distdl_rma.segments.manager import SegmentManager
 _READY, _READ, _SPREAD, _TAKEN = range(4)
 
 
-class AllGather(Collective):
+class Allgather(Collective):
     """Every rank's vector to all: ``result`` holds those of all ranks, one behind the other, in their order.
 
     ``active`` is this rank's own part of the coming result. On a node every rank loads the others' vectors
@@ -54,11 +54,11 @@ class AllGather(Collective):
         dtype: npt.DTypeLike = np.float32,
         name: str = "allgather",
     ) -> None:
-        layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self.counts, self.dtype = check_lengths(count, len(layout.ranks), name), np.dtype(dtype)
         super().__init__(manager, layout.ranks, name, self._plan(manager, layout, name))
 
-    def _plan(self, manager: SegmentManager, layout: Layout, name: str) -> Schedule:
+    def _plan(self, manager: SegmentManager, layout: NodeLayout, name: str) -> SteppedAlgorithm:
         leaders = layout.leaders(layout.ranks[0])
         leader = leaders[layout.my_node]
         leads = leader == layout.me
@@ -70,7 +70,7 @@ class AllGather(Collective):
         parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         others = tuple(rank for rank in layout.here if rank != layout.me)
         far = [parts[rank] for node in layout.nodes if node != layout.here for rank in node]
-        across = _Across(team, layout, parts, self.dtype)
+        across = _AcrossNodes(team, layout, parts, self.dtype)
 
         def script(parity: int) -> Iterator[None]:
             mine, rows = team.mine[parity], team.rows[parity]
@@ -101,13 +101,13 @@ class AllGather(Collective):
                 team.tell(_TAKEN, (leader,))
 
         operands = tuple(mine[parts[layout.me]] for mine in team.mine)
-        return Schedule(manager, team, script, operands, team.mine, name)
+        return SteppedAlgorithm(manager, team, script, operands, team.mine, name)
 
 
-class _Across:
+class _AcrossNodes:
     """Combines what one rank of each node has, node by node in memory of its own."""
 
-    def __init__(self, team: Team, layout: Layout, parts: dict[int, slice], dtype: np.dtype) -> None:
+    def __init__(self, team: Team, layout: NodeLayout, parts: dict[int, slice], dtype: np.dtype) -> None:
         self._team, self._layout, self._parts = team, layout, parts
         self._lengths = [
             dtype.itemsize * sum(parts[rank].stop - parts[rank].start for rank in node)

@@ -10,13 +10,13 @@ from mpi4py import MPI
 
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.segments.collectives.all_push import Round
-from distdl_rma.segments.collectives.engine.double_buffered import Algorithm, Collective, Schedule
-from distdl_rma.segments.collectives.engine.node_layout import Layout, check_count, one_round_is_better
-from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, calmly, element_of
+from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.engine.double_buffered import Algorithm, Collective, SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, one_round_is_better
+from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.waiter import Waiting
+from distdl_rma.segments.waiting.waiter import WaitReason
 
 _READY, _DONE = range(2)
 
@@ -78,7 +78,7 @@ class Allreduce(Collective):
     ) -> None:
         self.element = element_of(dtype, name)
         self.count, self.dtype, self.op = check_count(count, name), self.element.storage, op
-        layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         divisor = len(layout.ranks) if divisor is None else divisor
         reduction = Reduction(op, self.element, divisor, name)
         nbytes = self.count * self.dtype.itemsize
@@ -99,14 +99,14 @@ class _OneRound:
     def __init__(
         self,
         manager: SegmentManager,
-        layout: Layout,
+        layout: NodeLayout,
         count: int,
         reduction: Reduction,
         name: str,
         plan: int,
     ) -> None:
         terms = f"collective=Allreduce\n{reduction.terms}"
-        self._round = Round(manager, layout.ranks, count, reduction.element.storage, name, plan, terms)
+        self._round = AllPush(manager, layout.ranks, count, reduction.element.storage, name, plan, terms)
         me = layout.ranks.index(manager.rank)
         self.operands = self.results = tuple(rows[me] for rows in self._round.rows)
         self._reduce = tuple(
@@ -136,7 +136,7 @@ class _OneRound:
                 raise
         return True
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitReason:
         """Which ranks the step waits for."""
         return self._round.missing()
 
@@ -151,14 +151,14 @@ def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[]
     # Everything that can be looked up before is: a small step takes a few microseconds in all.
     if len(rows) == 2 and reduction.element.exact and reduction.op == "sum":
         first, second = rows
-        calm = calmly(np.add)
+        calm = without_fp_errors(np.add)
         return lambda: calm(first, second, out)
     return lambda: reduction.reduce(rows, (out,))
 
 
 def _shares(
-    manager: SegmentManager, layout: Layout, count: int, reduction: Reduction, name: str, plan: int
-) -> Schedule:
+    manager: SegmentManager, layout: NodeLayout, count: int, reduction: Reduction, name: str, plan: int
+) -> SteppedAlgorithm:
     """Each of some ranks of a node reduces a share by direct load; MPI combines shares of different nodes."""
     element = reduction.element
     across = layout.lane_ranks
@@ -219,4 +219,4 @@ def _shares(
         )
         yield from team.complete(request, finished.nbytes)
 
-    return Schedule(manager, team, script, team.mine, team.mine, name)
+    return SteppedAlgorithm(manager, team, script, team.mine, team.mine, name)

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.engine.alltoall_blocks import Blocks
-from distdl_rma.segments.collectives.engine.double_buffered import Collective, Schedule
-from distdl_rma.segments.collectives.engine.node_layout import Layout, check_count, check_lengths
+from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
+from distdl_rma.segments.collectives.engine.double_buffered import Collective, SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
@@ -19,7 +19,7 @@ from distdl_rma.segments.manager import SegmentManager
 _READY, _DONE = range(2)
 
 
-class AllToAll(Collective):
+class Alltoall(Collective):
     """A block from every rank to every rank: all write ``active``, start and wait, and read ``result``.
 
     ``active`` holds this rank's blocks for all ranks, one behind the other, in their order; ``result`` those
@@ -62,7 +62,7 @@ class AllToAll(Collective):
         dtype: npt.DTypeLike = np.float32,
         name: str = "alltoall",
     ) -> None:
-        layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         size = len(layout.ranks)
         if isinstance(count, Sequence):
             check_lengths([0] * len(count), size, name)
@@ -70,11 +70,13 @@ class AllToAll(Collective):
         else:
             rows = ((check_count(count, name),) * size,) * size
         self.dtype = np.dtype(dtype)
-        blocks = Blocks(layout, rows)
+        blocks = AlltoallBlocks(layout, rows)
         self.sends, self.receives = blocks.sends(layout.me), blocks.receives(layout.me)
         super().__init__(manager, layout.ranks, name, self._plan(manager, layout, blocks, name))
 
-    def _plan(self, manager: SegmentManager, layout: Layout, blocks: Blocks, name: str) -> Schedule:
+    def _plan(
+        self, manager: SegmentManager, layout: NodeLayout, blocks: AlltoallBlocks, name: str
+    ) -> SteppedAlgorithm:
         plan = fingerprint(type(self).__name__, blocks.rows)
         # Operand, and behind the place of the longest one the result.
         split, total = blocks.longest_operand, blocks.longest_operand + blocks.longest_result
@@ -86,7 +88,7 @@ class AllToAll(Collective):
             for at, rank in enumerate(layout.here)
         ]
         loads = [(at, source, target) for at, source, target in loads if source.start < source.stop]
-        across = _Across(team, layout, blocks)
+        across = _AcrossNodes(team, layout, blocks)
 
         def script(parity: int) -> Iterator[None]:
             rows, result = team.rows[parity], team.mine[parity][split:]
@@ -105,13 +107,13 @@ class AllToAll(Collective):
 
         operands = tuple(mine[: sum(self.sends)] for mine in team.mine)
         results = tuple(mine[split : split + sum(self.receives)] for mine in team.mine)
-        return Schedule(manager, team, script, operands, results, name)
+        return SteppedAlgorithm(manager, team, script, operands, results, name)
 
 
-class _Across:
+class _AcrossNodes:
     """What one rank hands on between nodes: blocks of some ranks of its node, and of others for its node."""
 
-    def __init__(self, team: Team, layout: Layout, blocks: Blocks) -> None:
+    def __init__(self, team: Team, layout: NodeLayout, blocks: AlltoallBlocks) -> None:
         self._team, self._me = team, layout.here.index(layout.me)
         # All ranks of a lane know whether any of them sends anything.
         self.needed = blocks.crosses

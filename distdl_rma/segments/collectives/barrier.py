@@ -8,7 +8,7 @@ from distdl_rma.errors import ClosedError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiting.waiter import Waiting
+from distdl_rma.segments.waiting.waiter import WaitReason
 
 _VALUE_BITS = 32
 # Of the ranks that have not been heard of, so many are looked up for a message.
@@ -123,7 +123,7 @@ class Barrier:
                 self._at += 1
             return True
 
-    def _waiting(self) -> Waiting:
+    def _waiting(self) -> WaitReason:
         size, me = len(self._ranks), self._ranks.index(self._manager.rank)
         # After k rounds 2**k ranks up to this one have been heard of; of others their headers may tell.
         silent = [self._ranks[(me - distance) % size] for distance in range(1 << self._at, size)]
@@ -131,4 +131,6 @@ class Barrier:
         unknown = [rank for rank in silent[:_LOOKED_UP] if rank not in self._come]
         self._come.update(rank for rank in unknown if has_begun(rank, self.name, self._epoch))
         late = [rank for rank in silent if rank not in self._come]
-        return Waiting(tuple(sorted(late or silent)), f"to reach {self.name!r} (epoch {self._epoch})", _HINT)
+        return WaitReason(
+            tuple(sorted(late or silent)), f"to reach {self.name!r} (epoch {self._epoch})", _HINT
+        )

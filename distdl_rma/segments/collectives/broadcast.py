@@ -9,15 +9,15 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.engine.double_buffered import Collective, Schedule
-from distdl_rma.segments.collectives.engine.node_layout import Layout, check_count
+from distdl_rma.segments.collectives.engine.double_buffered import Collective, SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _TAKEN = range(2)
 
 
-class Broadcast(Collective):
+class Bcast(Collective):
     """One rank's vector to all: the root writes to ``active``, all start and wait, and read ``result``.
 
     On a node every rank loads the vector from its source itself; across nodes MPI's ``Ibcast`` carries it to
@@ -61,11 +61,11 @@ class Broadcast(Collective):
         name: str = "broadcast",
     ) -> None:
         self.count, self.dtype = check_count(count, name), np.dtype(dtype)
-        layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self.root = layout.checked_root(root, name)
         super().__init__(manager, layout.ranks, name, self._plan(manager, layout, name))
 
-    def _plan(self, manager: SegmentManager, layout: Layout, name: str) -> Schedule:
+    def _plan(self, manager: SegmentManager, layout: NodeLayout, name: str) -> SteppedAlgorithm:
         leaders = layout.leaders(self.root)
         source = leaders[layout.my_node]
         leads = source == layout.me
@@ -88,4 +88,4 @@ class Broadcast(Collective):
                     team.load(team.mine[parity], team.rows[parity][at])
                 team.tell(_TAKEN, (source,))
 
-        return Schedule(manager, team, script, team.mine, team.mine, name)
+        return SteppedAlgorithm(manager, team, script, team.mine, team.mine, name)

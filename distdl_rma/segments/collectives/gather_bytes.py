@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.allgather import AllGather
+from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 
 
-def tell_all(manager: SegmentManager, words: bytes, name: str) -> dict[bytes, tuple[int, ...]]:
+def gather_bytes(manager: SegmentManager, words: bytes, name: str) -> dict[bytes, tuple[int, ...]]:
     """What all ranks of the machine say, and who says it; collective over them, blocking.
 
     Only digests travel where all ranks say the same.
@@ -31,13 +31,13 @@ def tell_all(manager: SegmentManager, words: bytes, name: str) -> dict[bytes, tu
     """
     ranks = manager.ranks
     digest = np.array([len(words), fingerprint(words)], np.int64)
-    heads = _gathered(AllGather(manager, ranks, digest.size, np.int64, f"{name} (digests)"), digest)
+    heads = _gathered(Allgather(manager, ranks, digest.size, np.int64, f"{name} (digests)"), digest)
     heads = heads.reshape(len(ranks), digest.size)
     if (heads == digest).all():
         return {words: ranks}
     lengths = heads[:, 0].tolist()
     mine = np.frombuffer(words, np.uint8)
-    everything = _gathered(AllGather(manager, ranks, lengths, np.uint8, f"{name} (words)"), mine).tobytes()
+    everything = _gathered(Allgather(manager, ranks, lengths, np.uint8, f"{name} (words)"), mine).tobytes()
     said: dict[bytes, tuple[int, ...]] = {}
     end = 0
     for rank, length in zip(ranks, lengths, strict=True):
@@ -47,7 +47,7 @@ def tell_all(manager: SegmentManager, words: bytes, name: str) -> dict[bytes, tu
     return said
 
 
-def _gathered(collective: AllGather, mine: Array) -> Array:
+def _gathered(collective: Allgather, mine: Array) -> Array:
     try:
         collective.active[:] = mine
         collective.start()

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.segments.collectives.allgather import AllGather
+from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.collectives.alltoall import AllToAll
+from distdl_rma.segments.collectives.alltoall import Alltoall
 from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.broadcast import Broadcast
-from distdl_rma.segments.collectives.engine.node_layout import Layout
+from distdl_rma.segments.collectives.broadcast import Bcast
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduce import Reduce
-from distdl_rma.segments.collectives.reduce_scatter import ReduceScatter
+from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.flush import flush
 from distdl_rma.segments.uncopyable import Shared
@@ -45,7 +45,7 @@ class Group(Shared):
     ) -> None:
         chosen = manager.ranks if ranks is None else tuple(ranks)
         self.name = name
-        self.ranks = Layout.checked(chosen, manager.segment.direct_nodes, manager.rank, name).ranks
+        self.ranks = NodeLayout.checked(chosen, manager.segment.direct_nodes, manager.rank, name).ranks
         self._manager = manager
         self._barrier: Barrier | None = None
 
@@ -105,9 +105,9 @@ class Group(Shared):
 
     def allgather(
         self, count: int | Sequence[int], dtype: npt.DTypeLike = np.float32, name: str = "allgather"
-    ) -> AllGather:
-        """Make an :class:`AllGather` of the group; local."""
-        return AllGather(self._manager, self.ranks, count, dtype, name)
+    ) -> Allgather:
+        """Make an :class:`Allgather` of the group; local."""
+        return Allgather(self._manager, self.ranks, count, dtype, name)
 
     def reduce_scatter(
         self,
@@ -115,9 +115,9 @@ class Group(Shared):
         dtype: npt.DTypeLike | str = np.float32,
         op: str = "sum",
         name: str = "reduce_scatter",
-    ) -> ReduceScatter:
-        """Make a :class:`ReduceScatter` of the group; local."""
-        return ReduceScatter(self._manager, self.ranks, count, dtype, op, name)
+    ) -> Reducescatter:
+        """Make a :class:`Reducescatter` of the group; local."""
+        return Reducescatter(self._manager, self.ranks, count, dtype, op, name)
 
     def broadcast(
         self,
@@ -125,9 +125,9 @@ class Group(Shared):
         dtype: npt.DTypeLike = np.float32,
         root: int | None = None,
         name: str = "broadcast",
-    ) -> Broadcast:
-        """Make a :class:`Broadcast` of the group from a rank id; local."""
-        return Broadcast(self._manager, self.ranks, count, dtype, root, name)
+    ) -> Bcast:
+        """Make a :class:`Bcast` of the group from a rank id; local."""
+        return Bcast(self._manager, self.ranks, count, dtype, root, name)
 
     def reduce(
         self,
@@ -145,9 +145,9 @@ class Group(Shared):
         count: int | Sequence[Sequence[int]],
         dtype: npt.DTypeLike = np.float32,
         name: str = "alltoall",
-    ) -> AllToAll:
-        """Make an :class:`AllToAll` of the group; local."""
-        return AllToAll(self._manager, self.ranks, count, dtype, name)
+    ) -> Alltoall:
+        """Make an :class:`Alltoall` of the group; local."""
+        return Alltoall(self._manager, self.ranks, count, dtype, name)
 
     def close(self) -> None:
         """Give the barrier's memory back; local, idempotent."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.segments.collectives.engine.node_layout import Layout, check_count, rooted_lengths
-from distdl_rma.segments.collectives.reduce_scatter import ReduceScatter
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, rooted_lengths
+from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager
 
 
-class Reduce(ReduceScatter):
+class Reduce(Reducescatter):
     """Reduction to one rank: all write ``active``, start and wait, and the root reads ``result``.
 
     The reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
@@ -50,7 +50,7 @@ class Reduce(ReduceScatter):
         root: int | None = None,
         name: str = "reduce",
     ) -> None:
-        layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self.root = layout.checked_root(root, name)
         lengths = rooted_lengths(layout, check_count(count, name), self.root)
         super().__init__(manager, ranks, lengths, dtype, op, name)

@@ -10,9 +10,9 @@ from mpi4py import MPI
 
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.split import Balanced, Listed
-from distdl_rma.segments.collectives.engine.double_buffered import Collective, Schedule
+from distdl_rma.segments.collectives.engine.double_buffered import Collective, SteppedAlgorithm
 from distdl_rma.segments.collectives.engine.node_layout import (
-    Layout,
+    NodeLayout,
     Span,
     check_count,
     check_lengths,
@@ -25,7 +25,7 @@ from distdl_rma.segments.manager import SegmentManager
 _READY, _DONE = range(2)
 
 
-class ReduceScatter(Collective):
+class Reducescatter(Collective):
     """Reduction of which every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
 
     The parts lie one behind the other in the order of the ranks. Bitwise what :class:`Allreduce` gives on
@@ -61,7 +61,7 @@ class ReduceScatter(Collective):
         name: str = "reduce_scatter",
     ) -> None:
         self.element = element_of(dtype, name)
-        layout = Layout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         size = len(layout.ranks)
         self.dtype, self.op = self.element.storage, op
         self.counts = _lengths(count, size, name)
@@ -69,7 +69,9 @@ class ReduceScatter(Collective):
         reduction = Reduction(op, self.element, size, name)
         super().__init__(manager, layout.ranks, name, self._plan(manager, layout, reduction, name))
 
-    def _plan(self, manager: SegmentManager, layout: Layout, reduction: Reduction, name: str) -> Schedule:
+    def _plan(
+        self, manager: SegmentManager, layout: NodeLayout, reduction: Reduction, name: str
+    ) -> SteppedAlgorithm:
         plan = fingerprint(type(self).__name__, self.element.name, self.op, self.counts)
         terms = f"collective={type(self).__name__}\n{reduction.terms}\ncounts={self.counts}"
         team = Team(manager, layout, self.count, self.dtype, layout.lane_ranks, name, plan, terms)
@@ -86,14 +88,14 @@ class ReduceScatter(Collective):
             yield from team.hear(_DONE, layout.holders)
 
         mine = slice(*Listed(self.counts).interval(layout.ranks.index(layout.me)))
-        return Schedule(manager, team, script, team.mine, tuple(row[mine] for row in team.mine), name)
+        return SteppedAlgorithm(manager, team, script, team.mine, tuple(row[mine] for row in team.mine), name)
 
 
 class _Share:
     """What one rank reduces, for ranks of its own node and of others."""
 
     def __init__(
-        self, team: Team, layout: Layout, reduction: Reduction, pieces: tuple[tuple[Span, ...], ...]
+        self, team: Team, layout: NodeLayout, reduction: Reduction, pieces: tuple[tuple[Span, ...], ...]
     ) -> None:
         self._team, self._layout, self._reduction, self._pieces = team, layout, reduction, pieces
         self._counts = [sum(span.size for span in spans) for spans in pieces]

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiting.peer_watch import Supervision
-from distdl_rma.segments.waiting.waiter import Patience, Waiting
+from distdl_rma.segments.waiting.peer_watch import PeerWatch
+from distdl_rma.segments.waiting.waiter import Waiter, WaitReason
 
 _WHY = "closing the machine or ending its program"
 # How long a rank that failed stays for the others to notice.
@@ -37,7 +37,7 @@ class Closing:
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, segment: Segment, supervision: Supervision, patience: Patience
+        self, comm: MPI.Intracomm, segment: Segment, supervision: PeerWatch, patience: Waiter
     ) -> None:
         self._comm, self._segment = comm, segment
         self._supervision, self._patience = supervision, patience
@@ -69,7 +69,7 @@ class Closing:
         supervision = self._supervision
         if supervision.failed:
             # The others do not close any more, and may be at MPI's end, where they answer nothing.
-            waiting = Waiting(supervision.others, "to hear of its failure", leavers=True)
+            waiting = WaitReason(supervision.others, "to hear of its failure", leavers=True)
             with suppress(DistdlError):
                 self._patience.until(supervision.noticed, lambda: waiting, _NOTICE_SECONDS)
         else:
@@ -95,13 +95,13 @@ class Closing:
         # Peers may still wait for what this rank began to send. Those that have left take it nevertheless.
         patience.until(
             self._segment.progress,
-            lambda: Waiting(supervision.others, "to take its last puts", leavers=True),
+            lambda: WaitReason(supervision.others, "to take its last puts", leavers=True),
             timeout,
         )
         supervision.leave(_WHY)
         patience.until(
             self._all_here,
-            lambda: Waiting(supervision.missing(), "to close the machine", leavers=True),
+            lambda: WaitReason(supervision.missing(), "to close the machine", leavers=True),
             timeout,
         )
 

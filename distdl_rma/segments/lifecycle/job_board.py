@@ -13,7 +13,7 @@ from mpi4py import MPI
 _LONGEST = min(600, MPI.MAX_PORT_NAME - 1) * 3 // 4
 
 
-class Bulletin:
+class JobBoard:
     """What each process of MPI_COMM_WORLD says of itself at the moment, one line each, kept by the launcher.
 
     MPI's name service (``MPI_Publish_name``) carries it: whoever reads learns of a process that makes no

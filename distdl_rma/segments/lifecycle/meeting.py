@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.lifecycle.job_board import Bulletin
+from distdl_rma.segments.lifecycle.job_board import JobBoard
 from distdl_rma.segments.lifecycle.open_machines import others_go_on
 from distdl_rma.segments.waiting.header import numbered
 
@@ -108,7 +108,7 @@ class _Memory:
 
 
 # One process has one line, and makes one machine at a time.
-_bulletin = Bulletin()
+_bulletin = JobBoard()
 _lock = threading.RLock()
 _memory = _Memory()
 
@@ -117,7 +117,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
     """Communicator of some ranks of another one, in this order; collective over them, blocking.
 
     No message travels on ``comm``. Ranks first say that they are there where the launcher keeps it for them
-    (:class:`Bulletin`); the communicator, whose making cannot be interrupted, is made once all are bound to
+    (:class:`JobBoard`); the communicator, whose making cannot be interrupted, is made once all are bound to
     come. Where the launcher keeps nothing, it is made at once, without a deadline.
 
     Parameters

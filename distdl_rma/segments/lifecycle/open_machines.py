@@ -7,7 +7,7 @@ import weakref
 from typing import Protocol
 
 
-class Sibling(Protocol):
+class OpenMachine(Protocol):
     """What a process may have several of, each with peers that wait for its steps."""
 
     def go_on(self) -> None:
@@ -15,25 +15,25 @@ class Sibling(Protocol):
 
 
 # Replaced as a whole, so that who goes through it needs no lock: progress engines are other threads.
-_open: tuple[weakref.ref[Sibling], ...] = ()
+_open: tuple[weakref.ref[OpenMachine], ...] = ()
 _changing = threading.Lock()
 
 
-def register(one: Sibling) -> None:
+def register(one: OpenMachine) -> None:
     """Have a machine go on during every wait of this process; it is not kept alive for that."""
     global _open  # noqa: PLW0603
     with _changing:
         _open = (*(known for known in _open if known() is not None), weakref.ref(one))
 
 
-def unregister(one: Sibling) -> None:
+def unregister(one: OpenMachine) -> None:
     """Undo ``register``; idempotent."""
     global _open  # noqa: PLW0603
     with _changing:
         _open = tuple(known for known in _open if known() not in (one, None))
 
 
-def others_go_on(one: Sibling | None) -> None:
+def others_go_on(one: OpenMachine | None) -> None:
     """Have all machines but one take their steps; costs one comparison where there is only that one."""
     known = _open
     if len(known) > (one is not None):

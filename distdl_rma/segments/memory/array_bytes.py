@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.segments.transport.rma_peer import Runs
+from distdl_rma.segments.transport.rma_peer import ByteRuns
 
 # Numbers of numpy, by kind, in the order in which one kind holds those before it.
 _NUMBERS = "biufc"
@@ -180,7 +180,7 @@ class ArrayLayout:
         # In Python's integers, which do not overflow.
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 
-    def part(self, key: Any) -> Part:
+    def part(self, key: Any) -> ArrayPart:
         """What a slice means.
 
         Raises
@@ -200,11 +200,11 @@ class ArrayLayout:
         except (IndexError, TypeError, ValueError) as error:
             raise ShapeError(f"{key!r} does not fit a peer's array of shape {self.shape}: {error}") from None
         begin = part.ctypes.data - whole.ctypes.data if part.size else 0
-        return Part(keys, self.dtype, part.shape, part.strides, begin)
+        return ArrayPart(keys, self.dtype, part.shape, part.strides, begin)
 
 
 @dataclass(frozen=True)
-class Part:
+class ArrayPart:
     """A slice of a row-major array: its shape, the steps in bytes, and the byte at which it begins."""
 
     key: tuple[int | slice | EllipsisType, ...]
@@ -218,17 +218,17 @@ class Part:
         """Bytes of the elements."""
         return self.dtype.itemsize * math.prod(self.shape)
 
-    def runs(self, offset: int) -> Runs:
+    def runs(self, offset: int) -> ByteRuns:
         """Its contiguous stretches, in order, in a segment in which the whole array is at an offset."""
         nbytes, outer = self.dtype.itemsize, list(zip(self.shape, self.strides, strict=True))
         if not self.nbytes:
-            return Runs((), nbytes)
+            return ByteRuns((), nbytes)
         while outer and (outer[-1][1] == nbytes or outer[-1][0] == 1):
             nbytes *= outer.pop()[0]
         starts = np.array([offset + self.begin])
         for count, step in outer:
             starts = (starts[:, None] + np.arange(count) * step).reshape(-1)
-        return Runs(tuple(starts.tolist()), nbytes)
+        return ByteRuns(tuple(starts.tolist()), nbytes)
 
 
 def _checked(key: object) -> int | slice | EllipsisType:

@@ -14,7 +14,7 @@ from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
 from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.transport.rma_peer import Bytes
-from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -229,11 +229,11 @@ class SegmentBuffer:
                 )
         return tuple(senders)
 
-    def _waiting(self, first: int, stop: int, ranks: tuple[int, ...]) -> Waiting:
+    def _waiting(self, first: int, stop: int, ranks: tuple[int, ...]) -> WaitReason:
         which = (
             f"notification {first}" if stop == first + 1 else f"one of notifications {first} to {stop - 1}"
         )
-        return Waiting(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
+        return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
 
     # What channels and collectives are made of: words that hold growing epochs, each with one writer.
 
@@ -252,7 +252,7 @@ class SegmentBuffer:
             raise self._wrong(index) from None
 
     def wait_flag(
-        self, index: int, epoch: int, waiting: Callable[[], Waiting], timeout: float | None = None
+        self, index: int, epoch: int, waiting: Callable[[], WaitReason], timeout: float | None = None
     ) -> None:
         """Wait until a word is at least ``epoch``; what was put before it is then visible. Blocking."""
         words = self._words

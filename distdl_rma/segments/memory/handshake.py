@@ -14,7 +14,7 @@ from distdl_rma.errors import MismatchError, PartitionError, ProtocolError, Shap
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -124,8 +124,8 @@ class Handshake:
         with self._manager.segment.lock:
             return request.Test()
 
-    def _about(self, peer: int) -> Waiting:
-        return Waiting(
+    def _about(self, peer: int) -> WaitReason:
+        return WaitReason(
             (peer,),
             f"to connect {self._label!r}",
             "did every rank build and call the same things in the same order?",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -68,9 +68,9 @@ class Queue:
     def __repr__(self) -> str:
         return f"Queue({self.name!r}, {len(self)} posted)"
 
-    def _waiting(self) -> Waiting:
+    def _waiting(self) -> WaitReason:
         peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
-        return Waiting(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
+        return WaitReason(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
 
 
 def check_queue(queue: object, what: str) -> None:

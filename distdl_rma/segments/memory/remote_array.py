@@ -11,7 +11,7 @@ import numpy.typing as npt
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_values
 from distdl_rma.segments.memory.queue import Queue, check_queue
-from distdl_rma.segments.transport.rma_peer import Runs
+from distdl_rma.segments.transport.rma_peer import ByteRuns
 
 if TYPE_CHECKING:
     from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
@@ -52,7 +52,7 @@ class RemoteArray:
         part = self._layout.part(key)
         out = np.empty(part.shape, self.dtype)
         if self._near is not None:
-            self._buffer._fetch(((Runs((0,), part.nbytes), self._near[part.key], out),), None, None)
+            self._buffer._fetch(((ByteRuns((0,), part.nbytes), self._near[part.key], out),), None, None)
         else:
             self._buffer._fetch(((part.runs(self._begin), None, out),), None, None)
         return out

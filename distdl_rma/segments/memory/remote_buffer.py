@@ -15,8 +15,8 @@ from distdl_rma.segments.memory.flush import flush
 from distdl_rma.segments.memory.queue import Queue, check_queue
 from distdl_rma.segments.memory.remote_array import RemoteArray
 from distdl_rma.segments.memory.remote_words import RemoteWords
-from distdl_rma.segments.transport.rma_peer import Bytes, Runs
-from distdl_rma.segments.waiting.waiter import Waiting, check_timeout
+from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -30,7 +30,7 @@ _LARGEST_VALUE = (1 << 32) - 1
 
 _Memory = TypeVar("_Memory", memoryview, npt.NDArray[Any])
 # Where in the peer's segment, the same as memory of this process if it can be, and where it is got to.
-_Piece = tuple[Runs, npt.NDArray[Any] | None, npt.NDArray[Any]]
+_Piece = tuple[ByteRuns, npt.NDArray[Any] | None, npt.NDArray[Any]]
 
 
 class RemoteBuffer(RemoteWords):
@@ -92,7 +92,9 @@ class RemoteBuffer(RemoteWords):
         elif source.nbytes:
             sent = np.frombuffer(source, np.uint8)
             self._post(
-                Runs((self._offset + offset,), source.nbytes), sent.copy() if queue is None else sent, queue
+                ByteRuns((self._offset + offset,), source.nbytes),
+                sent.copy() if queue is None else sent,
+                queue,
             )
         counters = self._counters
         counters.puts += 1
@@ -248,7 +250,7 @@ class RemoteBuffer(RemoteWords):
         """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
         if offset < 0 or offset + data.nbytes > self.nbytes:
             raise self._outside(offset, data.nbytes)
-        self._link.put(Runs((self._offset + offset,), data.nbytes), data)
+        self._link.put(ByteRuns((self._offset + offset,), data.nbytes), data)
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
 
@@ -292,7 +294,7 @@ class RemoteBuffer(RemoteWords):
         index, value = self.check_notification(index, value)
         return self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
 
-    def _post(self, runs: Runs, source: Bytes, queue: Queue | None) -> None:
+    def _post(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
         requests = self._link.put(runs, source)
         if queue is not None:
             queue.post(self.peer, requests, source)
@@ -315,7 +317,7 @@ class RemoteBuffer(RemoteWords):
         near, nbytes = None, target.nbytes
         if self._near is not None:
             near = self._near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
-        return Runs((self._offset + offset,), nbytes), near, target
+        return ByteRuns((self._offset + offset,), nbytes), near, target
 
     def _fetch(self, pieces: Sequence[_Piece], queue: Queue | None, timeout: float | None) -> None:
         if self._manager.closed:
@@ -338,7 +340,7 @@ class RemoteBuffer(RemoteWords):
         if queue is None:
             total = sum(runs.total for runs, _ in far)
             self._manager.patience.until(
-                posted.test, lambda: Waiting((self.peer,), f"to answer a get of {total} bytes"), timeout
+                posted.test, lambda: WaitReason((self.peer,), f"to answer a get of {total} bytes"), timeout
             )
 
     def _outside(self, offset: int, nbytes: int) -> ShapeError:
@@ -354,7 +356,7 @@ class RemoteBuffer(RemoteWords):
         return ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
 
 
-def _bounce(runs: Runs, target: npt.NDArray[Any]) -> tuple[Bytes, Callable[[], None]]:
+def _bounce(runs: ByteRuns, target: npt.NDArray[Any]) -> tuple[Bytes, Callable[[], None]]:
     # Memory that the link keeps while a get is under way, whatever becomes of the target, and what copies it.
     bounce = np.empty(runs.total, np.uint8)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.segments.transport.rma_peer import Bytes, Runs, Wire
+from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes, RmaPeer
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
@@ -34,14 +34,14 @@ class Link(Protocol):
     def memory(self) -> Bytes | None:
         """The peer's segment itself where it can be loaded and stored directly, else None."""
 
-    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment.
 
         The bytes must not change until the requests returned are complete.
         """
 
     def get(
-        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
     ) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
 
@@ -77,14 +77,14 @@ class SharedLink:
         """The peer's segment."""
         return self._memory
 
-    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Copy bytes into the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
             self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
         return []
 
     def get(
-        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
     ) -> list[MPI.Request]:
         """Copy bytes out of the peer's segment; complete on return."""
         for i, offset in enumerate(runs.offsets):
@@ -158,7 +158,7 @@ class RemoteLink:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: RmaPeer,
         lock: AbstractContextManager[Any],
         busy: set[RemoteLink],
     ) -> None:
@@ -176,7 +176,7 @@ class RemoteLink:
         """Not reachable by load and store."""
         return None
 
-    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment."""
         with self._lock:
             self._busy.add(self)
@@ -191,7 +191,7 @@ class RemoteLink:
             return requests
 
     def get(
-        self, runs: Runs, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
+        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
     ) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment."""
         with self._lock:

@@ -19,7 +19,7 @@ _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 4 << 20
 
 
-def take(memory: Bytes, ranks: int) -> str:
+def reserve_pages(memory: Bytes, ranks: int) -> str:
     """Have the kernel provide all pages of new memory, which is zero before and after; blocking.
 
     All or nothing. The node's last bytes are left alone.

@@ -22,7 +22,7 @@ _ANSWERS, _MOST_QUESTIONS = 2, 5
 
 
 @dataclass(frozen=True)
-class Runs:
+class ByteRuns:
     """Equally long stretches of contiguous bytes in a segment: where each begins, and how long all are."""
 
     offsets: tuple[int, ...]
@@ -34,7 +34,7 @@ class Runs:
         return len(self.offsets) * self.nbytes
 
 
-class Wire:
+class RmaPeer:
     """Carries bytes to and from the memory of one peer, and says when they have arrived there.
 
     A put that is complete at this end is not yet complete at the peer. Only a flush tells, of everything
@@ -68,7 +68,7 @@ class Wire:
         # Questions since the last flush; answers in a row between which nothing began.
         self._asked, self._quiet = 0, 0
 
-    def put(self, runs: Runs, data: Bytes) -> list[MPI.Request]:
+    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes to the peer; they must not change until that is complete."""
         self.begun += 1
         requests = _transfers(runs, data, lambda part, there: self._window.Rput(part, self._position, there))
@@ -76,7 +76,7 @@ class Wire:
             self._large = [*self._under_way(), *((request, self.begun) for request in requests)]
         return requests
 
-    def get(self, runs: Runs, out: Bytes) -> list[MPI.Request]:
+    def get(self, runs: ByteRuns, out: Bytes) -> list[MPI.Request]:
         """Begin to copy bytes from the peer."""
         self.begun += 1
         return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
@@ -121,7 +121,7 @@ class Wire:
         return [large for large in self._large if not large[0].Test()]
 
 
-def _transfers(runs: Runs, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
+def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
     # Many short runs travel together, as one datatype.
     if not runs.total:
         return []

@@ -17,8 +17,8 @@ from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
 from distdl_rma.segments.transport.atomics import Atomics
 from distdl_rma.segments.transport.heap import ALIGNMENT, aligned
 from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink, fence_for
-from distdl_rma.segments.transport.reserving import SHARED_MEMORY, take
-from distdl_rma.segments.transport.rma_peer import Bytes, Wire
+from distdl_rma.segments.transport.reserving import SHARED_MEMORY, reserve_pages
+from distdl_rma.segments.transport.rma_peer import Bytes, RmaPeer
 from distdl_rma.segments.waiting.waiter import Counters
 
 SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
@@ -133,7 +133,9 @@ class Segment:
             if rank in views and (transport == "auto" or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)
             else:
-                self._links[rank] = RemoteLink(Wire(self._window, position, counters), self.lock, self._busy)
+                self._links[rank] = RemoteLink(
+                    RmaPeer(self._window, position, counters), self.lock, self._busy
+                )
         self.has_remote = any(isinstance(link, RemoteLink) for link in self._links.values())
         self.atomics = self._choose_atomics(ranks, dict(zip(self.node_ranks, begins, strict=True)))
         # What MPI put here is only visible to loads after a Sync, on any processor.
@@ -143,7 +145,7 @@ class Segment:
 
     def _take(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node: MPI.Intracomm, memory: Bytes) -> None:
         # Nobody keeps what it has if one rank cannot have it all.
-        said = dict(zip(ranks, comm.allgather(take(memory, node.size)), strict=True))
+        said = dict(zip(ranks, comm.allgather(reserve_pages(memory, node.size)), strict=True))
         lacking = [(rank, problem) for rank, problem in said.items() if problem]
         if lacking:
             del _reserved[id(self)]

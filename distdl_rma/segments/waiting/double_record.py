@@ -11,7 +11,7 @@ _CHECK = struct.Struct("=q")
 _COUNT = "q"
 
 
-class Twin:
+class DoubleRecord:
     """Two places for one record, written in turn: while one of them changes, the other is whole.
 
     A record has a count in front, which tells the newer of the two, and a checksum behind. Readers copy both

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdl_rma.segments.waiting.double_record import Twin
+from distdl_rma.segments.waiting.double_record import DoubleRecord
 
 # The first bytes of every segment.
 HEADER_BYTES = 2048
 _RANKS = 8
 _TEXT, _NAME = 512, 256
 # Process, its namespace, state, since when, when written; ranks waited for (number, first few), text.
-_STATE = Twin(f"qqqddq{_RANKS}q{_TEXT}s", 0)
+_STATE = DoubleRecord(f"qqqddq{_RANKS}q{_TEXT}s", 0)
 # Epoch, begin and name of the operation begun last.
-_OPERATION = Twin(f"qd{_NAME}s", _STATE.end)
+_OPERATION = DoubleRecord(f"qd{_NAME}s", _STATE.end)
 
 
-class State(enum.IntEnum):
+class RankState(enum.IntEnum):
     """What a rank does, as far as others must know."""
 
     RUNNING = 1
@@ -31,10 +31,10 @@ class State(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Record:
+class HeaderRecord:
     """Header of a segment, as read by another rank; times are seconds since the Unix epoch."""
 
-    state: State
+    state: RankState
     process: int
     namespace: int
     since: float
@@ -50,12 +50,12 @@ class Record:
         """What the rank does, as a clause of a sentence."""
         now = time.time()
         ago = f"{max(now - self.since, 0):.1f} s"
-        if self.state is State.FAILED:
+        if self.state is RankState.FAILED:
             return f"failed {ago} ago: {self.text}"
-        if self.state is State.LEFT:
+        if self.state is RankState.LEFT:
             also = f", and waits for {numbered(self.waits_for)} to do so" if self.waits_for else ""
             return f"left {ago} ago, {self.text}{also}"
-        if self.state is State.WAITING:
+        if self.state is RankState.WAITING:
             return f"waits since {ago} for {numbered(self.waits_for)} {self.text}"
         last = ""
         if self.operation:
@@ -70,7 +70,7 @@ def numbered(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {some}"
 
 
-class Board:
+class HeaderWriter:
     """This rank's header, written by it alone, and read by others at any moment.
 
     Parameters
@@ -87,12 +87,12 @@ class Board:
         self._states = self._operations = 0
         self._process = os.getpid()
         self._namespace = namespace()
-        self._state: State | None = None
+        self._state: RankState | None = None
         self._since = 0.0
         self.begin(b"", 0)
-        self.write(State.RUNNING)
+        self.write(RankState.RUNNING)
 
-    def write(self, state: State, text: str = "", ranks: tuple[int, ...] = ()) -> None:
+    def write(self, state: RankState, text: str = "", ranks: tuple[int, ...] = ()) -> None:
         """Say what this rank does; the time since when is that of the last change of state."""
         if state is not self._state:
             self._state, self._since = state, time.time()
@@ -123,7 +123,7 @@ class Board:
 
 
 def operation_name(name: str) -> bytes:
-    """Name of an operation as :meth:`Board.begin` takes it."""
+    """Name of an operation as :meth:`HeaderWriter.begin` takes it."""
     return clip(name, _NAME)
 
 
@@ -132,15 +132,15 @@ def clip(text: str, nbytes: int) -> bytes:
     return text.encode()[:nbytes].decode(errors="ignore").encode()
 
 
-def parse(header: bytes) -> Record | None:
+def parse(header: bytes) -> HeaderRecord | None:
     """Record in a copy of a header; None if it cannot be read, being written for the first time or again."""
     doing, begun = _STATE.read(header), _OPERATION.read(header)
     if doing is None or begun is None:
         return None
     process, space, state, since, written, number, *ranks, text = doing
     epoch, began, name = begun
-    return Record(
-        State(state),
+    return HeaderRecord(
+        RankState(state),
         process,
         space,
         since,

@@ -12,9 +12,16 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiting.header import HEADER_BYTES, Board, Record, State, clip, numbered
-from distdl_rma.segments.waiting.peer_headers import Headers
-from distdl_rma.segments.waiting.waiter import Waiting, in_seconds
+from distdl_rma.segments.waiting.header import (
+    HEADER_BYTES,
+    HeaderRecord,
+    HeaderWriter,
+    RankState,
+    clip,
+    numbered,
+)
+from distdl_rma.segments.waiting.peer_headers import PeerHeaders
+from distdl_rma.segments.waiting.waiter import WaitReason, in_seconds
 
 _NOTICE_BYTES = 1024
 # How long a rank of another node may take to answer before it counts as silent in a message.
@@ -26,7 +33,7 @@ _LONGEST_CHAIN = 16
 _WATCHED = 8
 
 
-class Supervision:
+class PeerWatch:
     """Watches over the waits of one rank, and tells the others when this one fails.
 
     Every rank keeps what it does in the header of its segment, where others read it one-sidedly. A rank
@@ -56,8 +63,8 @@ class Supervision:
         self._ranks = ranks
         self.rank = ranks[comm.rank]
         self._advance = advance
-        self.board = Board(segment.memory[:HEADER_BYTES].data, segment.fence)
-        self._headers = Headers(segment)
+        self.board = HeaderWriter(segment.memory[:HEADER_BYTES].data, segment.fence)
+        self._headers = PeerHeaders(segment)
         self.failures: dict[int, str] = {}
         self.failed = False
         self._left = ""
@@ -68,7 +75,7 @@ class Supervision:
         # Ranks whose process was seen to have ended, which their headers may not tell a second time.
         self._ended: dict[int, str] = {}
 
-    def advance(self, waiting: Callable[[], Waiting]) -> None:
+    def advance(self, waiting: Callable[[], WaitReason]) -> None:
         """Make progress for everyone, and raise ``PeerFailedError`` if a rank failed."""
         self._advance()
         if self.failures:
@@ -85,23 +92,23 @@ class Supervision:
             text = notice[8:].tobytes().rstrip(b"\0").decode(errors="replace")
             self.failures.setdefault(failed, text)
 
-    def check(self, waiting: Waiting | None = None) -> None:
+    def check(self, waiting: WaitReason | None = None) -> None:
         """Raise ``PeerFailedError`` if a notice of a failed rank has arrived."""
         if self.failures:
             rank, cause = next(iter(self.failures.items()))
             self._raise(rank, cause, waiting)
 
-    def look(self, waiting: Waiting) -> None:
+    def look(self, waiting: WaitReason) -> None:
         """Tell others about a wait that takes long, and raise if a rank that it waits for has gone."""
         self.check(waiting)
         with self._segment.lock:
             self._look(waiting)
 
-    def _look(self, waiting: Waiting) -> None:
+    def _look(self, waiting: WaitReason) -> None:
         if self._left:
-            self.board.write(State.LEFT, self._left, waiting.ranks)
+            self.board.write(RankState.LEFT, self._left, waiting.ranks)
         else:
-            self.board.write(State.WAITING, waiting.what, waiting.ranks)
+            self.board.write(RankState.WAITING, waiting.what, waiting.ranks)
         now = time.monotonic()
         # This rank itself does nothing while it waits.
         ranks = [rank for rank in waiting.ranks if rank != self.rank]
@@ -135,11 +142,11 @@ class Supervision:
         self._suspects.clear()
         self._headers.forget()
         if self._left:
-            self.board.write(State.LEFT, self._left)
+            self.board.write(RankState.LEFT, self._left)
         elif not self.failed:
-            self.board.write(State.RUNNING)
+            self.board.write(RankState.RUNNING)
 
-    def give_up(self, waiting: Waiting, seconds: float) -> NoReturn:
+    def give_up(self, waiting: WaitReason, seconds: float) -> NoReturn:
         """Raise ``ExchangeTimeout`` with the chain of those who wait for each other."""
         self.check(waiting)
         message = f"rank {self.rank} waited {in_seconds(seconds)} {_for(waiting)}"
@@ -150,7 +157,7 @@ class Supervision:
             parts.append(waiting.hint)
         raise ExchangeTimeout("; ".join([message, *parts]))
 
-    def chain(self, waiting: Waiting, seconds: float = _ANSWER_SECONDS) -> list[str]:
+    def chain(self, waiting: WaitReason, seconds: float = _ANSWER_SECONDS) -> list[str]:
         """What the ranks are doing that this one waits for, those that they wait for, and so on.
 
         Blocking for so many seconds at most, for ranks of other nodes.
@@ -173,7 +180,7 @@ class Supervision:
                 said.append(f"rank {rank} is silent: its process {record.process} has ended")
             else:
                 said.append(f"rank {rank} {record.doing}{self._silence(rank, record)}")
-                if record.state is State.WAITING:
+                if record.state is RankState.WAITING:
                     open_ranks += record.waits_for
         return said
 
@@ -188,7 +195,7 @@ class Supervision:
             return
         self.failed = True
         failed = self.rank if rank is None else rank
-        self.board.write(State.FAILED, cause)
+        self.board.write(RankState.FAILED, cause)
         notice = np.zeros(_NOTICE_BYTES, np.uint8)
         notice[:8].view(np.int64)[0] = failed
         text = clip(cause, _NOTICE_BYTES - 8)
@@ -208,7 +215,7 @@ class Supervision:
         """Say in the header that this rank will do nothing more."""
         if not self.failed:
             self._left = text
-            self.board.write(State.LEFT, text)
+            self.board.write(RankState.LEFT, text)
 
     def stay(self) -> None:
         """Undo ``leave``, as far as others have not yet drawn conclusions."""
@@ -239,7 +246,7 @@ class Supervision:
                 silent.append(rank)
             elif self._headers.process_is_gone(rank, record):
                 ended.append(rank)
-            elif record.state is not State.LEFT:
+            elif record.state is not RankState.LEFT:
                 there.append(rank)
             elif self._headers.unchanged(rank, record) > _ANSWER_SECONDS:
                 silent.append(rank)
@@ -268,24 +275,24 @@ class Supervision:
         self.board.close()
         self._comm.Free()
 
-    def _raise(self, rank: int, cause: str, waiting: Waiting | None) -> NoReturn:
+    def _raise(self, rank: int, cause: str, waiting: WaitReason | None) -> NoReturn:
         here = f"; rank {self.rank} waited {_for(waiting)}" if waiting else ""
         raise PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause)
 
-    def _silence(self, rank: int, record: Record) -> str:
+    def _silence(self, rank: int, record: HeaderRecord) -> str:
         seconds = self._headers.unchanged(rank, record)
         return f", and has said nothing for {in_seconds(seconds)}" if seconds > _ANSWER_SECONDS else ""
 
-    def _gone(self, rank: int, waiting: Waiting) -> tuple[str, bool]:
+    def _gone(self, rank: int, waiting: WaitReason) -> tuple[str, bool]:
         # Why nothing more can come from a rank, "" while it can; and whether it left of its own accord.
         record = self._headers.glance(rank)
         if record is None:
             return "", False
         # Noted, for the message of a wait that reaches its deadline.
         self._headers.unchanged(rank, record)
-        if record.state is State.FAILED:
+        if record.state is RankState.FAILED:
             return record.text, False
-        if record.state is State.LEFT and rank != self.rank and not (self._left or waiting.leavers):
+        if record.state is RankState.LEFT and rank != self.rank and not (self._left or waiting.leavers):
             return f"it left, {record.text}", True
         if self._headers.process_is_gone(rank, record):
             self._ended[rank] = _ended(record)
@@ -293,11 +300,11 @@ class Supervision:
         return "", False
 
 
-def _ended(record: Record) -> str:
+def _ended(record: HeaderRecord) -> str:
     return f"it is silent, its process {record.process} has ended"
 
 
-def _for(waiting: Waiting) -> str:
+def _for(waiting: WaitReason) -> str:
     whom = numbered(waiting.ranks) if waiting.ranks else "the other ranks"
     return f"for {whom} {waiting.what}"
 

@@ -10,11 +10,11 @@ from distdl_rma.errors import DistdlError
 from distdl_rma.segments.lifecycle.open_machines import others_go_on, register, unregister
 from distdl_rma.segments.transport.progress_thread import ProgressEngine
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiting.peer_watch import Supervision
+from distdl_rma.segments.waiting.peer_watch import PeerWatch
 from distdl_rma.segments.waiting.waiter import Counters
 
 
-class Work:
+class PendingWork:
     """Steps that remain to be taken on a machine: by every wait, every ``progress()``, the progress engine.
 
     So ranks may wait for what they do together in different orders. Waits in another machine of the process
@@ -30,7 +30,7 @@ class Work:
 
     def __init__(self, segment: Segment, counters: Counters) -> None:
         self._segment, self._counters = segment, counters
-        self._supervision: Supervision | None = None
+        self._supervision: PeerWatch | None = None
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
         self._engine: ProgressEngine | None = None
@@ -42,7 +42,7 @@ class Work:
         """What takes steps while the rank computes: ``"thread"`` or ``"none"``."""
         return "thread" if self._engine is not None else "none"
 
-    def begin(self, engine: str, supervision: Supervision) -> None:
+    def begin(self, engine: str, supervision: PeerWatch) -> None:
         """Have other waits of this process, and an engine if there is to be one, take steps from now on."""
         self._supervision = supervision
         register(self)

@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitReason:
     """What a rank waits for: ranks, and what they are to do, as in "to send in 'enc1' (epoch 7, ...)".
 
     ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` the ranks are those that
@@ -57,23 +57,23 @@ class Counters:
     seconds_waited: float = 0.0
 
 
-class Supervisor(Protocol):
+class FailureWatch(Protocol):
     """What a long wait tells, and asks."""
 
-    def advance(self, waiting: Callable[[], Waiting]) -> None:
+    def advance(self, waiting: Callable[[], WaitReason]) -> None:
         """Make progress for everyone, on every turn after the busy loop; raise if a rank failed."""
 
-    def look(self, waiting: Waiting) -> None:
+    def look(self, waiting: WaitReason) -> None:
         """Tell others about a wait that takes long, and raise ``PeerFailedError`` if it is in vain."""
 
     def done(self) -> None:
         """Tell others that the wait is over."""
 
-    def give_up(self, waiting: Waiting, seconds: float) -> NoReturn:
+    def give_up(self, waiting: WaitReason, seconds: float) -> NoReturn:
         """Raise ``ExchangeTimeout`` for a wait that reached its deadline."""
 
 
-class Patience:
+class Waiter:
     """How a rank waits for something that another rank does.
 
     Parameters
@@ -88,14 +88,14 @@ class Patience:
         Where time spent waiting is added up.
     """
 
-    def __init__(self, timeout: float, spins: int, supervisor: Supervisor, counters: Counters) -> None:
+    def __init__(self, timeout: float, spins: int, supervisor: FailureWatch, counters: Counters) -> None:
         self.timeout = check_timeout(timeout)
         self.spins = spins
         self._supervisor = supervisor
         self._counters = counters
 
     def until(
-        self, ready: Callable[[], bool], waiting: Callable[[], Waiting], timeout: float | None = None
+        self, ready: Callable[[], bool], waiting: Callable[[], WaitReason], timeout: float | None = None
     ) -> None:
         """Return as soon as ``ready()`` is true; blocking.
 
@@ -125,7 +125,7 @@ class Patience:
             self._counters.seconds_waited += time.perf_counter() - begin
 
     def _wait(
-        self, ready: Callable[[], bool], waiting: Callable[[], Waiting], timeout: float, begin: float
+        self, ready: Callable[[], bool], waiting: Callable[[], WaitReason], timeout: float, begin: float
     ) -> None:
         if timeout > 0:
             for _ in range(self.spins):

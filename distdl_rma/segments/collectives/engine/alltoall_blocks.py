@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdl_rma.geometry.split import Listed
-from distdl_rma.segments.collectives.engine.node_layout import Layout, Traffic
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, Traffic
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Route:
     size: int
 
 
-class Blocks:
+class AlltoallBlocks:
     """Where the block of each rank for each lies, and which of them one rank hands on.
 
     On a node every rank takes its blocks from the others itself. Between two nodes the lanes share the work:
@@ -37,7 +37,7 @@ class Blocks:
         Elements of the longest vectors of blocks.
     """
 
-    def __init__(self, layout: Layout, rows: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, layout: NodeLayout, rows: tuple[tuple[int, ...], ...]) -> None:
         self.rows, self._layout = rows, layout
         self._at = {rank: at for at, rank in enumerate(layout.ranks)}
         self.longest_operand = max(map(sum, rows))
@@ -93,9 +93,9 @@ class Blocks:
                     yield Route(rank, there, sizes[self._at[there]])
 
 
-def alltoall_traffic(layout: Layout, rows: tuple[tuple[int, ...], ...], itemsize: int) -> Traffic:
+def alltoall_traffic(layout: NodeLayout, rows: tuple[tuple[int, ...], ...], itemsize: int) -> Traffic:
     """What one rank moves in one step of an all-to-all with so many elements from each rank to each."""
-    blocks, me = Blocks(layout, rows), layout.me
+    blocks, me = AlltoallBlocks(layout, rows), layout.me
     receives = dict(zip(layout.ranks, blocks.receives(me), strict=True))
     out = [route for routes in blocks.outgoing() for route in routes]
     came = [route for routes in blocks.incoming() for route in routes]

@@ -10,7 +10,7 @@ from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.waiter import Waiting
+from distdl_rma.segments.waiting.waiter import WaitReason
 
 # Looks at the flags of a small step before the wait becomes a patient one.
 _LOOKS = 300
@@ -43,7 +43,7 @@ class Algorithm(Protocol):
     def advance(self) -> bool:
         """Advance the step; return whether it is complete, or will never be since it is broken."""
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitReason:
         """Which ranks the step waits for."""
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class Collective:
             )
 
 
-class Schedule:
+class SteppedAlgorithm:
     """Algorithm whose step is a generator over a team: it yields as long as it has to wait.
 
     Parameters

@@ -59,7 +59,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """The ranks of a collective by node, seen from one of them.
 
     Parameters
@@ -79,7 +79,7 @@ class Layout:
     @classmethod
     def checked(
         cls, ranks: Sequence[int], machine_nodes: tuple[tuple[int, ...], ...], me: int, who: str
-    ) -> Layout:
+    ) -> NodeLayout:
         """Layout of ranks given by a caller.
 
         Raises
@@ -189,7 +189,7 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
         at += span.size
 
 
-def rooted_lengths(layout: Layout, count: int, root: int) -> tuple[int, ...]:
+def rooted_lengths(layout: NodeLayout, count: int, root: int) -> tuple[int, ...]:
     """Elements of each rank's result where the root alone has one."""
     return tuple(count if rank == root else 0 for rank in layout.ranks)
 
@@ -207,7 +207,7 @@ def one_round_is_better(size: int, nbytes: int, asked: bool) -> bool:
 
 
 def allreduce_traffic(
-    layout: Layout, count: int, itemsize: int, wide_itemsize: int | None = None, one_round: bool = False
+    layout: NodeLayout, count: int, itemsize: int, wide_itemsize: int | None = None, one_round: bool = False
 ) -> Traffic:
     """What one rank moves in one step of an allreduce of ``count`` elements."""
     nbytes, size, number = count * itemsize, len(layout.ranks), len(layout.nodes)
@@ -229,7 +229,7 @@ def allreduce_traffic(
     )
 
 
-def broadcast_traffic(layout: Layout, root: int, nbytes: int) -> Traffic:
+def broadcast_traffic(layout: NodeLayout, root: int, nbytes: int) -> Traffic:
     """What one rank moves in one step of a broadcast of ``nbytes`` bytes."""
     leads = layout.me in layout.leaders(root)
     across = len(layout.nodes) > 1 and leads and nbytes > 0
@@ -244,7 +244,7 @@ def broadcast_traffic(layout: Layout, root: int, nbytes: int) -> Traffic:
 
 
 def reduce_traffic(
-    layout: Layout, root: int, count: int, itemsize: int, wide_itemsize: int | None = None
+    layout: NodeLayout, root: int, count: int, itemsize: int, wide_itemsize: int | None = None
 ) -> Traffic:
     """What one rank moves in one step of a reduction of ``count`` elements to a root."""
     pieces = layout.scatter_pieces(rooted_lengths(layout, count, root))

@@ -111,7 +111,7 @@ def _product(first: Array, second: Array, out: Array) -> Array:
     return out
 
 
-def calmly(function: Callable[..., object]) -> Callable[..., object]:
+def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
     """Function that neither warns nor raises for what is infinite or no number, at next to no cost.
 
     Not for two threads at once.

@@ -13,12 +13,12 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.engine.node_layout import Layout
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
-from distdl_rma.segments.waiting.waiter import Waiting
+from distdl_rma.segments.waiting.waiter import WaitReason
 
 _PARITIES = 2
 # Notifications that one rank of a node may give another in one step, each for a reason of its own.
@@ -59,7 +59,7 @@ class Team:
     def __init__(
         self,
         manager: SegmentManager,
-        layout: Layout,
+        layout: NodeLayout,
         count: int,
         dtype: np.dtype[Any],
         across: Sequence[int],
@@ -183,11 +183,11 @@ class Team:
         self.counters.gets += number
         self.counters.bytes_got += nbytes
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitReason:
         """Which ranks the step waits for; for messages."""
         ranks, where = self._waits_for
         what = f"in {self._name!r} (step {self.step}, {where})"
-        return Waiting(ranks, what, "did every rank make the same calls?")
+        return WaitReason(ranks, what, "did every rank make the same calls?")
 
     def free(self) -> None:
         """Give the communicator back, local; for when no step is running."""

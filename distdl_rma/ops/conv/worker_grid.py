@@ -1,4 +1,4 @@
-"""Who computes which part of a convolution, and where its weights are for that."""
+"""Who computes which part of a convolution."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Grouped, Split
-from distdl_rma.layers.core.placement import Placement, one_copy
-from distdl_rma.machine import Machine
 
 # Grid dimensions of the ranks that compute; the spatial ones follow.
 BATCH, OUT, IN = 0, 1, 2
@@ -18,7 +16,7 @@ _LEADING = 2
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerGrid:
     """The ranks that compute a convolution, on a grid (batch, out-channel, in-channel, *spatial).
 
     Parameters
@@ -79,22 +77,7 @@ class Work:
         return tuple(cuts.get(d) for d in range(self.grid.dim))
 
 
-def whole(
-    machine: Machine, root: Partition, users: Partition, shape: Sequence[int], pattern: str
-) -> Placement:
-    """Whole parameter: on all ranks of the machine, or on the first of ``root`` and sent to ``users``."""
-    if pattern == "replicated":
-        return Placement(Decomposition.replicated(machine.partition(), shape))
-    first = Partition(root.ranks[:1], (1,), root.me, root.home)
-    return Placement(Decomposition.replicated(first, shape), Decomposition.replicated(users, shape))
-
-
-def placed(blocks: Decomposition, pattern: str) -> Placement:
-    """Parameter in blocks: on all ranks that use a block, or on the first of them and sent to the others."""
-    return Placement(blocks) if pattern == "replicated" else Placement(one_copy(blocks), blocks)
-
-
-def runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+def group_runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Cut an interval of channels into runs of whole groups, and parts of groups at its ends.
 
     Yields

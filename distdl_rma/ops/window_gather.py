@@ -11,20 +11,20 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.split import Split
 from distdl_rma.geometry.stencil import InnerSplit, Stencil
-from distdl_rma.layers.core.layer import DistributedLayer, movement_of
+from distdl_rma.ops.movement import CallSite, movement_or_none
 
 # How torch calls the ways to make up padding.
 MODES = ("zeros", "constant", "reflect", "replicate", "circular")
 _LEADING = 2
 
 
-class Reading:
+class WindowGather:
     """Inputs that this rank's outputs read, in one movement: halo, redistribution, copies and padding.
 
     Parameters
     ----------
-    layer
-        The layer.
+    site
+        Where the call is.
     stencil
         The sliding windows, one per spatial dimension.
     source
@@ -46,7 +46,7 @@ class Reading:
 
     def __init__(
         self,
-        layer: DistributedLayer,
+        site: CallSite,
         stencil: Stencil,
         source: Decomposition,
         outputs: Decomposition,
@@ -60,14 +60,14 @@ class Reading:
         reads = dict(enumerate(stencil.splits(outputs.splits[_LEADING:], extents), _LEADING))
         inner = mode in ("constant", "reflect", "replicate")
         needs: dict[int, Split] = {d: InnerSplit(r, mode) if inner else r for d, r in reads.items()}
-        rank = layer.machine.rank
+        rank = site.machine.rank
         self.region = Box(outputs.with_splits(dict(reads)).box(rank).bounds[_LEADING:])
         target = outputs.with_splits(needs)
         self.held = Box(target.box(rank).bounds[_LEADING:])
         images = _images(stencil, extents) if mode == "circular" else ()
-        self.movement = movement_of(layer, source, target, dtype, "halo", images)
+        self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
-    def complete(self, x: torch.Tensor) -> torch.Tensor:
+    def add_padding(self, x: torch.Tensor) -> torch.Tensor:
         """Add the padding to what the movement brought; of the shape of ``region`` in space."""
         if self.held == self.region or self.mode in ("zeros", "circular"):
             return x

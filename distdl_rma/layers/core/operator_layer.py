@@ -1,0 +1,149 @@
+"""Layers that are an operator with parameters: enter, operator, leave."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Generic, TypeVar, Unpack
+
+import torch
+
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.layer import DistributedLayer
+from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
+from distdl_rma.ops.autograd import GradientNeeds, anchored, tells_peers
+from distdl_rma.ops.idle_ranks import deliver
+from distdl_rma.ops.operation import Agreement, Operation
+from distdl_rma.ops.tensors import autocast, trouble_with
+
+O = TypeVar("O", bound=Operation)  # noqa: E741
+
+
+class OperatorLayer(DistributedLayer, Generic[O]):
+    """A layer whose ranks agree on what a plain tensor is a part of, and then call an operation on it.
+
+    Subclasses say which operation serves which inputs (``plan``). Agreement on shapes, parameters, ranks
+    with and without work, and the backward of all of them are here.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Partitions of input and output; P_y is P_x if None.
+    others
+        Partitions of other ranks that take part in a call.
+    name, callbacks
+        As of :class:`DistributedLayer`.
+    """
+
+    _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
+    _call_arguments: tuple[int, ...] = ()  # the numbers of a call with nothing but an input
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition | None = None,
+        *others: Partition,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        super().__init__(P_x, P_x if P_y is None else P_y, *others, name=name, **callbacks)
+        self.P_x, self.P_y = P_x, P_x if P_y is None else P_y
+
+    def plan(self, facts: dict[int, InputFacts]) -> O:
+        """Operation for what all ranks said of their inputs; alike on all ranks, errors included."""
+        raise NotImplementedError
+
+    @cached_property
+    def plans(self) -> PlanCache[O] | None:
+        """Operations by what the ranks passed; None on ranks without a part in a call."""
+        ranks = self.agreeing()
+        if self.machine.rank not in ranks:
+            return None
+        return PlanCache(self.machine, ranks, self.name, self.plan, self.built_with, self.outcome)
+
+    @tells_peers
+    def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
+        """Plan for an input before it is there, and exchange addresses with the neighbours, once.
+
+        Otherwise the first forward and the first backward do it, as they do in any case for the sum of
+        gradients, and for what a layer moves while it computes. Collective over the ranks of the layer,
+        and in training over those that keep its weights, blocking. Calls with other inputs remain possible.
+
+        Parameters
+        ----------
+        shape
+            Global shape of the input; may be left out of a layer that was built from global parameters.
+        dtype
+            Its type; that of the parameters if None.
+
+        Raises
+        ------
+        ProtocolError
+            If the shape is not known.
+        ShapeError, PartitionError
+            If it does not fit the layer.
+
+        Notes
+        -----
+        Interface document, section 3.2; requirement A8.
+        """
+        x = self.expected(self.P_x, shape, dtype)
+        self.connect_parameters()
+        if self.plans is not None:
+            # No call: nobody outside is told what becomes of it.
+            with torch.no_grad():
+                operation, _ = self.enter(self.plans, x, list(self.parameters())).settle()
+            operation.connect()
+
+    def trouble(self, x: torch.Tensor) -> str:
+        """What is wrong with the elements of this rank's shard, for all to refuse; empty if nothing is."""
+        return ""
+
+    def enter(
+        self,
+        plans: PlanCache[O],
+        x: torch.Tensor,
+        weights: Collection[torch.Tensor] = (),
+        call_arguments: tuple[int, ...] | None = None,
+        problem: str = "",
+    ) -> Agreement[O]:
+        """Begin to agree with the other ranks on what ``x`` is a part of; does not wait for them."""
+        # The others take part in a backward if any weight needs a gradient.
+        told = sorted(weights, key=lambda weight: not weight.requires_grad)
+        if not problem and self.P_x.active and not trouble_with(x):
+            problem = self.trouble(x)
+        numbers = self._call_arguments if call_arguments is None else call_arguments
+        plans.begin(x, next(iter(told), None), numbers, not self.P_x.active, problem)
+        return plans
+
+    def run(
+        self, agreement: Agreement[O], x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, GradientNeeds]:
+        """Call the operation that the ranks agree on; local result, and what any rank needs."""
+        operation, needs = agreement.settle()
+        return operation(needs, x, **weights), needs
+
+    def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
+        """Result as the caller gets it: without elements outside of P_y, and in a graph if any rank's is."""
+        batch = x.shape[0] if x.dim() else None
+        return anchored(deliver(y, self.P_y.active, batch), needs.any)
+
+    @tells_peers
+    def forward(self, input: torch.Tensor) -> Any:
+        """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
+        return self.apply_to(input)
+
+    def apply_to(
+        self, x: torch.Tensor, call_arguments: tuple[int, ...] | None = None, problem: str = ""
+    ) -> torch.Tensor:
+        """Apply the layer, called with some numbers that the plan depends on, unless there is a problem."""
+        weights = {} if self.placed is None else self.placed.use()
+        if self.plans is None:
+            return self.stand_aside(x, weights.values())
+        if self._casts:
+            (x, *cast) = autocast(x, *weights.values())  # type: ignore[assignment]
+            weights = dict(zip(weights, cast, strict=True))  # type: ignore[arg-type]
+        agreement = self.enter(self.plans, x, weights.values(), call_arguments, problem)
+        y, needs = self.run(agreement, x, weights)
+        return self.leave(y, x, needs)

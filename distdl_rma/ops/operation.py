@@ -1,0 +1,130 @@
+"""What a distributed operation is: worked out once for inputs of one kind, then called on local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.ops.autograd import GradientNeeds
+from distdl_rma.ops.idle_ranks import idle
+from distdl_rma.ops.movement import CallSite, Movement
+from distdl_rma.ops.tensors import no_autocast
+
+
+class Operation:
+    """An operator for inputs of known decompositions: what moves, what is computed, and what comes out.
+
+    Made on all its ranks alike, errors included; local to make. It owns the segment memory of its
+    movements, so two places of a program have operations of their own.
+
+    Attributes
+    ----------
+    output
+        Who has what of the result; follows from the inputs, on every rank alike.
+    """
+
+    output: Decomposition
+
+    def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local result from a local shard, differentiable; blocking.
+
+        Ranks outside of the input pass a tensor without elements, those outside of the output get one.
+        """
+        raise NotImplementedError
+
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours, which otherwise the first call does; blocking."""
+        raise NotImplementedError
+
+    def void(self) -> None:
+        """Give up what some ranks may have started before all agreed; nothing, unless it starts early."""
+
+
+P_co = TypeVar("P_co", bound=Operation, covariant=True)
+
+
+class Agreement(Protocol[P_co]):
+    """What the ranks of a call agree on: known at once of split tensors, told on the way of plain ones."""
+
+    @property
+    def guess(self) -> P_co | None:
+        """Operation that fits as far as this rank can see, to start on before the others are heard."""
+
+    def settle(self) -> tuple[P_co, GradientNeeds]:
+        """The operation that holds, and what any rank needs the gradient of; blocking."""
+
+
+class Agreed(NamedTuple, Generic[P_co]):
+    """An agreement that needs no message."""
+
+    guess: P_co
+    needs: GradientNeeds
+
+    def settle(self) -> tuple[P_co, GradientNeeds]:
+        """Both, at once."""
+        return self.guess, self.needs
+
+
+class GatherComputeScatter(Operation):
+    """An operation of the form ``y = finish(scatter(compute(gather(x))))``.
+
+    Subclasses set ``gather`` and ``scatter`` where anything moves, and say what a rank computes.
+
+    Parameters
+    ----------
+    site
+        Where the call is.
+    reads, works
+        Whether this rank has a part of the input, and whether it computes.
+    output
+        Who has what of the result.
+    """
+
+    gather: Movement | None = None
+    scatter: Movement | None = None
+
+    def __init__(self, site: CallSite, reads: bool, works: bool, output: Decomposition) -> None:
+        self.site, self.reads, self.works, self.output = site, reads, works, output
+
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local output from what was gathered; called on the ranks that compute only."""
+        raise NotImplementedError
+
+    def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local output from what was scattered to this rank; called on the ranks of the output only."""
+        return y
+
+    def carry_out(
+        self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
+        with self.site.machine.trace.span("local", self.site.name):
+            return self.compute(x, **weights)
+
+    def movements(self) -> tuple[Movement | None, ...]:
+        """All that moves."""
+        return self.gather, self.scatter
+
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours; blocking."""
+        for movement in self.movements():
+            if movement is not None:
+                movement.connect()
+
+    def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local result from a local shard."""
+        # Outside of the input nothing goes in, but its backward may be waited for by others.
+        y = x if self.reads else x.flatten()[:0]
+        if self.gather is not None:
+            y = self.gather(y, needs.input)
+        if self.works:
+            with no_autocast():
+                y = self.carry_out(needs, y, weights)
+        else:
+            y = idle(y, weights.values())
+        if self.scatter is not None:
+            y = self.scatter(y if self.works else y.new_empty(0) + y.sum(), needs.any)
+        return self.finish(y, **weights) if self.output.partition.active else y
