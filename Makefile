@@ -71,8 +71,8 @@ test-one-rank:
 	@$(MAKE) test-mpi TEST_RANKS=1
 
 # In an environment of its own, and only what depends on the MPI; all of it: make test MPI=openmpi.
-test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/layers/test_moving.py \
-    tests/layers/test_conv.py tests/layers/test_linear.py tests/layers/test_norm.py
+test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/layers/core/test_movement_layer.py \
+    tests/layers/conv/test_conv.py tests/layers/linear/test_linear.py tests/layers/norm/test_batch_instance_group.py
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and of failing ranks
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
 	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py

@@ -25,7 +25,7 @@ from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.lifecycle.meeting import meet, refuse
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.uncopyable import Shared
-from distdl_rma.segments.waiting.waiter import DEFAULT_TIMEOUT, chosen_timeout
+from distdl_rma.segments.waiter import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.trace import Recording, Tracer
 
 # How long a rank that fails stays for its peers to notice, and then to say so themselves.

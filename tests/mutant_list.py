@@ -45,10 +45,13 @@ def _on(ranks: int, *files: str) -> tuple[str, ...]:
 _SPLIT, _STENCIL = _plain("geometry/test_split.py"), _plain("geometry/test_stencil.py")
 _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_movements.py")
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
-_CONV = _on(3, "layers/test_conv.py")
-_COLLECTIVE, _REMOTE = _on(3, "segments/test_collective.py"), _on(2, "segments/test_remote.py")
-_NORM, _SYNC = _on(3, "layers/test_norm.py"), _on(3, "sync/test_gradients.py")
-_NOTIFY = _on(2, "segments/test_notifications.py")
+_CONV = _on(3, "layers/conv/test_conv.py")
+_COLLECTIVE, _REMOTE = (
+    _on(3, "segments/collectives/engine/test_double_buffered.py"),
+    _on(2, "segments/memory/test_remote_buffer.py"),
+)
+_NORM, _SYNC = _on(3, "layers/norm/test_batch_instance_group.py"), _on(3, "sync/test_gradients.py")
+_NOTIFY = _on(2, "segments/memory/test_notifications.py")
 
 _GEOMETRY = [
     Mutant(
@@ -157,7 +160,7 @@ _PROTOCOL = [
         "distdl_rma/segments/transport/rma_peer.py",
         "return self._arrived >= begun",
         "return True",
-        _plain("segments/test_wire.py"),
+        _plain("segments/transport/test_rma_peer.py"),
     ),
     Mutant(
         "a rank goes on before all of its node have told it",
@@ -178,14 +181,14 @@ _PROTOCOL = [
         "distdl_rma/segments/transport/heap.py",
         "if at > 0 and sum(self._gaps[at - 1]) == offset:",
         "if at > 1 and sum(self._gaps[at - 1]) == offset:",
-        _plain("segments/test_heap.py"),
+        _plain("segments/transport/test_heap.py"),
     ),
     Mutant(
         "short types are not summed in a longer one",
         "distdl_rma/ops/movement.py",
         "self._wide = dtype if exchange.disjoint else sum_dtype(dtype)",
         "self._wide = dtype",
-        _on(3, "layers/test_moving.py", "layers/test_reduction.py"),
+        _on(3, "layers/core/test_movement_layer.py", "layers/moves/test_broadcast_reduce.py"),
     ),
 ]
 
@@ -202,7 +205,7 @@ _ADJOINTS = [
         "distdl_rma/ops/movement.py",
         "if fresh or self._disjoint:",
         "if fresh or not self._disjoint:",
-        _on(3, "layers/test_movement.py", "layers/test_reduction.py"),
+        _on(3, "ops/test_movement.py", "layers/moves/test_broadcast_reduce.py"),
     ),
     Mutant(
         "a strip adds nothing to the gradient of the weight",
@@ -216,14 +219,14 @@ _ADJOINTS = [
         "distdl_rma/ops/conv/split_convolution.py",
         "        epoch = 0\n        if ctx.needs_halo:",
         "        epoch = 0\n        if ctx.needs_halo and needs_x:",
-        _on(3, "layers/test_conv.py", "layers/test_conv_general.py"),
+        _on(3, "layers/conv/test_conv.py", "layers/conv/test_conv_general.py"),
     ),
     Mutant(
         "the corners of a tile are read twice",
         "distdl_rma/ops/conv/own_and_halo.py",
         "            rest = rest.replace(d, low, high)\n",
         "",
-        _plain("layers/test_tile.py"),
+        _plain("ops/conv/test_own_and_halo.py"),
     ),
     Mutant(
         "copies of a weight keep their own gradients",
@@ -251,7 +254,7 @@ _ADJOINTS = [
         "distdl_rma/layers/loss/base.py",
         "return gradient.to(ctx.dtype) * ctx.scale, None, None, None, None",
         "return gradient.to(ctx.dtype), None, None, None, None",
-        _on(3, "layers/test_loss.py"),
+        _on(3, "layers/loss/test_loss.py"),
     ),
 ]
 
@@ -268,14 +271,14 @@ _CALLBACKS = [
         "distdl_rma/sync/consensus.py",
         "            elif who_says[rank] != ranks:\n",
         "            elif who_says[rank] != who_says[rank]:\n",
-        _plain("sync/test_checking.py"),
+        _plain("sync/test_consensus.py"),
     ),
     Mutant(
         "a size that the user states wrongly passes",
         "distdl_rma/sync/consensus.py",
         "    if nbytes != held:\n",
         "    if nbytes < held:\n",
-        _plain("sync/test_checking.py"),
+        _plain("sync/test_consensus.py"),
     ),
     Mutant(
         "a gradient that did not come counts as the last one",
@@ -296,7 +299,7 @@ _CALLBACKS = [
         "distdl_rma/layers/core/replica.py",
         "if alien or len(set(ranks))",
         "if len(set(ranks))",
-        _on(3, "interface/test_callbacks.py", "layers/test_interface.py"),
+        _on(3, "interface/test_callbacks.py", "layers/test_from_global.py"),
     ),
 ]
 

@@ -24,10 +24,10 @@ from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.progress_thread import check_progress
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
+from distdl_rma.segments.waiter import Counters, Waiter, chosen_timeout
 from distdl_rma.segments.waiting.header import HEADER_BYTES, operation_name
 from distdl_rma.segments.waiting.peer_watch import PeerWatch, cause_of
 from distdl_rma.segments.waiting.pending_work import PendingWork
-from distdl_rma.segments.waiting.waiter import Counters, Waiter, chosen_timeout
 from distdl_rma.trace import Tracer
 
 _SPINS = 2000

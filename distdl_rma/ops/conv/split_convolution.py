@@ -13,10 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.layers.core.plan_cache import PlanCache
-from distdl_rma.layers.core.replica import Replica
 from distdl_rma.machine import Machine
-from distdl_rma.ops.autograd import first_derivative
+from distdl_rma.ops.autograd import GradientNeeds, first_derivative
 from distdl_rma.ops.conv.halo_plan import HaloPlan
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution, convolution_adjoint
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch
@@ -100,14 +98,28 @@ class LocalConvolution:
         return outer, taps
 
 
+class GradientPlace(Protocol):
+    """Where the gradient of a parameter is wanted."""
+
+    def fill(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient in the place that it is wanted."""
+
+
+class HaloAgreement(Protocol):
+    """What the ranks agree on."""
+
+    def settle(self) -> tuple[HaloPlan, GradientNeeds]:
+        """Plan that holds, and what any rank needs the gradient of; blocking."""
+
+
 class Layer(Protocol):
     """What the schedule needs of a layer."""
 
     machine: Machine
     name: str
     local: LocalConvolution
-    replica: Replica
-    plans: PlanCache[HaloPlan]
+    replica: GradientPlace
+    plans: HaloAgreement
     out_channels: int
 
 

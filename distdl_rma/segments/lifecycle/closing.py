@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.waiter import Waiter, WaitReason
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
-from distdl_rma.segments.waiting.waiter import Waiter, WaitReason
 
 _WHY = "closing the machine or ending its program"
 # How long a rank that failed stays for the others to notice.

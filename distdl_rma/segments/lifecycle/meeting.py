@@ -15,8 +15,8 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.lifecycle.job_board import JobBoard
-from distdl_rma.segments.lifecycle.open_machines import others_go_on
 from distdl_rma.segments.waiting.header import numbered
+from distdl_rma.segments.waiting.open_machines import others_go_on
 
 _CREATE_TAG = 7
 _SLEEP_SECONDS = (1e-4, 5e-3)

@@ -14,7 +14,7 @@ from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
 from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.transport.rma_peer import Bytes
-from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager

@@ -14,7 +14,7 @@ from distdl_rma.errors import MismatchError, PartitionError, ProtocolError, Shap
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager

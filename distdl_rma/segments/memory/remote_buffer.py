@@ -16,7 +16,7 @@ from distdl_rma.segments.memory.queue import Queue, check_queue
 from distdl_rma.segments.memory.remote_array import RemoteArray
 from distdl_rma.segments.memory.remote_words import RemoteWords
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
-from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments.memory.array_bytes import as_offset
-from distdl_rma.segments.waiting.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import WaitReason, check_timeout
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager

@@ -1,1 +1,1 @@
-"""Waiting for other ranks without a silent hang: what each one is doing, who failed, who has left."""
+"""What ranks say of themselves while others wait for them: who does what, who failed, who has left."""

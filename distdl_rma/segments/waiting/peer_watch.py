@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.waiter import WaitReason, in_seconds
 from distdl_rma.segments.waiting.header import (
     HEADER_BYTES,
     HeaderRecord,
@@ -21,7 +22,6 @@ from distdl_rma.segments.waiting.header import (
     numbered,
 )
 from distdl_rma.segments.waiting.peer_headers import PeerHeaders
-from distdl_rma.segments.waiting.waiter import WaitReason, in_seconds
 
 _NOTICE_BYTES = 1024
 # How long a rank of another node may take to answer before it counts as silent in a message.

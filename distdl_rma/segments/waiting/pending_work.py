@@ -7,11 +7,11 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError
-from distdl_rma.segments.lifecycle.open_machines import others_go_on, register, unregister
 from distdl_rma.segments.transport.progress_thread import ProgressEngine
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.waiter import Counters
+from distdl_rma.segments.waiting.open_machines import others_go_on, register, unregister
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
-from distdl_rma.segments.waiting.waiter import Counters
 
 
 class PendingWork:

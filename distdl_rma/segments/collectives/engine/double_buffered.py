@@ -10,7 +10,7 @@ from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.waiter import WaitReason
+from distdl_rma.segments.waiter import WaitReason
 
 # Looks at the flags of a small step before the wait becomes a patient one.
 _LOOKS = 300

@@ -13,8 +13,8 @@ from distdl_rma.layers import (
     DistributedInstanceNorm1d,
     DistributedLayerNorm,
     DistributedRMSNorm,
-    statistics,
 )
+from distdl_rma.ops.norm import statistics
 from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi

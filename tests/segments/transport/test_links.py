@@ -8,7 +8,7 @@ import pytest
 
 from distdl_rma.segments.transport.links import RemoteLink
 from distdl_rma.segments.transport.rma_peer import ByteRuns, RmaPeer
-from distdl_rma.segments.waiting.waiter import Counters
+from distdl_rma.segments.waiter import Counters
 
 _WORDS = 16
 

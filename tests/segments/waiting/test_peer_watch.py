@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
+from distdl_rma.segments.waiter import WaitReason
 from distdl_rma.segments.waiting import peer_headers as headers
 from distdl_rma.segments.waiting import peer_watch as supervision
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
-from distdl_rma.segments.waiting.waiter import WaitReason
 
 RANKS = tuple(range(20))
 

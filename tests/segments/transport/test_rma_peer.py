@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.segments.transport.rma_peer import ByteRuns, RmaPeer
-from distdl_rma.segments.waiting.waiter import Counters
+from distdl_rma.segments.waiter import Counters
 
 LARGE = 1 << 17
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
+from distdl_rma.segments.waiter import Counters
 from distdl_rma.segments.waiting.pending_work import PendingWork
-from distdl_rma.segments.waiting.waiter import Counters
 
 
 @pytest.fixture(scope="module")
