@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distdl_rma.errors import (
+        ArgumentError,
         ClosedError,
         ConfigurationError,
         DistdlError,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "errors": (
+        "ArgumentError",
         "ClosedError",
         "ConfigurationError",
         "DistdlError",
@@ -54,6 +56,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ArgumentError",
     "ClosedError",
     "ConfigurationError",
     "DistdlError",

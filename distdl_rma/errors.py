@@ -1,6 +1,7 @@
 """Errors of the library; each is also the standard error that it resembles most."""
 
 __all__ = [
+    "ArgumentError",
     "ClosedError",
     "ConfigurationError",
     "DistdlError",
@@ -23,8 +24,12 @@ class PartitionError(DistdlError, ValueError):
     """Ranks, grid or distribution do not fit together."""
 
 
+class ArgumentError(DistdlError, ValueError):
+    """An argument has a value that is none: unknown, out of range, or against another one."""
+
+
 class ShapeError(DistdlError, ValueError):
-    """A shape, a dtype or a layer's argument does not fit what it is used with."""
+    """The shape or the dtype of a tensor does not fit what it is used with."""
 
 
 class UnsupportedError(DistdlError, NotImplementedError):

@@ -9,6 +9,9 @@ from math import prod
 
 from distdl_rma.errors import ShapeError
 
+# Batch and channels, which come before the dimensions in space.
+LEADING = 2
+
 
 @dataclass(frozen=True)
 class Box:

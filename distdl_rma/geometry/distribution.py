@@ -10,13 +10,12 @@ from math import prod
 from typing import Any, Protocol
 
 from distdl_rma.errors import PartitionError
-from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition, integers
 
 # Numbers of the inequalities: of an input, of an output, of a normalisation.
 INPUT, OUTPUT, NORM = ("3.1", "3.2", "3.3"), ("3.4", "3.5", "3.6"), ("4.1", "4.2", "4.3")
-_LEADING = 2
 _MOST_SPACE = 3
 _NOBODY = -1
 
@@ -76,13 +75,13 @@ class Distribution:
                 f"Distribution: needs batch, channels and 1 to {_MOST_SPACE} spatial dimensions, got {shape}"
             )
         box = shape if strides is None else _counts("strides", strides)
-        if len(box) not in (_LEADING + 1, len(shape)):
+        if len(box) not in (LEADING + 1, len(shape)):
             raise PartitionError(
                 f"Distribution: strides are (N~, C~, P~), or {len(shape)} numbers for instances {shape}, got"
                 f" {box}"
             )
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "strides", (*box[:_LEADING], prod(box[_LEADING:])))
+        object.__setattr__(self, "strides", (*box[:LEADING], prod(box[LEADING:])))
 
     def __repr__(self) -> str:
         box = "" if self.strides == self._tight else f", strides={self.strides}"
@@ -119,7 +118,7 @@ class Distribution:
     def _index(self, coords: Sequence[int]) -> int:
         n, c, *space = coords
         p = 0
-        for i, extent in zip(space, self.shape[_LEADING:], strict=True):
+        for i, extent in zip(space, self.shape[LEADING:], strict=True):
             p = p * extent + i
         return n * self._steps[0] + c * self._steps[1] + p
 
@@ -141,7 +140,7 @@ class Distribution:
             If one does not hold; names the first one, with its numbers.
         """
         for count, equation in enumerate(equations, 1):
-            instances, box = self.shape[_LEADING + 1 - count :], self.strides[-count:]
+            instances, box = self.shape[LEADING + 1 - count :], self.strides[-count:]
             if prod(instances) > prod(box):
                 raise PartitionError(f"{who}: ({equation}): {_product(instances)} > {_product(box)}")
         if prod(self.strides) > size:

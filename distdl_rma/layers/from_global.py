@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.distribution import INPUT, NORM, OUTPUT, Distribution
 from distdl_rma.geometry.partition import Partition
@@ -34,7 +35,6 @@ _NORMS: tuple[type[DistributedInstanceNorm], ...] = (
     DistributedInstanceNorm2d,
     DistributedInstanceNorm3d,
 )
-_LEADING = 2
 _MOST_SPACE = len(_CONVS)
 
 
@@ -171,7 +171,7 @@ def InstanceNorm(  # noqa: N802
     Interface document, chapter 4; requirements A3 to A8, A13, A19.
     """
     who = name or "InstanceNorm"
-    batch, channels, *space = _extents(who, "(N, C, H, W)", extents, _LEADING)
+    batch, channels, *space = _extents(who, "(N, C, H, W)", extents, LEADING)
     P_x = _place(who, machine, distribution, NORM, len(space))
     layer = _NORMS[len(space) - 1](
         P_x,
@@ -241,7 +241,7 @@ def Concat(  # noqa: N802
         parts = [as_int(count) for count in channels]
     except (TypeError, ValueError):
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r}") from None
-    batch, total, *space = _extents(who, wanted, (batch, sum(parts), *space), _LEADING)
+    batch, total, *space = _extents(who, wanted, (batch, sum(parts), *space), LEADING)
     try:
         inputs = tuple(inputs)
     except TypeError:
@@ -286,9 +286,9 @@ def _place(
 ) -> Partition:
     if not isinstance(distribution, Distribution):
         raise PartitionError(f"{who}: needs a Distribution, got {distribution!r}")
-    if distribution.dim != _LEADING + space:
+    if distribution.dim != LEADING + space:
         raise PartitionError(
-            f"{who}: {distribution} has {distribution.dim} dimensions, the tensor has {_LEADING + space}"
+            f"{who}: {distribution} has {distribution.dim} dimensions, the tensor has {LEADING + space}"
         )
     world = machine if isinstance(machine, Partition) else Machine.of(machine).partition()
     distribution.check(world.size, equations, who)

@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 
 from distdl_rma.errors import (
+    ArgumentError,
     ClosedError,
     ConfigurationError,
     MismatchError,
@@ -23,6 +24,7 @@ from distdl_rma.ops.uncompiled import uncompiled
 
 # Raised on every rank of a layer alike, or before it told its peers anything.
 _REFUSALS: tuple[type[BaseException], ...] = (
+    ArgumentError,
     ClosedError,
     ConfigurationError,
     MismatchError,

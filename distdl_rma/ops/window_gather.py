@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.split import Split
 from distdl_rma.geometry.stencil import InnerSplit, Stencil
@@ -15,7 +15,6 @@ from distdl_rma.ops.movement import CallSite, movement_or_none
 
 # How torch calls the ways to make up padding.
 MODES = ("zeros", "constant", "reflect", "replicate", "circular")
-_LEADING = 2
 
 
 class WindowGather:
@@ -54,16 +53,16 @@ class WindowGather:
         mode: str = "zeros",
         value: float = 0.0,
     ) -> None:
-        extents = source.shape[_LEADING:]
+        extents = source.shape[LEADING:]
         _check(stencil, extents, mode)
         self.mode, self.value, self.extents = mode, value, extents
-        reads = dict(enumerate(stencil.splits(outputs.splits[_LEADING:], extents), _LEADING))
+        reads = dict(enumerate(stencil.splits(outputs.splits[LEADING:], extents), LEADING))
         inner = mode in ("constant", "reflect", "replicate")
         needs: dict[int, Split] = {d: InnerSplit(r, mode) if inner else r for d, r in reads.items()}
         rank = site.machine.rank
-        self.region = Box(outputs.with_splits(dict(reads)).box(rank).bounds[_LEADING:])
+        self.region = Box(outputs.with_splits(dict(reads)).box(rank).bounds[LEADING:])
         target = outputs.with_splits(needs)
-        self.held = Box(target.box(rank).bounds[_LEADING:])
+        self.held = Box(target.box(rank).bounds[LEADING:])
         images = _images(stencil, extents) if mode == "circular" else ()
         self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
@@ -72,7 +71,7 @@ class WindowGather:
         if self.held == self.region or self.mode in ("zeros", "circular"):
             return x
         if self.mode == "constant":
-            y = x.new_full((*x.shape[:_LEADING], *self.region.shape), self.value)
+            y = x.new_full((*x.shape[:LEADING], *self.region.shape), self.value)
             inside = self.held & self.region
             # Also where nothing lies inside: the backward of this rank must reach the movement.
             y[(slice(None), slice(None), *inside.slices(self.region))] = x
@@ -81,7 +80,7 @@ class WindowGather:
             if held == region:
                 continue
             index = _origin(torch.arange(*region), self.extents[d], self.mode) - held[0]
-            x = x.index_select(_LEADING + d, index)
+            x = x.index_select(LEADING + d, index)
         return x
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 
-_LEADING = 2
 _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
     batchnorm._NormBase,
     nn.GroupNorm,
@@ -78,8 +78,8 @@ def _splits_of(layer: DistributedLayer) -> Iterator[bool]:
     # Of images that the layer takes and returns, whether they are split in space.
     for name in ("P_x", "P_y"):
         partition = getattr(layer, name, None)
-        if partition is not None and partition.dim > _LEADING:
-            yield any(parts > 1 for parts in partition.shape[_LEADING:])
+        if partition is not None and partition.dim > LEADING:
+            yield any(parts > 1 for parts in partition.shape[LEADING:])
 
 
 def _looks_around(part: nn.Module) -> bool:

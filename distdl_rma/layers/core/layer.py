@@ -60,7 +60,8 @@ class DistributedLayer(nn.Module):
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
     ) -> None:
-        super().__init__()
+        # Not super(): the twin of a torch layer inherits from that one as well, for isinstance alone.
+        nn.Module.__init__(self)
         kind = type(self).__name__
         self.machine = Machine.of(partitions[0])
         for partition in partitions:

@@ -7,6 +7,7 @@ from operator import index as as_int
 from typing import Unpack
 
 from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
 from distdl_rma.layers.core.callbacks import Callbacks
@@ -15,8 +16,6 @@ from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
 from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.movement import movements_through
 from distdl_rma.ops.window_gather import MODES, WindowGather
-
-_LEADING = 2
 
 
 class HaloExchange(MovementLayer):
@@ -69,11 +68,11 @@ class HaloExchange(MovementLayer):
         **callbacks: Unpack[Callbacks],
     ) -> None:
         kind = type(self).__name__
-        if P_x.dim <= _LEADING:
+        if P_x.dim <= LEADING:
             raise PartitionError(f"{kind}: grid {P_x.shape} needs a batch, a channel and spatial dimensions")
         if padding_mode not in MODES:
             raise ShapeError(f"{kind}: padding_mode is one of {MODES}, got {padding_mode!r}")
-        self.width = _pairs(kind, width, P_x.dim - _LEADING)
+        self.width = _pairs(kind, width, P_x.dim - LEADING)
         self.padding_mode, self.value = padding_mode, value
         self._stencil = Stencil(tuple(Window(a + b + 1, left=a, right=b) for a, b in self.width))
         super().__init__(P_x, P_x, name=name, **callbacks)

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Split
@@ -19,8 +20,6 @@ from distdl_rma.layers.windows.base import WindowLayer
 from distdl_rma.ops.movement import movement_or_none
 from distdl_rma.ops.tensors import sum_dtype
 from distdl_rma.ops.windows.argmax_windows import argmax_windows, flat_index, gather_at
-
-_LEADING = 2
 
 Size = int | None | Sequence[int | None]
 
@@ -40,7 +39,7 @@ class _Adaptive(WindowLayer):
         self.output_size = sizes
 
     def _reaches(self, source: Decomposition) -> list[TableWindow]:
-        extents = source.shape[_LEADING:]
+        extents = source.shape[LEADING:]
         if 0 in extents:
             raise ShapeError(f"the global input {source.shape} has no elements to pool")
         return [
@@ -117,7 +116,7 @@ class DistributedAdaptiveAvgPool(_Adaptive):
         """Every rank sums, the owners of the outputs add the sums."""
         reaches, rank = self._reaches(source), self.machine.rank
         readers: dict[int, Split] = {
-            d: ReadersSplit(source.splits[d], reach) for d, reach in enumerate(reaches, _LEADING)
+            d: ReadersSplit(source.splits[d], reach) for d, reach in enumerate(reaches, LEADING)
         }
         partial = source.with_splits(readers)
         outputs = self.balanced(source, [reach.outputs for reach in reaches])
@@ -125,7 +124,7 @@ class DistributedAdaptiveAvgPool(_Adaptive):
         steps = [
             _contributions(reach, own, out)
             for reach, own, out in zip(
-                reaches, source.box(rank).bounds[_LEADING:], partial.box(rank).bounds[_LEADING:], strict=True
+                reaches, source.box(rank).bounds[LEADING:], partial.box(rank).bounds[LEADING:], strict=True
             )
         ]
         return CallPlan(
@@ -138,14 +137,14 @@ class DistributedAdaptiveAvgPool(_Adaptive):
             shape=outputs.box(rank).shape,
             counts=[
                 torch.tensor([reach.last[j] - reach.first[j] + 1 for j in range(*bounds)], dtype=wide)
-                for reach, bounds in zip(reaches, outputs.box(rank).bounds[_LEADING:], strict=True)
+                for reach, bounds in zip(reaches, outputs.box(rank).bounds[LEADING:], strict=True)
             ],
         )
 
     def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """Sums of this rank's elements, one dimension after the other."""
         y = x.to(flow.facts["dtype"])
-        for d, (inputs, outputs, count) in enumerate(flow.facts["steps"], _LEADING):
+        for d, (inputs, outputs, count) in enumerate(flow.facts["steps"], LEADING):
             if count == 1:
                 y = y.sum(d, keepdim=True)
                 continue
@@ -244,7 +243,7 @@ class DistributedAdaptiveMaxPool(_Adaptive):
         box = outputs.box(rank)
         reads: dict[int, Split] = {
             d: ReadsSplit(outputs.splits[d], reach, source.shape[d])
-            for d, reach in enumerate(reaches, _LEADING)
+            for d, reach in enumerate(reaches, LEADING)
         }
         target = outputs.with_splits(reads)
         return CallPlan(
@@ -252,9 +251,9 @@ class DistributedAdaptiveMaxPool(_Adaptive):
             None,
             box=box,
             dtype=dtype,
-            extents=source.shape[_LEADING:],
-            start=target.box(rank).start[_LEADING:],
-            windows=[_even(r, *b) for r, b in zip(reaches, box.bounds[_LEADING:], strict=True)],
+            extents=source.shape[LEADING:],
+            start=target.box(rank).start[LEADING:],
+            windows=[_even(r, *b) for r, b in zip(reaches, box.bounds[LEADING:], strict=True)],
         )
 
     def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
@@ -262,7 +261,7 @@ class DistributedAdaptiveMaxPool(_Adaptive):
         extents, start, windows = (flow.facts[key] for key in ("extents", "start", "windows"))
         # All windows of a dimension as long as the longest, side by side: that torch can pool.
         even = x.detach()
-        for d, (window, first) in enumerate(zip(windows, start, strict=True), _LEADING):
+        for d, (window, first) in enumerate(zip(windows, start, strict=True), LEADING):
             even = even.index_select(d, window.flatten() - first)
         lengths = [window.shape[1] for window in windows]
         places = [

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index as as_int
 from typing import Unpack
 
 import torch
 
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import PartitionError, UnsupportedError
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.gather_compute_scatter import CallPlan, ExchangingLayer
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.plan_cache import InputFacts
-
-_LEADING = 2
 
 
 class WindowLayer(ExchangingLayer):
@@ -55,10 +53,10 @@ class WindowLayer(ExchangingLayer):
         P_y = P_x if P_y is None else P_y
         dims = type(self)._dims if dims is None else dims
         for label, partition in (("P_x", P_x), ("P_y", P_y)):
-            if partition.dim != _LEADING + dims:
+            if partition.dim != LEADING + dims:
                 raise PartitionError(
                     f"{type(self).__name__}: {label} has {partition.dim} dimensions {partition.shape}, the"
-                    f" tensor has {_LEADING + dims}"
+                    f" tensor has {LEADING + dims}"
                 )
         super().__init__(P_x, P_y, self._workers(P_x, P_y), name=name, **callbacks)
         self._dims = dims
@@ -91,31 +89,9 @@ class WindowLayer(ExchangingLayer):
 
     def balanced(self, source: Decomposition, extents: Sequence[int]) -> Decomposition:
         """Outputs of the given spatial extents, balanced over P_y; on P_x itself the batch stays as it is."""
-        outputs = Decomposition.balanced(self.P_y, (*source.shape[:_LEADING], *extents))
+        outputs = Decomposition.balanced(self.P_y, (*source.shape[:LEADING], *extents))
         return outputs.with_splits({0: source.splits[0]}) if self.P_y == self.P_x else outputs
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
         return f"P_x={self.P_x.shape}, P_y={self.P_y.shape}"
-
-
-def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple[int, ...]:
-    """One integer per dimension from what torch accepts: an integer, or a tuple of one or ``dims``.
-
-    Raises
-    ------
-    ShapeError
-        If it is something else, or smaller than ``least``; names the layer's kind and the argument.
-    """
-    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    try:
-        numbers = tuple(as_int(v) for v in values)
-    except TypeError:
-        numbers = ()
-    if len(numbers) == 1:
-        numbers *= dims
-    if len(numbers) != dims or min(numbers) < least:
-        raise ShapeError(
-            f"{kind}: {what} is an integer of at least {least}, or {dims} of them; got {value!r}"
-        )
-    return numbers

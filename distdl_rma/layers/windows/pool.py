@@ -13,9 +13,10 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.layers.core.arguments import per_dim
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.gather_compute_scatter import CallPlan
-from distdl_rma.layers.windows.base import WindowLayer, per_dim
+from distdl_rma.layers.windows.base import WindowLayer
 from distdl_rma.ops.tensors import sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 from distdl_rma.ops.windows.argmax_windows import argmax_windows, flat_index, gather_at

@@ -8,18 +8,18 @@ from typing import Unpack
 import torch
 
 from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Split
 from distdl_rma.geometry.stencil import ReadsSplit
+from distdl_rma.layers.core.arguments import per_dim
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.gather_compute_scatter import CallPlan
-from distdl_rma.layers.windows.base import WindowLayer, per_dim
+from distdl_rma.layers.windows.base import WindowLayer
 from distdl_rma.ops.movement import movement_or_none
 from distdl_rma.ops.tensors import sum_dtype
 from distdl_rma.ops.windows.interpolation import MODES, Interpolation, Resize
-
-_LEADING = 2
 
 
 class DistributedUpsample(WindowLayer):
@@ -73,7 +73,7 @@ class DistributedUpsample(WindowLayer):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        kind, dims = type(self).__name__, self._dims or P_x.dim - _LEADING
+        kind, dims = type(self).__name__, self._dims or P_x.dim - LEADING
         if dims not in (1, 2, 3):
             raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5")
         _check(kind, mode, dims, align_corners)
@@ -92,16 +92,16 @@ class DistributedUpsample(WindowLayer):
     def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
         """Every rank fetches what its outputs read."""
         rank, wide = self.machine.rank, sum_dtype(dtype)
-        resizes = self._resizes(source.shape[_LEADING:])
+        resizes = self._resizes(source.shape[LEADING:])
         taps = [Interpolation.of(self.mode, self._dims, resize, wide) for resize in resizes]
         outputs = self.balanced(source, [resize.outputs for resize in resizes])
         box = outputs.box(rank)
         reads: dict[int, Split] = {
             d: ReadsSplit(outputs.splits[d], tap.reach, source.shape[d])
-            for d, tap in enumerate(taps, _LEADING)
+            for d, tap in enumerate(taps, LEADING)
         }
         target = outputs.with_splits(reads)
-        first = target.box(rank).start[_LEADING:]
+        first = target.box(rank).start[LEADING:]
         return CallPlan(
             movement_or_none(self.site, source, target, dtype, "neighbours"),
             None,
@@ -109,7 +109,7 @@ class DistributedUpsample(WindowLayer):
             dtype=dtype,
             taps=[
                 tap.part(*bounds, start)
-                for tap, bounds, start in zip(taps, box.bounds[_LEADING:], first, strict=True)
+                for tap, bounds, start in zip(taps, box.bounds[LEADING:], first, strict=True)
             ],
         )
 
@@ -130,7 +130,7 @@ class DistributedUpsample(WindowLayer):
     def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
         """Weighted sums of neighbours, one dimension after the other."""
         y = x.to(sum_dtype(x.dtype))
-        for d, taps in enumerate(flow.facts["taps"], _LEADING):
+        for d, taps in enumerate(flow.facts["taps"], LEADING):
             y = taps.apply(y, d)
         return y.to(x.dtype)
 

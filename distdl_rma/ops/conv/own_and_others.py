@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.ops.conv.own_and_halo import Patch
 from distdl_rma.ops.conv.split_convolution import LocalConvolution
 from distdl_rma.ops.uncompiled import uncompiled
-
-_LEADING = 2
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class OwnAndOthers:
 
     def fuse(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum of what the own shard and the others' data add."""
-        shape = (self.outputs.shape[0], found[0].shape[1], *self.outputs.shape[_LEADING:])
+        shape = (self.outputs.shape[0], found[0].shape[1], *self.outputs.shape[LEADING:])
         places = tuple(part.place(self.outputs) for part in (*self._own, *self._others))
         y: torch.Tensor = _Fuse.apply(shape, places, *found)  # type: ignore[no-untyped-call]
         return y
@@ -141,4 +139,4 @@ class _Fuse(torch.autograd.Function):
 
 
 def _space(box: Box) -> Box:
-    return Box(box.bounds[_LEADING:])
+    return Box(box.bounds[LEADING:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Grouped, Split
@@ -12,7 +13,6 @@ from distdl_rma.geometry.split import Balanced, Grouped, Split
 # Grid dimensions of the ranks that compute; the spatial ones follow.
 BATCH, OUT, IN = 0, 1, 2
 _SPACE = 3
-_LEADING = 2
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WorkerGrid:
         return Decomposition(slab, (Balanced(channels, slab.shape[OUT]),), self._axes({OUT: 0}))
 
     def _tensor(self, batch: Split, channels: Split, by: int, space: Sequence[Split]) -> Decomposition:
-        spatial = {_SPACE + d: _LEADING + d for d in range(len(space))}
+        spatial = {_SPACE + d: LEADING + d for d in range(len(space))}
         return Decomposition(self.grid, (batch, channels, *space), self._axes({BATCH: 0, by: 1, **spatial}))
 
     def _axes(self, cuts: dict[int, int]) -> tuple[int | None, ...]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-_LEADING = 2
+from distdl_rma.geometry.box import LEADING
+
 _POOLS: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 Coordinates = tuple[torch.Tensor, ...]
@@ -21,7 +22,7 @@ def argmax_windows(
 
     Of several equal ones the first counts, as in torch; NaN is larger than all numbers.
     """
-    spatial = x.shape[_LEADING:]
+    spatial = x.shape[LEADING:]
     with torch.no_grad():
         _, index = _POOLS[len(spatial)](
             x.detach(), kernel, stride, padding=0, dilation=dilation, return_indices=True
@@ -39,5 +40,5 @@ def flat_index(coordinates: Sequence[torch.Tensor], shape: Sequence[int]) -> tor
 
 def gather_at(x: torch.Tensor, coordinates: Sequence[torch.Tensor]) -> torch.Tensor:
     """Elements of ``x`` at some coordinates of its spatial dimensions; the gradient goes back to them."""
-    index = flat_index(coordinates, x.shape[_LEADING:])
-    return x.flatten(_LEADING).gather(_LEADING, index.flatten(_LEADING)).view(index.shape)
+    index = flat_index(coordinates, x.shape[LEADING:])
+    return x.flatten(LEADING).gather(LEADING, index.flatten(LEADING)).view(index.shape)

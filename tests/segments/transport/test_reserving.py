@@ -65,7 +65,7 @@ def test_memory_that_is_taken_is_zero_as_before(monkeypatch, problem):
     if problem:
         monkeypatch.setattr(reserving, "_advise", lambda *arguments, **options: problem)
     memory = np.zeros((3 << 20) + 100, np.uint8)[7:]
-    assert reserving.take(memory, 1) == "" and not memory.any()
+    assert reserving.reserve_pages(memory, 1) == "" and not memory.any()
 
 
 @pytest.mark.parametrize(

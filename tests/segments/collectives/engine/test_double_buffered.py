@@ -221,7 +221,7 @@ def test_calls_out_of_order_raise(segments):
     with pytest.raises(ProtocolError, match="'strict': wait without a start"):
         job.wait()
     job.close()
-    with pytest.raises(ClosedError, match="Broadcast 'strict': already closed"):
+    with pytest.raises(ClosedError, match="Bcast 'strict': already closed"):
         job.start()
 
 
