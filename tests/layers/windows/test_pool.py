@@ -198,7 +198,7 @@ def test_a_window_that_reads_only_padding_is_refused(P_world):
 )
 def test_impossible_arguments_are_refused(P_world, arguments, message):
     for kind in (layers.DistributedAvgPool2d, layers.DistributedMaxPool2d):
-        with pytest.raises(ShapeError, match=f"{kind.__name__}: {message}"):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):
             kind(rows(P_world), **arguments)
 
 

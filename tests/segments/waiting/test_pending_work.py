@@ -129,10 +129,11 @@ def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
 
 @pytest.mark.mpi
 def test_manager_that_is_closed_or_dropped_is_none_of_the_process_any_more(comm):
-    from distdl_rma.segments import SegmentManager, siblings
+    from distdl_rma.segments import SegmentManager
+    from distdl_rma.segments.waiting import open_machines
 
-    before = siblings._open
+    before = open_machines._open
     manager = SegmentManager(comm, None, "8MiB", 15)
-    assert len(siblings._open) == len(before) + 1
+    assert len(open_machines._open) == len(before) + 1
     manager.close()
-    assert siblings._open == before
+    assert open_machines._open == before
