@@ -230,9 +230,9 @@ _ADJOINTS = [
     ),
     Mutant(
         "copies of a weight keep their own gradients",
-        "distdl_rma/layers/core/replica.py",
-        "return None, *ctx.replica.sum(gradients)",
-        "return None, *gradients",
+        "distdl_rma/layers/core/parameters.py",
+        "return None, None, *ctx.owner.sum(ctx.ranks, gradients)",
+        "return None, None, *gradients",
         _CONV,
     ),
     Mutant(
@@ -296,7 +296,7 @@ _CALLBACKS = [
     ),
     Mutant(
         "a rank without a copy may be summed with",
-        "distdl_rma/layers/core/replica.py",
+        "distdl_rma/layers/core/parameters.py",
         "if alien or len(set(ranks))",
         "if len(set(ranks))",
         _on(3, "interface/test_callbacks.py", "layers/test_from_global.py"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.layers.core.replica import Sink
+from distdl_rma.layers.core.parameters import Offer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -63,22 +63,18 @@ class GradientSlot:
         """Whether a rank is the one that counts this gradient for all that hold it."""
         return not self.kind.ranks or self.kind.ranks[0] == rank
 
-    def take_over(self, sink: Sink) -> None:
+    def take_over(self, offer: Offer) -> None:
         """Have the layers leave the summing to others, and write the gradient where they say."""
-        for replica, key in self.entry.replicas:
-            replica.taken_over = True
-            replica.adopted[key] = self.parameter
-            replica.sinks[key] = sink
+        for placed, key in self.entry.placed:
+            placed.take_over(key, self.parameter, offer)
 
     def release(self) -> None:
         """Leave the parameter alone from now on; its gradient gets memory of its own."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        for replica, key in self.entry.replicas:
-            replica.sinks.pop(key, None)
-            replica.adopted.pop(key, None)
-            replica.taken_over = bool(replica.adopted)
+        for placed, key in self.entry.placed:
+            placed.let_go(key)
         self.entry.leave()
         self.reclaim()
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distdl_rma.errors import ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.replica import Replica
+from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.layers.norm.base import DistributedNorm
 from distdl_rma.machine import Machine
 
@@ -64,11 +64,11 @@ class ParameterEntry:
         return self.parameter.numel() * self.parameter.element_size()
 
     @property
-    def replicas(self) -> Iterator[tuple[Replica, str]]:
-        """What offers layers of this library a place for its gradient, each with its name there."""
+    def placed(self) -> Iterator[tuple[Parameters, str]]:
+        """Parameters of the layers of this library that use it, each with its name there."""
         for module, key in self.sites:
-            if isinstance(module, DistributedLayer) and module.replica is not None:
-                yield module.replica, key
+            if isinstance(module, DistributedLayer) and module.placed is not None:
+                yield module.placed, key
 
 
 @dataclass(eq=False)
@@ -114,9 +114,7 @@ class Claim:
     def holders(self) -> tuple[int, ...]:
         """Ranks that hold copies by the plan of a layer of this library; empty if nobody knows."""
         layer = self.layer
-        if layer is None or not layer.placed:
-            return ()
-        return layer.placed.replica.holders
+        return () if layer is None or layer.placed is None else layer.placed.holders
 
     @property
     def stated_by_user(self) -> bool:

@@ -304,7 +304,7 @@ class GradientSync(Uncopyable):
         slot.entry.take()
         parameter: Any = slot.parameter
         slot.handles = [parameter.register_hook(uncompiled(lambda g: self._alone_before(slot, g)))]
-        if any(len(replica.holders) > 1 for replica, _ in slot.entry.replicas):
+        if any(len(placed.holders) > 1 for placed, _ in slot.entry.placed):
             # Its user says that nobody else is to sum them.
             slot.take_over(lambda: None)
 

@@ -151,9 +151,8 @@ def test_a15_gradients_are_written_straight_into_the_segment(P_world, comm):
         model.zero_grad()
         written = {}
         for layer in (model[0], model[1], model[3]):
-            for key, offer in list(layer.replica.sinks.items()):
-                name = f"{layer.name}.{key}"
-                layer.replica.sinks[key] = _watched(offer, written, name)
+            for key, (parameter, offer) in list(layer.placed.taken_over.items()):
+                layer.placed.take_over(key, parameter, _watched(offer, written, f"{layer.name}.{key}"))
         model(shard(P_x, torch.randn(1, 2, 9, 7))).square().sum().backward()
         for layer in (model[0], model[1], model[3]):
             for key, parameter in layer.named_parameters():

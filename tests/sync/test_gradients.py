@@ -163,8 +163,8 @@ def test_gradients_lie_in_the_segment(P_world, comm):
     memory = Machine.of(P_world).segments.segment.memory
     begin = memory.ctypes.data
     taken = []
-    offered = model[0].replica.sinks["weight"]
-    model[0].replica.sinks["weight"] = lambda: taken.append(offered()) or taken[-1]
+    weight, offered = model[0].placed.taken_over["weight"]
+    model[0].placed.take_over("weight", weight, lambda: taken.append(offered()) or taken[-1])
     for _ in range(3):
         model.zero_grad()
         criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()

@@ -17,9 +17,9 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.call_outcome import CallOutcome, OutcomeListeners
 from distdl_rma.layers.core.callbacks import Callbacks, answer, check_answers
 from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
-from distdl_rma.layers.core.placement import InitialValues, Placement, Weights, as_whole, lasting, register
+from distdl_rma.layers.core.parameters import Parameters, stated_ranks
+from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.plan_cache import InputFacts, common_dtype
-from distdl_rma.layers.core.replica import Replica
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import anchored
 from distdl_rma.ops.idle_ranks import idle
@@ -32,29 +32,61 @@ _CALLBACKS = frozenset(Callbacks.__annotations__)
 
 
 class DistributedLayer(nn.Module):
-    """Machine, name, parameters and callbacks: the base of every distributed layer.
+    """Base of the distributed layers: what holds for all of them; their own pages say what differs.
 
-    Construction is collective over the machine: all its ranks build the same layers in the same order.
-    What a layer opens on the machine it opens in a ``cached_property``, when that is first needed. A call
-    involves the ranks of its partitions; while gradients are recorded, also the others that keep copies of
-    its weights: they hear what becomes of it, and raise the same errors.
+    **Construction** is collective over the machine: all its ranks build the same layers in the same order,
+    with the same arguments. What a layer opens on the machine it opens when that is first needed.
 
-    ``copy.deepcopy`` gives a layer of its own, local: it has copies of parameters and buffers, opens anew
-    what it needs, and belongs to no :class:`GradientSync`. Use it on all ranks alike, as any other layer.
+    **Tensors** are local shards. The partition ``P_x`` has the input and ``P_y`` the output, with a
+    dimension for each dimension of the tensor. Shards may be of any size, as long as they form a grid;
+    those of the output are balanced where data is moved to ``P_y``, and otherwise where the input puts
+    them. Ranks outside of ``P_x`` pass a tensor without elements, and ranks outside of ``P_y`` receive one,
+    of shape (b, 0) if they passed b rows. Shapes and types may change from call to call, on some ranks
+    only: the ranks agree on them.
+
+    **Calls** are blocking, forward and backward, and involve the ranks of the partitions. While gradients
+    are recorded, they also involve the others that keep copies of the weights: these hear what becomes of a
+    call, and raise the same errors. If any rank needs a gradient, all of them take part in the backward.
+
+    **Parameters** hold the values that the layer of torch starts with if all ranks are seeded alike. Copies
+    on several ranks start as those of the first one, and their gradients are summed in every backward,
+    unless a :class:`GradientSync` does it. ``state_dict()`` has this rank's part by torch's keys.
+
+    **Copies.** ``copy.deepcopy`` gives a layer of its own, local: it has copies of parameters and buffers,
+    opens anew what it needs, and belongs to no ``GradientSync``. Use it on all ranks alike, as any other
+    layer.
+
+    **The twin of a layer of torch** takes torch's arguments, by torch's names and in torch's order, after
+    its partitions. It is an instance of torch's class, for what looks for layers by ``isinstance``.
 
     Parameters
     ----------
     partitions
         The partitions that the layer works on; all of one machine.
+    placement
+        Of layers with parameters: where these are kept. ``"replicated"``: every rank of the machine, or
+        that uses a part of them, has a copy. ``"root"``: one rank has them, they travel in every forward,
+        and their gradients back in every backward. ``"cut"``: every rank has the part that its shard needs.
+        ``weights=`` is another name for it.
     name
-        For messages; the kind and a number if None.
+        What messages and recordings call the layer, alike on all ranks. If None its path in the model, as
+        ``down2.conv.0``, and before it is in one its kind and a number.
     callbacks
         Any of the callbacks of this layer, answered by its user instead; see :class:`Callbacks`.
 
     Raises
     ------
     PartitionError
-        If the partitions belong to different machines, or to none.
+        If the partitions belong to different machines or to none, or do not fit together.
+    ArgumentError
+        If an argument has a value that is none, as torch's layers raise it or earlier.
+    UnsupportedError
+        If a device other than the CPU, or a type that does not move between ranks, is asked for.
+    ShapeError
+        In a call, on all its ranks alike: if shards form no grid, differ in type, or do not fit the layer;
+        if a rank outside of ``P_x`` passes elements, or what is passed is no dense tensor on the CPU.
+    MismatchError
+        In the first call, if the ranks built the layer with different arguments.
     """
 
     def __init__(
@@ -124,9 +156,9 @@ class DistributedLayer(nn.Module):
         if not self.statistics_told:
             truths["get_ranks_synch_norm"] = partial(type(self).get_ranks_synch_norm, self)
             truths["get_sizeof_norm"] = partial(type(self).get_sizeof_norm, self)
-        if self.replica is None:
+        if self.placed is None:
             # Without weights any ranks of the machine will do; those that have some ask in their forward.
-            Replica(self.machine, self.machine.ranks, self.name, self._asked).summing()
+            stated_ranks(self, self.site, self.machine.ranks)
         try:
             check_answers(self, f"{self.name!r} on rank {self.machine.rank}", truths)
         except ConfigurationError as error:
@@ -183,15 +215,9 @@ class DistributedLayer(nn.Module):
             self.placed.equalise()
 
     @cached_property
-    def placed(self) -> Weights | None:
-        """Use of the layer's parameters where they are needed; None without any."""
-        if self.placements is None:
-            return None
-        return Weights(self, self.machine, self.name, self.placements, self._asked)
-
-    def _asked(self) -> Sequence[int]:
-        # Looked up in every call: the user may give the callback later.
-        return self.get_ranks_synch_weights()
+    def placed(self) -> Parameters | None:
+        """The layer's parameters, for use where they are needed; None without any."""
+        return None if self.placements is None else Parameters(self, self.site, self.placements)
 
     def agreeing(self) -> tuple[int, ...]:
         """Ranks that take part in a call, and so hear of what is refused in it."""
@@ -199,10 +225,10 @@ class DistributedLayer(nn.Module):
 
     @cached_property
     def _audience(self) -> OutcomeListeners | None:
-        replica, inside = self.replica, self.agreeing()
-        if replica is None or set(replica.holders) <= set(inside):
+        placed, inside = self.placed, self.agreeing()
+        if placed is None or set(placed.holders) <= set(inside):
             return None
-        return OutcomeListeners(self.machine, inside, replica.summing, self.name)
+        return OutcomeListeners(self.machine, inside, placed.summed_over, self.name)
 
     def outcome(self) -> CallOutcome | None:
         """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
@@ -273,13 +299,13 @@ class DistributedLayer(nn.Module):
         return self
 
     @property
-    def replica(self) -> Replica | None:
-        """Copies of this rank's parameters on other ranks; None without parameters."""
-        return None if self.placed is None else self.placed.replica
+    def replica(self) -> Parameters | None:
+        """The same as ``placed``."""
+        return self.placed
 
     def get_ranks_synch_weights(self) -> list[int]:
         """Rank ids that hold copies of this rank's weights, itself included; empty if none is needed."""
-        ranks = () if self.replica is None else self.replica.holders
+        ranks = () if self.placed is None else self.placed.holders
         return list(ranks) if len(ranks) > 1 else []
 
     def get_sizeof_gradients(self) -> int:

@@ -1,27 +1,18 @@
-"""Where the parameters of a layer live, and where they are used."""
+"""Which ranks keep which box of a parameter, and which use it."""
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.replica import Replica
 from distdl_rma.machine import Machine
-from distdl_rma.ops.movement import Movement, Request
-
-# Machines on which somebody was told that gradients of plain modules stay local.
-_warned: WeakSet[Machine] = WeakSet()
 
 
 class InitialValues(Protocol):
@@ -76,101 +67,6 @@ def whole_placement(
 def block_placement(blocks: Decomposition, pattern: str) -> Placement:
     """Parameter in blocks: on all ranks that use a block, or on the first of them and sent to the others."""
     return Placement(blocks) if pattern == "replicated" else Placement(one_copy(blocks), blocks)
-
-
-class Weights:
-    """The parameters of one layer, cut and placed, and how they get to where they are used; local to make.
-
-    Parameters
-    ----------
-    layer
-        The module that has the parameters.
-    machine
-        The machine.
-    name
-        Name of the layer.
-    placements
-        Name to placement, of all that there are.
-    ask
-        Over which ranks the gradients of this rank's copies are summed; empty if over none.
-    """
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        machine: Machine,
-        name: str,
-        placements: Mapping[str, Placement],
-        ask: Callable[[], Sequence[int]],
-    ) -> None:
-        self.placements = dict(placements)
-        # The layer has this, not the other way round: otherwise it would be freed late.
-        self._layer = weakref.ref(layer)
-        self._machine, self._name = machine, name
-        self._movements: dict[tuple[str, torch.dtype], Movement] = {}
-        # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
-        stores = [p.store for p in self.placements.values() if machine.rank in p.store.partition]
-        copies = max((copies_of(store) for store in stores), key=len, default=(machine.rank,))
-        self.replica = Replica(machine, copies, name, ask)
-
-    def equalise(self) -> None:
-        """Make copies equal: the values of the first of their ranks count; collective, blocking."""
-        self.replica.equalise([self._kept(key) for key in self.placements])
-
-    def use(self) -> dict[str, torch.Tensor]:
-        """Parameters as this rank uses them in a forward; blocking where they travel."""
-        kept = [self._kept(key) for key in self.placements]
-        if any(type(values) is not nn.Parameter for values in kept):
-            self._warn_of_replaced(kept)
-        # Copies are tied before one of them travels: its gradient comes back to all.
-        used: dict[str, torch.Tensor] = dict(zip(self.placements, self.replica.tie(*kept), strict=True))  # type: ignore[arg-type]
-        flights = {
-            key: self._start(key, used[key], place.use)
-            for key, place in self.placements.items()
-            if place.use is not None
-        }
-        return used | {key: flight.movement.wait(flight) for key, flight in flights.items()}
-
-    def _warn_of_replaced(self, kept: Sequence[torch.Tensor]) -> None:
-        # What is computed from other parameters is no parameter of the layer's own; this is one by its name.
-        own = vars(self._layer())["_parameters"]
-        replaced = any(
-            values.requires_grad and not isinstance(values, nn.Parameter) and key in own
-            for key, values in zip(self.placements, kept, strict=True)
-        )
-        alone = self._machine.size == 1 or self._machine in _warned
-        if replaced and torch.is_grad_enabled() and not self.replica.taken_over and not alone:
-            _warned.add(self._machine)
-            warnings.warn(
-                f"{self._name!r}: its parameters are replaced in this call, as torch.func.functional_call"
-                " does. The gradients of distributed layers are summed over their ranks; those of plain"
-                " modules are each rank's own, and are to be summed by the program",
-                stacklevel=2,
-            )
-
-    def connect(self) -> None:
-        """Exchange addresses for the values that travel, and for their gradients; blocking."""
-        for key, place in self.placements.items():
-            if place.use is not None:
-                self._movement(key, self._kept(key).dtype, place.use).connect()
-
-    def _kept(self, key: str) -> torch.Tensor:
-        parameter: torch.Tensor = getattr(self._layer(), key)
-        return parameter
-
-    def _movement(self, key: str, dtype: torch.dtype, use: Decomposition) -> Movement:
-        movement = self._movements.get((key, dtype))
-        if movement is None:
-            exchange = Exchange(self._machine.rank, one_copy(self.placements[key].store), use)
-            movement = Movement(self._machine, exchange, dtype, f"{self._name} ({key})")
-            self._movements[key, dtype] = movement
-        return movement
-
-    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Request:
-        movement = self._movement(key, parameter.dtype, use)
-        # One of the copies travels, the others stay.
-        sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
-        return movement.start(sent, parameter.requires_grad)
 
 
 def register(

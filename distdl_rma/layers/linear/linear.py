@@ -162,8 +162,8 @@ class DistributedLinear(ExchangingLayer):
         bias = weights["bias"] if self.adds_bias else None
         # Gradients of copies that were moved or cast here are on their way to the parameter, not its own.
         own = weight is self.weight and (bias is None or bias is self.bias)
-        if own and self.replica is not None and self.replica.sinks:
-            return linear_function(x, weight, bias, self.replica.sink)
+        if own and self.placed is not None and self.placed.taken_over:
+            return linear_function(x, weight, bias, self.placed.offered)
         return F.linear(x, weight, bias)
 
     @staticmethod

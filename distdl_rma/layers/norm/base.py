@@ -347,7 +347,7 @@ class DistributedNorm(DistributedLayer):
             eps = torch.finfo(sum_dtype(input.dtype)).eps if self.eps is None else self.eps
             # The memory that a GradientSync offers is for gradients of what this rank keeps.
             elsewhere = plan.moves or plan.part is not None
-            place = _as_it_is if elsewhere or self.replica is None else self.replica.fill
+            place = _as_it_is if elsewhere or self.placed is None else self.placed.fill
             job = NormCall(self.machine, plan.statistics, moments.mean, moments.variance, eps, depends, place)
             return normalise(
                 input, used.get("weight"), used.get("bias"), anchor(needs.any), job, moments.shifted

@@ -236,7 +236,7 @@ def test_a_copy_and_its_layer_train_independently(P_world, synchronised):
     train(model, criterion, batches(1), cut)
     train(sequential, nn.MSELoss(), batches(1), torch.clone)
     twin, sequential_twin = copy.deepcopy((model, sequential))
-    assert not any(net.replica.taken_over or net.replica.sinks for net in (twin[0], twin[3]))
+    assert not any(net.placed.taken_over for net in (twin[0], twin[3]))
     other = GradientSync(twin, P_world) if synchronised == "both" else None
     train(twin, criterion, batches(2), cut)
     train(sequential_twin, nn.MSELoss(), batches(2), torch.clone)

@@ -61,11 +61,13 @@ def segment_of(machine):
     return range(memory.ctypes.data, memory.ctypes.data + memory.nbytes)
 
 
-def watch(replica):
+def watch(placed):
     """Places that a layer is offered from now on, by name."""
-    taken = {key: [] for key in replica.sinks}
-    for key, offer in list(replica.sinks.items()):
-        replica.sinks[key] = lambda offer=offer, key=key: taken[key].append(offer()) or taken[key][-1]
+    taken = {key: [] for key in placed.taken_over}
+    for key, (parameter, offer) in list(placed.taken_over.items()):
+        placed.take_over(
+            key, parameter, lambda offer=offer, key=key: taken[key].append(offer()) or taken[key][-1]
+        )
     return taken
 
 
@@ -76,7 +78,7 @@ def test_gradients_of_copies_are_computed_in_the_segment(P_world, comm, kind):
     layer, twin = kind(P, 6, 4), nn.Linear(6, 4)
     twin.load_state_dict(layer.state_dict())
     sync = GradientSync(layer, P_world)
-    taken, segment = watch(layer.replica), segment_of(Machine.of(P_world))
+    taken, segment = watch(layer.placed), segment_of(Machine.of(P_world))
     for _ in range(3):
         x = torch.randn(2 * comm.size, 6)
         layer.zero_grad()
@@ -97,7 +99,7 @@ def test_a_layer_that_is_used_twice_is_offered_one_place(P_world, comm):
     twin = nn.Linear(4, 4, dtype=torch.float64)
     twin.load_state_dict(layer.state_dict())
     sync = GradientSync(layer, P_world)
-    taken = watch(layer.replica)
+    taken = watch(layer.placed)
     x = torch.randn(comm.size, 4, dtype=torch.float64)
     for module, data in ((layer, x[comm.rank :][:1]), (twin, x)):
         module(module(data)).square().sum().backward()
@@ -115,7 +117,7 @@ def test_nothing_is_offered_but_for_the_parameter_itself(P_world, comm, way):
     blocks = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
     layer = DistributedLinear(P, P, blocks, 6, 4, **options)
     sync = None if way == "alone" else GradientSync(layer, P_world)
-    taken = watch(layer.replica)
+    taken = watch(layer.placed)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
         y = layer(torch.randn(2, 6))
     y.float().square().sum().backward()

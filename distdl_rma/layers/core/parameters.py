@@ -1,0 +1,235 @@
+"""The parameters of a layer: how they get to where they are used, and where their gradients go."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ConfigurationError, ProtocolError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.layers.core.placement import Placement, copies_of, one_copy
+from distdl_rma.machine import Machine
+from distdl_rma.ops.autograd import first_derivative
+from distdl_rma.ops.movement import CallSite, Movement, Request
+from distdl_rma.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.ops.tensors import as_tensor, reduction_dtype
+from distdl_rma.segments.collectives.allreduce import Allreduce
+
+# Memory in the segment for the gradient of one parameter, asked for in every backward; None if there is none.
+Offer = Callable[[], "torch.Tensor | None"]
+
+_CALLBACK = "get_ranks_synch_weights"
+# Machines on which somebody was told that gradients of plain modules stay local.
+_warned: WeakSet[Machine] = WeakSet()
+
+
+class TakenOver(NamedTuple):
+    """A parameter whose gradients a ``GradientSync`` sums, and its offer of memory for them."""
+
+    parameter: torch.Tensor
+    offer: Offer
+
+
+class Parameters:
+    """The parameters of one layer, cut and placed: their copies, their way to their users; local to make.
+
+    Copies on several ranks stay equal: in every backward their gradients are summed, before it returns.
+    Once a ``GradientSync`` takes over, the layer only computes them, and puts them into the memory that is
+    offered.
+    """
+
+    def __init__(self, layer: nn.Module, site: CallSite, placements: Mapping[str, Placement]) -> None:
+        # The layer has this, not the other way round: otherwise it would be freed late.
+        self._layer = weakref.ref(layer)
+        self.site, self.placements = site, dict(placements)
+        self.taken_over: dict[str, TakenOver] = {}
+        rank = site.machine.rank
+        # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
+        stores = [p.store for p in self.placements.values() if rank in p.store.partition]
+        self.holders = max((copies_of(store) for store in stores), key=len, default=(rank,))
+        self._travels = {key: p.use for key, p in self.placements.items() if p.use is not None}
+        self._movements: dict[tuple[str, torch.dtype], Movement] = {}
+        # The dtype of a layer may change, and so may what its user's callback says.
+        self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
+        self._own_answer: tuple[int, ...] | None = None
+
+    def equalise(self) -> None:
+        """Make copies equal: the values of the first of their ranks count; collective, blocking."""
+        if len(self.holders) > 1:
+            broadcast_from_first(self.site.machine, self.holders, list(self._kept().values()), self.site.name)
+
+    def use(self) -> dict[str, torch.Tensor]:
+        """Parameters as this rank uses them in a forward; blocking where they travel."""
+        kept = self._kept()
+        if any(type(values) is not nn.Parameter for values in kept.values()):
+            self._warn_of_replaced(kept)
+        # Copies are tied before one of them travels: its gradient comes back to all.
+        used = self._tied(kept)
+        if not self._travels:
+            return used
+        flights = {key: self._start(key, used[key], use) for key, use in self._travels.items()}
+        return used | {key: flight.movement.wait(flight) for key, flight in flights.items()}
+
+    def connect(self) -> None:
+        """Exchange addresses for the values that travel, and for their gradients; blocking."""
+        kept = self._kept()
+        for key, use in self._travels.items():
+            self._movement(key, kept[key].dtype, use).connect()
+
+    def summed_over(self) -> tuple[int, ...]:
+        """Ranks that gradients are summed over, this one included.
+
+        The layer is asked once, its user's callback, which may be given at any time, in every call.
+        """
+        layer: Any = self._layer()
+        if _CALLBACK in vars(layer):
+            return stated_ranks(layer, self.site, self.holders)
+        if self._own_answer is None:
+            self._own_answer = stated_ranks(layer, self.site, self.holders)
+        return self._own_answer
+
+    def take_over(self, key: str, parameter: torch.Tensor, offer: Offer) -> None:
+        """Leave the sum of a parameter's gradients to somebody else, who may offer memory for them."""
+        self.taken_over[key] = TakenOver(parameter, offer)
+
+    def let_go(self, key: str) -> None:
+        """Undo ``take_over``; idempotent."""
+        self.taken_over.pop(key, None)
+
+    def offered(self, key: str) -> torch.Tensor | None:
+        """Memory in the segment to write a parameter's gradient to, or None if there is none now."""
+        taken = self.taken_over.get(key)
+        return None if taken is None else taken.offer()
+
+    sink = offered
+
+    def fill(self, key: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient in the place that it is wanted: in the segment if that is offered."""
+        place = self.offered(key)
+        return gradient if place is None else place.copy_(gradient)
+
+    def sum(self, ranks: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum gradients over some of the holders; blocking. Returns memory of its own."""
+        machine, name = self.site
+        count, dtype = sum(gradient.numel() for gradient in gradients), gradients[0].dtype
+        total = self._sums.get((ranks, count, dtype))
+        if total is None:
+            over = "" if ranks == self.holders else f" over ranks {list(ranks)}"
+            element, title = reduction_dtype(dtype), f"{name} (gradients{over})"
+            total = Allreduce(machine.segments, ranks, count, element, name=title)
+            weakref.finalize(self, total.close)
+            self._sums[ranks, count, dtype] = total
+        flat = as_tensor(total.active, dtype)
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
+        total.start()
+        parts = torch.split(as_tensor(total.wait(), dtype), [gradient.numel() for gradient in gradients])
+        return [p.clone().view(g.shape) for p, g in zip(parts, gradients, strict=True)]
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        layer: Any = self._layer()
+        own = layer._parameters
+        # What was replaced by a computation, as a parametrisation does, is an attribute instead.
+        return {key: getattr(layer, key) if own.get(key) is None else own[key] for key in self.placements}
+
+    def _tied(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # Parameters tied together for the sum of their gradients, if others have copies.
+        if self.taken_over:
+            self._check_taken_over(kept)
+            return kept
+        ranks = self.summed_over()
+        if len(ranks) == 1 or not torch.is_grad_enabled():
+            return kept
+        # What has no elements may be left out by the computation, and then by some of the copies only.
+        learning = {key: p for key, p in kept.items() if p.requires_grad and p.numel()}
+        if not learning:
+            return kept
+        tied = _Tie.apply(self, ranks, *learning.values())  # type: ignore[no-untyped-call]
+        return kept | dict(zip(learning, tied, strict=True))
+
+    def _check_taken_over(self, kept: Mapping[str, torch.Tensor]) -> None:
+        for key, parameter in kept.items():
+            taken = self.taken_over.get(key)
+            known = taken is not None and taken.parameter is parameter
+            # One without elements has nothing to sum.
+            if not known and parameter.requires_grad and parameter.numel():
+                raise ProtocolError(
+                    f"{self.site.name!r}: a parameter was unfrozen or replaced after its GradientSync was"
+                    " made, or is computed from others; make a new GradientSync"
+                )
+
+    def _warn_of_replaced(self, kept: Mapping[str, torch.Tensor]) -> None:
+        # What is computed from other parameters is no parameter of the layer's own; this is one by its name.
+        machine, own = self.site.machine, vars(self._layer())["_parameters"]
+        replaced = any(
+            values.requires_grad and not isinstance(values, nn.Parameter) and key in own
+            for key, values in kept.items()
+        )
+        alone = machine.size == 1 or machine in _warned
+        if replaced and torch.is_grad_enabled() and not self.taken_over and not alone:
+            _warned.add(machine)
+            warnings.warn(
+                f"{self.site.name!r}: its parameters are replaced in this call, as torch.func.functional_call"
+                " does. The gradients of distributed layers are summed over their ranks; those of plain"
+                " modules are each rank's own, and are to be summed by the program",
+                stacklevel=2,
+            )
+
+    def _movement(self, key: str, dtype: torch.dtype, use: Decomposition) -> Movement:
+        movement = self._movements.get((key, dtype))
+        if movement is None:
+            machine, name = self.site
+            exchange = Exchange(machine.rank, one_copy(self.placements[key].store), use)
+            movement = Movement(machine, exchange, dtype, f"{name} ({key})")
+            self._movements[key, dtype] = movement
+        return movement
+
+    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Request:
+        movement = self._movement(key, parameter.dtype, use)
+        # One of the copies travels, the others stay.
+        sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
+        return movement.start(sent, parameter.requires_grad)
+
+
+def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:
+    """Ranks that a layer says its gradients are summed over, this one included.
+
+    Raises
+    ------
+    ConfigurationError
+        If that are others than the holders of copies, or one of them twice, or this rank is left out.
+    """
+    machine = site.machine
+    ranks = tuple(layer.get_ranks_synch_weights()) or (machine.rank,)
+    alien = set(ranks) - set(holders)
+    if alien or len(set(ranks)) != len(ranks) or machine.rank not in ranks:
+        error = ConfigurationError(
+            f"{site.name!r}: get_ranks_synch_weights() gave rank {machine.rank} {list(ranks)},"
+            f" the copies are on {list(holders)}: each rank once, the caller among them"
+        )
+        # The others were told nothing yet, and would wait for this one.
+        machine.fail(error)
+        raise error
+    return ranks
+
+
+class _Tie(torch.autograd.Function):
+    """Identity forward; backward sums over the ranks: a parameter used on all of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, owner: Parameters, ranks: tuple[int, ...], *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.owner, ctx.ranks, ctx.machine = owner, ranks, owner.site.machine
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.owner.sum(ctx.ranks, gradients)
