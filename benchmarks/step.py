@@ -45,12 +45,12 @@ def waiting_at_once() -> Iterator[None]:
 
     def channel_start(channel: Channel, parts: Any) -> int:
         epoch = start_channel(channel, parts)
-        channel._manager.patience.until(lambda: channel.ready(epoch), lambda: channel.missing(epoch))
+        channel._manager.waiter.until(lambda: channel.ready(epoch), lambda: channel.missing(epoch))
         return epoch
 
     def collective_start(collective: Collective) -> None:
         start_collective(collective)
-        collective._manager.patience.until(collective._advance, collective._algorithm.waiting)
+        collective._manager.waiter.until(collective._advance, collective._algorithm.waiting)
 
     with patch.object(Channel, "start", channel_start), patch.object(Collective, "start", collective_start):
         yield

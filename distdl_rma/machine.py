@@ -326,7 +326,7 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
         # What ends this process may end the job: the peers shall learn why before that.
         deadline, told = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
         while still_open and time.monotonic() < deadline:
-            still_open = [machine for machine in still_open if not machine.segments.supervision.noticed()]
+            still_open = [machine for machine in still_open if not machine.segments.notices.noticed()]
             time.sleep(1e-3)
         if told:
             time.sleep(_LAST_WORDS_SECONDS)

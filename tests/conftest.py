@@ -66,7 +66,7 @@ def P_world(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     from distdl_rma import Machine, MPIPartition
 
     world = MPIPartition(comm)
-    Machine.of(world).segments.patience.timeout = 15
+    Machine.of(world).segments.waiter.timeout = 15
     return world
 
 

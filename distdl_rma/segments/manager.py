@@ -15,6 +15,7 @@ from typing import Protocol
 from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError, DistdlError, PartitionError, PeerFailedError, SegmentError
+from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.lifecycle.closing import Closing
 from distdl_rma.segments.lifecycle.communicators import Communicators
 from distdl_rma.segments.memory.buffer import SegmentBuffer
@@ -24,9 +25,10 @@ from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.progress_thread import check_progress
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.segments.waiter import Counters, Waiter, chosen_timeout
-from distdl_rma.segments.waiting.header import HEADER_BYTES, operation_name
-from distdl_rma.segments.waiting.peer_watch import PeerWatch, cause_of
+from distdl_rma.segments.waiter import Waiter, chosen_timeout
+from distdl_rma.segments.waiting.failure_notices import FailureNotices, cause_of
+from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, operation_name
+from distdl_rma.segments.waiting.peer_watch import PeerWatch
 from distdl_rma.segments.waiting.pending_work import PendingWork
 from distdl_rma.trace import Tracer
 
@@ -116,19 +118,17 @@ class SegmentManager(Uncopyable):
         # The number in a notification; ranks begin far from each other, so that no two give the same.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
-        self._work = PendingWork(self.segment, self.counters)
-        self.defer, self.withdraw = self._work.defer, self._work.withdraw
-        self.supervision = PeerWatch(self.segment, self._comm.Dup(), self.ranks, self._work.advance)
-        self.patience = Waiter(
-            chosen_timeout(timeout),
-            0 if self.segment.crowded or self.segment.has_remote else _SPINS,
-            self.supervision,
-            self.counters,
-        )
+        self._header = HeaderWriter(self.segment.memory[:HEADER_BYTES].data, self.segment.fence)
+        self.notices = FailureNotices(self._comm.Dup(), self.ranks, self.segment.lock, self._header)
+        self.watch = PeerWatch(self.segment, self.ranks, self._header, self.notices)
+        self._work = PendingWork(self.segment, self.notices, self.counters)
+        spins = 0 if self.segment.crowded or self.segment.has_remote else _SPINS
+        self.waiter = Waiter(chosen_timeout(timeout), spins, self._work, self.watch, self.counters)
+        self.defer, self.withdraw = self.waiter.defer, self.waiter.withdraw
         self.closed = False
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self._closing = Closing(self._comm, self.segment, self.supervision, self.patience)
-        self._work.begin(check_progress(progress, self.segment.has_remote), self.supervision)
+        self._closing = Closing(self._comm, self.segment, self.notices, self.watch, self.waiter)
+        self._work.begin(check_progress(progress, self.segment.has_remote))
 
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
@@ -234,13 +234,13 @@ class SegmentManager(Uncopyable):
             "thread level": _THREAD_LEVELS[MPI.Query_thread()],
             "memory model": "unified" if segment.unified else "separate",
             "progress": self._work.engine,
-            "timeout seconds": self.patience.timeout,
+            "timeout seconds": self.waiter.timeout,
             "more ranks than cores": segment.crowded,
         }
 
     def begin(self, name: bytes, epoch: int) -> None:
         """Say in this rank's header which operation it begins; ``name`` comes from ``operation``."""
-        self.supervision.board.begin(name, epoch)
+        self._header.begin(name, epoch)
 
     operation = staticmethod(operation_name)
 
@@ -253,8 +253,7 @@ class SegmentManager(Uncopyable):
             If a rank of the machine has failed.
         """
         self.check_open()
-        self._work.advance()
-        self.supervision.check()
+        self.waiter.progress()
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on; they raise ``PeerFailedError`` in their next wait.
@@ -264,9 +263,9 @@ class SegmentManager(Uncopyable):
         if self.closed:
             return
         if isinstance(error, PeerFailedError):
-            self.supervision.fail(error.cause, error.rank)
+            self.notices.tell(error.cause, error.rank)
         else:
-            self.supervision.fail(cause_of(error))
+            self.notices.tell(cause_of(error))
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` after the close."""
@@ -300,7 +299,7 @@ class SegmentManager(Uncopyable):
     @property
     def failed(self) -> bool:
         """Whether this rank or another one has failed, so that nothing collective can work any more."""
-        return self.supervision.in_vain
+        return self.notices.in_vain
 
     def close(self, timeout: float | None = None) -> None:
         """Free the segment; collective, idempotent. All buffers and views of them end here.
@@ -319,7 +318,8 @@ class SegmentManager(Uncopyable):
             self.keep()
             return
         self.communicators.close()
-        self.supervision.close()
+        self._header.close()
+        self.notices.close()
         self.segment.close()
         self._comm.Free()
 

@@ -143,7 +143,7 @@ def broadcast_nbytes(size, per_node, count):
     manager = SimpleNamespace(
         rank=0,
         segment=SimpleNamespace(direct_nodes=nodes, lock=threading.RLock()),
-        patience=SimpleNamespace(spins=0),
+        waiter=SimpleNamespace(spins=0),
         counters=None,
         get_segment_buffer=buffer,
         operation=str.encode,

@@ -113,7 +113,7 @@ def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machin
 def give_up_starting(machine, monkeypatch, channel, x):
     """Try to start once more than the readers' acknowledgements allow."""
     with monkeypatch.context() as patched:
-        patched.setattr(machine.segments.patience, "timeout", 0.1)
+        patched.setattr(machine.segments.waiter, "timeout", 0.1)
         with pytest.raises(ExchangeTimeout, match=r"for rank \d to acknowledge"):
             channel.start(channel.cut(x))
 

@@ -12,7 +12,7 @@ from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiter import WaitReason
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 _PARITIES = 2
 _ALL = slice(None)
@@ -148,7 +148,7 @@ class AllPush:
         """All vectors, one row per rank in the order of ``ranks``; blocking. An array of its own."""
         self._check()
         if not self.arrived():
-            self._manager.patience.until(self.arrived, self.missing, timeout)
+            self._manager.waiter.until(self.arrived, self.missing, timeout)
         self._waited = self.epoch
         rows: npt.NDArray[Any] = self._slots[self.epoch & 1].copy()
         return rows

@@ -16,7 +16,7 @@ from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiter import WaitReason
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 _READY, _DONE = range(2)
 

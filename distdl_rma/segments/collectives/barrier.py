@@ -8,7 +8,7 @@ from distdl_rma.errors import ClosedError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiter import WaitReason
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 _VALUE_BITS = 32
 # Of the ranks that have not been heard of, so many are looked up for a message.
@@ -95,7 +95,7 @@ class Barrier:
             self._manager.begin(self._operation, self._epoch)
             # Others hear of all that have come through this rank, also if it gives up waiting.
             self._manager.defer(self._advance)
-        self._manager.patience.until(self._advance, self._waiting, timeout)
+        self._manager.waiter.until(self._advance, self._waiting, timeout)
         self._manager.withdraw(self._advance)
         self._at, self._told = self._rounds, -1
         return self._largest
@@ -127,7 +127,7 @@ class Barrier:
         size, me = len(self._ranks), self._ranks.index(self._manager.rank)
         # After k rounds 2**k ranks up to this one have been heard of; of others their headers may tell.
         silent = [self._ranks[(me - distance) % size] for distance in range(1 << self._at, size)]
-        has_begun = self._manager.supervision.has_begun
+        has_begun = self._manager.watch.has_begun
         unknown = [rank for rank in silent[:_LOOKED_UP] if rank not in self._come]
         self._come.update(rank for rank in unknown if has_begun(rank, self.name, self._epoch))
         late = [rank for rank in silent if rank not in self._come]

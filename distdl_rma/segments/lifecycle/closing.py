@@ -9,8 +9,10 @@ from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiter import Waiter, WaitReason
+from distdl_rma.segments.waiter import Waiter
+from distdl_rma.segments.waiting.failure_notices import FailureNotices
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 _WHY = "closing the machine or ending its program"
 # How long a rank that failed stays for the others to notice.
@@ -30,17 +32,24 @@ class Closing:
         Communicator of the machine.
     segment
         Its segment.
-    supervision
+    notices
+        Of ranks that failed.
+    watch
         Tells others that this rank leaves, and knows which of them do.
-    patience
+    waiter
         How this rank waits.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, segment: Segment, supervision: PeerWatch, patience: Waiter
+        self,
+        comm: MPI.Intracomm,
+        segment: Segment,
+        notices: FailureNotices,
+        watch: PeerWatch,
+        waiter: Waiter,
     ) -> None:
         self._comm, self._segment = comm, segment
-        self._supervision, self._patience = supervision, patience
+        self._notices, self._watch, self._waiter = notices, watch, waiter
         self._meetings: list[MPI.Request] = []
 
     def gather(self, timeout: float | None = None) -> None:
@@ -57,7 +66,7 @@ class Closing:
         try:
             self._meet(timeout)
         except BaseException:
-            self._supervision.stay()
+            self._watch.stay()
             raise
 
     def gather_at_exit(self, say: Callable[[str], object]) -> bool:
@@ -66,42 +75,42 @@ class Closing:
         Raises no error of the library: nobody could catch it. The end of MPI would wait for the others as
         well. What keeps this rank from ending, now or there, is said once, in a line each.
         """
-        supervision = self._supervision
-        if supervision.failed:
+        notices, watch = self._notices, self._watch
+        if notices.failed:
             # The others do not close any more, and may be at MPI's end, where they answer nothing.
-            waiting = WaitReason(supervision.others, "to hear of its failure", leavers=True)
+            waiting = WaitReason(watch.others, "to hear of its failure", leavers=True)
             with suppress(DistdlError):
-                self._patience.until(supervision.noticed, lambda: waiting, _NOTICE_SECONDS)
+                self._waiter.until(notices.noticed, lambda: waiting, _NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
                 try:
                     self._meet(None)
                 except ExchangeTimeout as error:
-                    say(f"{error}; rank {supervision.rank} has ended its program and waits on")
+                    say(f"{error}; rank {watch.rank} has ended its program and waits on")
                     self._meet(float("inf"))
-        if not supervision.in_vain:
+        if not notices.in_vain:
             return True
         # Others may already wait for this rank to close as well.
-        supervision.pass_on()
-        for rank, why in supervision.gone():
+        notices.pass_on()
+        for rank, why in watch.gone():
             say(
-                f"rank {rank} will not end together with rank {supervision.rank}: {why}; MPI, which ends now,"
+                f"rank {rank} will not end together with rank {watch.rank}: {why}; MPI, which ends now,"
                 " may wait for it for ever: end the job if it does"
             )
         return False
 
     def _meet(self, timeout: float | None) -> None:
-        supervision, patience = self._supervision, self._patience
+        watch, waiter = self._watch, self._waiter
         # Peers may still wait for what this rank began to send. Those that have left take it nevertheless.
-        patience.until(
+        waiter.until(
             self._segment.progress,
-            lambda: WaitReason(supervision.others, "to take its last puts", leavers=True),
+            lambda: WaitReason(watch.others, "to take its last puts", leavers=True),
             timeout,
         )
-        supervision.leave(_WHY)
-        patience.until(
+        watch.leave(_WHY)
+        waiter.until(
             self._all_here,
-            lambda: WaitReason(supervision.missing(), "to close the machine", leavers=True),
+            lambda: WaitReason(watch.missing(), "to close the machine", leavers=True),
             timeout,
         )
 

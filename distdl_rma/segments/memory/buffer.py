@@ -14,7 +14,8 @@ from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
 from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.transport.rma_peer import Bytes
-from distdl_rma.segments.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import check_timeout
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -182,7 +183,7 @@ class SegmentBuffer:
         except TypeError:
             raise self._wrong(index) from None
         if unset:
-            self._manager.patience.until(
+            self._manager.waiter.until(
                 lambda: words[index] != reset[index], lambda: self._waiting(index, index + 1, ranks), timeout
             )
         word = words[index]
@@ -199,7 +200,7 @@ class SegmentBuffer:
                 found.append(some)
             return some is not None
 
-        self._manager.patience.until(any_set, lambda: self._waiting(first, stop, ranks), timeout)
+        self._manager.waiter.until(any_set, lambda: self._waiting(first, stop, ranks), timeout)
         return found[0]
 
     def _find(self, first: int, stop: int) -> int | None:
@@ -257,7 +258,7 @@ class SegmentBuffer:
         """Wait until a word is at least ``epoch``; what was put before it is then visible. Blocking."""
         words = self._words
         if words[index] < epoch:
-            self._manager.patience.until(lambda: words[index] >= epoch, waiting, timeout)
+            self._manager.waiter.until(lambda: words[index] >= epoch, waiting, timeout)
         self._manager.segment.acquire()
 
     def exchange(

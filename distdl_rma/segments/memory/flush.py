@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from distdl_rma.segments.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import check_timeout
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -31,4 +32,4 @@ def flush(manager: SegmentManager, ranks: Sequence[int], timeout: float | None) 
     def left() -> tuple[int, ...]:
         return tuple(rank for rank, link in links.items() if not link.advance())
 
-    manager.patience.until(lambda: not left(), lambda: WaitReason(left(), "to take its puts"), timeout)
+    manager.waiter.until(lambda: not left(), lambda: WaitReason(left(), "to take its puts"), timeout)

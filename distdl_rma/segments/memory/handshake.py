@@ -14,7 +14,8 @@ from distdl_rma.errors import MismatchError, PartitionError, ProtocolError, Shap
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import check_timeout
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -106,11 +107,11 @@ class Handshake:
     def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
         """Wait for all peers, until one deadline; their buffers, by rank id."""
         manager = self._manager
-        seconds = manager.patience.timeout if timeout is None else check_timeout(timeout)
+        seconds = manager.waiter.timeout if timeout is None else check_timeout(timeout)
         deadline = time.perf_counter() + seconds
         for requests in (self._receives, self._sends):
             for peer, request in requests.items():
-                manager.patience.until(
+                manager.waiter.until(
                     lambda request=request: self._over(request),  # type: ignore[misc]
                     lambda peer=peer: self._about(peer),  # type: ignore[misc]
                     max(0.0, deadline - time.perf_counter()),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.segments.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import check_timeout
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -63,7 +64,7 @@ class Queue:
         if timeout is not None:
             check_timeout(timeout)
         self._manager.check_open()
-        self._manager.patience.until(self.test, self._waiting, timeout)
+        self._manager.waiter.until(self.test, self._waiting, timeout)
 
     def __repr__(self) -> str:
         return f"Queue({self.name!r}, {len(self)} posted)"

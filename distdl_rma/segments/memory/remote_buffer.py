@@ -16,7 +16,8 @@ from distdl_rma.segments.memory.queue import Queue, check_queue
 from distdl_rma.segments.memory.remote_array import RemoteArray
 from distdl_rma.segments.memory.remote_words import RemoteWords
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
-from distdl_rma.segments.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import check_timeout
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -339,7 +340,7 @@ class RemoteBuffer(RemoteWords):
             posted.post(self.peer, self._link.get(runs, bounce, keep=True), bounce, finish)
         if queue is None:
             total = sum(runs.total for runs, _ in far)
-            self._manager.patience.until(
+            self._manager.waiter.until(
                 posted.test, lambda: WaitReason((self.peer,), f"to answer a get of {total} bytes"), timeout
             )
 

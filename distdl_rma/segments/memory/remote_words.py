@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.segments.memory.array_bytes import as_offset
-from distdl_rma.segments.waiter import WaitReason, check_timeout
+from distdl_rma.segments.waiter import check_timeout
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 if TYPE_CHECKING:
     from distdl_rma.segments.manager import SegmentManager
@@ -73,7 +74,7 @@ class RemoteWords:
             )
         answered = self._manager.segment.atomics.responding(self.peer)
         if answered is not None:
-            self._manager.patience.until(
+            self._manager.waiter.until(
                 answered, lambda: WaitReason((self.peer,), "to answer before an atomic operation"), timeout
             )
         return self._offset + offset

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.segments.waiter import Counters
+from distdl_rma.segments.counters import Counters
 
 Bytes = npt.NDArray[np.uint8]
 

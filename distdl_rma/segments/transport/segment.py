@@ -14,12 +14,12 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
+from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.atomics import Atomics
 from distdl_rma.segments.transport.heap import ALIGNMENT, aligned
 from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink, fence_for
 from distdl_rma.segments.transport.reserving import SHARED_MEMORY, reserve_pages
 from distdl_rma.segments.transport.rma_peer import Bytes, RmaPeer
-from distdl_rma.segments.waiter import Counters
 
 SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
 _LARGEST_DEFAULT = 4 << 30

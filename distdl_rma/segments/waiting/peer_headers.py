@@ -43,6 +43,10 @@ class PeerHeaders:
         # When a rank wrote what it last said, by its clock, and since when that has been read, by this one's.
         self._last: dict[int, tuple[float, float]] = {}
 
+    def is_near(self, rank: int) -> bool:
+        """Whether a rank's header is read by load."""
+        return self._segment.link(rank).memory is not None
+
     def read(self, rank: int, deadline: float) -> HeaderRecord | None:
         """What a rank says; None if it does not answer. Blocking, until the deadline at most."""
         memory = self._segment.link(rank).memory
@@ -61,14 +65,14 @@ class PeerHeaders:
 
     def glance(self, rank: int) -> HeaderRecord | None:
         """What a rank says, or said when it last answered; None if it never did. Does not block."""
-        if self._segment.link(rank).memory is not None:
+        if self.is_near(rank):
             return self.read(rank, 0.0)
         self._hear(rank)
         return self._answers[rank][0] if rank in self._answers else None
 
     def age(self, rank: int) -> float:
         """Seconds since the rank's last answer; 0 for those that need not be asked."""
-        if self._segment.link(rank).memory is not None:
+        if self.is_near(rank):
             return 0.0
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError
+from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.progress_thread import ProgressEngine
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiter import Counters
+from distdl_rma.segments.waiting.failure_notices import FailureNotices
 from distdl_rma.segments.waiting.open_machines import others_go_on, register, unregister
-from distdl_rma.segments.waiting.peer_watch import PeerWatch
 
 
 class PendingWork:
@@ -24,13 +24,15 @@ class PendingWork:
     ----------
     segment
         Segment of the machine; its lock is held by whoever takes steps.
+    notices
+        Of failed ranks, taken in with the steps.
     counters
         Tell the progress engine whether the rank is active.
     """
 
-    def __init__(self, segment: Segment, counters: Counters) -> None:
-        self._segment, self._counters = segment, counters
-        self._supervision: PeerWatch | None = None
+    def __init__(self, segment: Segment, notices: FailureNotices, counters: Counters) -> None:
+        self._segment, self.notices, self._counters = segment, notices, counters
+        self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
         self._engine: ProgressEngine | None = None
@@ -42,9 +44,8 @@ class PendingWork:
         """What takes steps while the rank computes: ``"thread"`` or ``"none"``."""
         return "thread" if self._engine is not None else "none"
 
-    def begin(self, engine: str, supervision: PeerWatch) -> None:
+    def begin(self, engine: str) -> None:
         """Have other waits of this process, and an engine if there is to be one, take steps from now on."""
-        self._supervision = supervision
         register(self)
         if engine == "thread":
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
@@ -58,7 +59,7 @@ class PendingWork:
         """Undo ``begin``; idempotent. What the engine still does is over then, or has no effect."""
         unregister(self)
         self.stop()
-        self._supervision = None
+        self._open = False
 
     def defer(self, advance: Callable[[], bool]) -> None:
         """Have ``advance()`` called again and again until it returns True."""
@@ -100,8 +101,8 @@ class PendingWork:
             raise trouble
         with self._segment.lock:
             self._segment.progress()
-            if self._supervision is not None:
-                self._supervision.poll()
+            if self._open:
+                self.notices.poll()
             if self._steps and not self._advancing:
                 # A step may wait itself, and that wait comes back here.
                 self._advancing = True
@@ -116,7 +117,7 @@ class PendingWork:
         # Left to a thread that already takes steps, if there is one.
         if self._segment.lock.acquire(blocking=False):
             try:
-                if self._supervision is not None and not self._supervision.failures:
+                if self._open and not self.notices.failures:
                     self._advance()
             finally:
                 self._segment.lock.release()

@@ -173,15 +173,15 @@ def test_long_labels_are_compared_to_their_end(machine, comm):
 def test_an_unfinished_exchange_is_kept_and_repeated_as_it_was(machine, comm, monkeypatch):
     if comm.rank == 0:
         buffer = machine.segments.get_segment_buffer(8)
-        until = machine.segments.patience.until
+        until = machine.segments.waiter.until
 
         def interrupt(*args):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(machine.segments.patience, "until", interrupt)
+        monkeypatch.setattr(machine.segments.waiter, "until", interrupt)
         with pytest.raises(KeyboardInterrupt):
             buffer.exchange({1: (5,)}, "first")
-        monkeypatch.setattr(machine.segments.patience, "until", until)
+        monkeypatch.setattr(machine.segments.waiter, "until", until)
         for notes, label, plan in (({1: (5,)}, "second", 0), ({1: (5,)}, "first", 1), ({0: ()}, "first", 0)):
             with pytest.raises(ProtocolError, match=f"'first' with ranks .* got one of '{label}'"):
                 buffer.exchange(notes, label, plan)
@@ -232,7 +232,7 @@ def test_the_timeout_of_an_exchange_is_one_for_all_peers(machine, comm):
         waits = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                machine.segments.patience, "until", lambda *args: (waits.append(args[2]), time.sleep(0.02))
+                machine.segments.waiter, "until", lambda *args: (waits.append(args[2]), time.sleep(0.02))
             )
             patch.setattr(machine.segments, "withdraw", lambda _: None)
             patch.setattr("distdl_rma.segments.memory.handshake.Handshake._remote", lambda *_: None)

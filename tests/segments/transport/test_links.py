@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
+from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.links import RemoteLink
 from distdl_rma.segments.transport.rma_peer import ByteRuns, RmaPeer
-from distdl_rma.segments.waiter import Counters
 
 _WORDS = 16
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.rma_peer import ByteRuns, RmaPeer
-from distdl_rma.segments.waiter import Counters
 
 LARGE = 1 << 17
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
-from distdl_rma.segments.waiter import WaitReason
 from distdl_rma.segments.waiting import peer_headers as headers
-from distdl_rma.segments.waiting import peer_watch as supervision
+from distdl_rma.segments.waiting import peer_watch, timeout_message
+from distdl_rma.segments.waiting.failure_notices import FailureNotices
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 RANKS = tuple(range(20))
 
@@ -26,7 +27,7 @@ def board(memory):
 @pytest.fixture
 def node(monkeypatch):
     """What rank 0 sees of 20 ranks of its node, and their boards."""
-    monkeypatch.setattr(supervision, "_SUSPICION_SECONDS", -1.0)
+    monkeypatch.setattr(peer_watch, "_SUSPICION_SECONDS", -1.0)
     memories = {rank: np.zeros(HEADER_BYTES, np.uint8) for rank in RANKS}
     segment = SimpleNamespace(
         memory=memories[0],
@@ -35,7 +36,9 @@ def node(monkeypatch):
         node_ranks=RANKS,
         link=lambda rank: SimpleNamespace(memory=memories[rank]),
     )
-    watch = PeerWatch(segment, SimpleNamespace(rank=0), RANKS, lambda: None)
+    header = board(memories[0])
+    notices = FailureNotices(SimpleNamespace(rank=0), RANKS, segment.lock, header)
+    watch = PeerWatch(segment, RANKS, header, notices)
     return watch, {rank: board(memories[rank]) for rank in RANKS[1:]}, memories
 
 
@@ -50,6 +53,11 @@ def look(watch, waiting):
     """As a long wait does."""
     for _ in range(10):
         watch.look(waiting)
+
+
+def give_up(watch, seconds):
+    reason = WaitReason(watch.missing(), "to close the machine", leavers=True)
+    raise ExchangeTimeout(watch.timeout_message(reason, seconds))
 
 
 def test_wait_for_any_of_many_ranks_is_in_vain_once_all_have_left(node):
@@ -106,7 +114,8 @@ def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node)
 
 def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
+    for module in (peer_watch, timeout_message):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
@@ -118,23 +127,24 @@ def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkey
         r"for rank 19 to close the machine; rank 19 left .*, closing the machine, and has said nothing for"
     )
     with pytest.raises(ExchangeTimeout, match=silence):
-        watch.give_up(WaitReason(watch.missing(), "to close the machine", leavers=True), 6.0)
+        give_up(watch, 6.0)
 
 
 def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
+    for module in (peer_watch, timeout_message):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
     waiting = WaitReason((1, 2), "to set notification 0")
     boards[1].write(RankState.WAITING, "to answer", (2,))
     boards[2].write(RankState.RUNNING)
     watch.look(waiting)
     time.sleep(0.1)
     # A rank that computes writes nothing; one that waits does so ten times a second.
-    first, second = watch.chain(waiting)
+    first, second = timeout_message.chain(0, watch._headers, waiting)
     assert "for rank 2 to answer, and has said nothing for" in first
     assert second.startswith("rank 2 waits for nobody") and "has said" not in second
     boards[1].write(RankState.WAITING, "to answer", (2,))
-    assert not any("has said" in clause for clause in watch.chain(waiting))
+    assert not any("has said" in clause for clause in timeout_message.chain(0, watch._headers, waiting))
 
 
 def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_be_read_any_more(node):
@@ -168,7 +178,8 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
     watch._segment.link = lambda rank: far if rank == 1 else near(rank)
     watch._segment.node_ranks = RANKS[2:]
     monkeypatch.setattr(headers, "MPI", SimpleNamespace(Request=SimpleNamespace(Testall=all)))
-    monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.05)
+    for module in (peer_watch, timeout_message):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
     boards = {rank: board(memories[rank]) for rank in RANKS[1:]}
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
@@ -177,7 +188,7 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
     watch._headers._answers[1] = watch._headers._answers[1][0], -1e9
     assert watch.missing() == (1,)
     with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 6 s for rank 1 to close .*; rank 1 is silent"):
-        watch.give_up(WaitReason(watch.missing(), "to close the machine", leavers=True), 5.99)
+        give_up(watch, 5.99)
 
 
 def test_header_of_this_process_is_that_of_a_process_that_lives(node):

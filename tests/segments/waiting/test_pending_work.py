@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
-from distdl_rma.segments.waiter import Counters
+from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.waiting.pending_work import PendingWork
 
 
@@ -99,7 +99,7 @@ def test_interrupt_in_a_step_of_one_machine_ends_the_wait_in_another(pair, comm)
 
 
 def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
-    class Watch:
+    class Notices:
         failures: ClassVar[dict[int, str]] = {}
 
         def poll(self):
@@ -111,9 +111,10 @@ def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
 
     taken = []
     segment = SimpleNamespace(lock=threading.RLock(), progress=lambda: True, crowded=False)
-    one, another = PendingWork(segment, Counters()), PendingWork(segment, Counters())
-    one.begin("none", Watch())
-    another.begin("none", SimpleNamespace(poll=lambda: None, failures={}))
+    silent = SimpleNamespace(poll=lambda: None, failures={})
+    one, another = PendingWork(segment, Notices(), Counters()), PendingWork(segment, silent, Counters())
+    one.begin("none")
+    another.begin("none")
     one.defer(advance)
     try:
         # The first turn takes in the notice and the step, the second one neither.

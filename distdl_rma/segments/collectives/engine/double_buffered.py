@@ -10,7 +10,7 @@ from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiter import WaitReason
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 # Looks at the flags of a small step before the wait becomes a patient one.
 _LOOKS = 300
@@ -72,7 +72,7 @@ class Collective:
         self._algorithm = algorithm
         self._operands, self._results = algorithm.operands, algorithm.results
         self._advance = algorithm.advance
-        self._looks = range(_LOOKS if manager.patience.spins and not algorithm.needs_progress else 1)
+        self._looks = range(_LOOKS if manager.waiter.spins and not algorithm.needs_progress else 1)
         self._assembly: Barrier | None = None
         self._reset_to: int | None = None
         self._steps = 0
@@ -182,7 +182,7 @@ class Collective:
                     if advance():
                         break
                 else:
-                    self._manager.patience.until(advance, self._algorithm.waiting, timeout)
+                    self._manager.waiter.until(advance, self._algorithm.waiting, timeout)
             self._end()
         elif not self._unfetched:
             raise ProtocolError(f"{self.name!r}: wait without a start")
@@ -214,7 +214,7 @@ class Collective:
             if not self._running:
                 self.active[...] = 0
                 self._begin()
-            self._manager.patience.until(self._advance, self._algorithm.waiting, timeout)
+            self._manager.waiter.until(self._advance, self._algorithm.waiting, timeout)
             self._end()
         self._valid, self._unfetched, self._reset_to = False, False, None
 

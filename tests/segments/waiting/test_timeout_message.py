@@ -2,7 +2,7 @@
 
 import pytest
 
-from distdl_rma.segments.waiter import in_seconds
+from distdl_rma.segments.waiting.timeout_message import in_seconds
 
 
 @pytest.mark.parametrize(
