@@ -13,10 +13,8 @@ from distdl_rma.layers.from_global import Concat, Conv, InstanceNorm
 from distdl_rma.layers.linear.linear import (
     DistributedLinear,
     DistributedLinearAllGather,
-    DistributedLinearReduceScatter,
-)
-from distdl_rma.layers.linear.linear_zero import (
     DistributedLinearAllGatherZero,
+    DistributedLinearReduceScatter,
     DistributedLinearReduceScatterZero,
 )
 from distdl_rma.layers.loss.classification import DistributedCrossEntropyLoss, DistributedNLLLoss

@@ -1,1 +1,1 @@
-"""Products with split matrices."""
+"""Products with a weight that is cut into blocks of rows and columns."""

@@ -1,4 +1,4 @@
-"""Product with a weight, whose gradients are written where they are wanted."""
+"""``torch.nn.functional.linear`` whose gradients are written where they are wanted, into a bucket say."""
 
 from __future__ import annotations
 
@@ -18,15 +18,9 @@ def linear_function(
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` of leaves whose gradients are computed in given places, without a copy.
 
-    Parameters
-    ----------
-    x
-        Input, of any leading dimensions.
-    weight, bias
-        Parameters themselves, not what was computed from them: a gradient is written in their type and shape.
-    offer
-        Asked once per backward and parameter, by ``"weight"`` or ``"bias"``: the place to write the gradient
-        to, or None to return it in memory of its own.
+    Weight and bias are parameters themselves, not what was computed from them: gradients are written in their
+    type and shape. ``offer`` is asked once per backward and parameter, by ``"weight"`` or ``"bias"``: the
+    place to write the gradient to, or None to return it in memory of its own.
     """
     y: torch.Tensor = _Linear.apply(x, weight, bias, offer)  # type: ignore[no-untyped-call]
     return y

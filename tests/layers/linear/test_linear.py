@@ -5,7 +5,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import GradientSync, PartitionError, ShapeError, UnsupportedError, zero_volume_tensor
+from distdl_rma import (
+    ArgumentError,
+    GradientSync,
+    PartitionError,
+    ShapeError,
+    UnsupportedError,
+    zero_volume_tensor,
+)
 from distdl_rma.layers import (
     DistributedLinear,
     DistributedLinearAllGather,
@@ -262,11 +269,11 @@ def test_rules_are_checked_at_construction(P_world, comm):
         DistributedLinear(plane, plane, flat, 3, 4)
     with pytest.raises(PartitionError, match="AllGather: the first argument is a partition, got 3"):
         AG(3, 4, plane)
-    with pytest.raises(ShapeError, match="in_features is a number of features, at least 0, got -1"):
+    with pytest.raises(ArgumentError, match="in_features is a number of features, at least 0, got -1"):
         RS(plane, -1, 4)
-    with pytest.raises(ShapeError, match="out_features is a number of features"):
+    with pytest.raises(ArgumentError, match="out_features is a number of features"):
         ZERO[0](plane, 3, plane)
-    with pytest.raises(ShapeError, match=r"weights is one of \('replicated', 'root'\), got 'sharded'"):
+    with pytest.raises(ArgumentError, match=r"placement is one of \('replicated', 'root'\), got 'sharded'"):
         AG(plane, 3, 4, weights="sharded")
     with pytest.raises(UnsupportedError, match="tensors live on the CPU, got device 'meta'"):
         RS(plane, 3, 4, device="meta")
@@ -275,4 +282,5 @@ def test_rules_are_checked_at_construction(P_world, comm):
     if comm.size > 1:
         with pytest.raises(PartitionError, match="data-parallel blocks, but P_x"):
             DistributedLinear(flat, flat, space, 3, 4)
-    assert "in_features=3, out_features=4, bias=True, weights='sharded'" in repr(ZERO[0](plane, 3, 4))
+    assert "in_features=3, out_features=4, bias=True, P_x=" in repr(ZERO[0](plane, 3, 4))
+    assert "bias=True, placement='root', P_x=" in repr(AG(plane, 3, 4, placement="root"))

@@ -36,8 +36,8 @@ def test_initial_weights_drawn_in_parts_are_those_of_torch(P_world, dtype, rows,
     P_y = P_world.create_cartesian_topology_partition((P_world.size, 1))
     layer = DistributedLinear(P_y, P_y, P_w, columns, rows, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), state), "the generator goes on as after the sequential layer"
-    assert torch.equal(layer.weight, sequential.weight[layer.used_weight().slices()])
-    if layer.adds_bias:
+    assert torch.equal(layer.weight, sequential.weight[layer.grid.weight.slices()])
+    if layer.grid.adds_bias:
         assert torch.equal(layer.bias, sequential.bias)
 
 

@@ -1,0 +1,62 @@
+"""The operator of all linear layers: inputs are gathered, multiplied by blocks of a weight, and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.ops.linear.linear_function import Offer, linear_function
+from distdl_rma.ops.linear.linear_grid import LinearGrid
+from distdl_rma.ops.movement import CallSite, movement_or_none
+from distdl_rma.ops.operation import GatherComputeScatter
+
+
+class SplitLinear(GatherComputeScatter):
+    """``y = x W^T + b`` with ``W`` and ``b`` in blocks on a grid of ranks; output in balanced shards on P_y.
+
+    With one column it is the all-gather form, with one row the reduce-scatter form. ``places`` is asked in
+    each call who says where the gradients of parameters are to be written, if anybody does.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        source: Decomposition,
+        grid: LinearGrid,
+        P_y: Partition,
+        dtype: torch.dtype,
+        places: Callable[[], Offer | None] | None = None,
+    ) -> None:
+        if source.shape[-1] != grid.in_features:
+            raise ShapeError(
+                f"global input {source.shape} has {source.shape[-1]} features, the layer takes"
+                f" {grid.in_features}"
+            )
+        read, made = grid.inputs(source.shape), grid.outputs(source.shape)
+        owned = Decomposition.balanced(P_y, made.shape)
+        super().__init__(site, source.partition.active, grid.P_w.active, owned)
+        self.gather = movement_or_none(site, source, read, dtype, "gather")
+        self.scatter = movement_or_none(site, made, owned, dtype, "scatter")
+        self._adds_bias, self._places = grid.adds_bias, places
+        self._shape, self._dtype = read.box(site.machine.rank).shape, dtype
+
+    def shaped(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank computes with; a tensor without elements in the shape and type that it must have."""
+        return x if x.numel() else x.to(self._dtype).reshape(self._shape)
+
+    def bias_among(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Block of the bias that this rank adds, if there is one."""
+        return weights.get("bias") if self._adds_bias else None
+
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Partial outputs of this rank's block of the weight."""
+        weight, bias, offer = weights["weight"], self.bias_among(weights), self._places and self._places()
+        # What was moved or cast on its way here is no leaf: its gradient is not yet the parameter's.
+        if offer is not None and weight.is_leaf and (bias is None or bias.is_leaf):
+            return linear_function(self.shaped(x), weight, bias, offer)
+        return F.linear(self.shaped(x), weight, bias)

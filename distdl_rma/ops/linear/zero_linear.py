@@ -1,0 +1,167 @@
+"""ZeRO: products with a weight that is kept in shards, and is whole only while it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.autograd import GradientNeeds, anchor, first_derivative
+from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, ROWS, LinearGrid
+from distdl_rma.ops.linear.split_linear import SplitLinear
+from distdl_rma.ops.movement import CallSite, Movement, OneWay
+from distdl_rma.ops.set_up_transfer import PASS_NBYTES
+
+# Columns are moved in bundles, so that the copies read and write more than single elements.
+_RUN_NBYTES = 256
+
+
+class ShardedMatrix:
+    """All-gather of the shards of a matrix, and reduce-scatter of its gradients, in stripes.
+
+    A stripe has half a MiB at most, or is a row, or 256 bytes of each row if that is more. The segment is
+    staging memory: of a group of D ranks it holds on each ``2 (D-1)/D`` stripes to gather and, from the
+    first gradient on, ``2 (D-1)/D`` to scatter, whatever the size of the matrix.
+
+    ``group`` is one-dimensional, keeps the shards in its order, and has this rank; ``dim`` is the dimension
+    of the matrix that is cut into balanced shards. Stripes cut the other one.
+    """
+
+    def __init__(self, site: CallSite, group: Partition, shape: tuple[int, int], dim: int) -> None:
+        self.site, self.group, self.shape, self.dim = site, group, shape, dim
+        self._movements: dict[torch.dtype, Movement] = {}
+
+    @classmethod
+    def of(cls, site: CallSite, grid: LinearGrid, dim: int) -> ShardedMatrix | None:
+        """This rank's block of a weight, in shards on the data-parallel blocks; None where nothing is cut."""
+        index = grid.P_w.index
+        if index is None or grid.blocks == 1:
+            return None
+        group = grid.P_w.slab({ROWS: index[ROWS], COLUMNS: index[COLUMNS]})
+        line = group.create_cartesian_topology_partition([group.shape[BLOCKS]])
+        height, width = grid.weight.box(site.machine.rank).shape
+        return cls(CallSite(site.machine, f"{site.name} (weight)"), line, (height, width), dim)
+
+    @property
+    def nbytes_staged(self) -> int:
+        """Bytes of segment that this rank holds to move stripes."""
+        return sum(movement.nbytes for movement in self._movements.values())
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """The whole matrix, in memory of its own; collective over the group, blocking."""
+        return self._move(shard, lambda movement: movement.forwards)
+
+    def reduce_scatter(self, matrix: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the sum of the ranks' matrices; collective over the group, blocking."""
+        return self._move(matrix, lambda movement: movement.backwards)
+
+    def _move(self, x: torch.Tensor, way: Callable[[Movement], OneWay]) -> torch.Tensor:
+        direction = way(self._movement(x.dtype))
+        shape = list(self.shape)
+        shape[self.dim] = direction.channel.exchange.need.shape[self.dim]
+        y = x.new_empty(shape)
+        height, starts = self._stripes(x.dtype)
+        across = 1 - self.dim
+        stripes = direction.stream(x.narrow(across, start, height) for start in starts)
+        for start, stripe in zip(starts, stripes, strict=True):
+            y.narrow(across, start, height).copy_(stripe)
+        return y
+
+    def _stripes(self, dtype: torch.dtype) -> tuple[int, list[int]]:
+        # Stripes of one height. The last one reaches back where it would stick out: what it moves again is
+        # the same again.
+        extent, width = self.shape[1 - self.dim], self.shape[self.dim]
+        if not extent * width:
+            return 0, []
+        least = 1 if self.dim else _RUN_NBYTES // dtype.itemsize
+        count = -(-extent // max(least, PASS_NBYTES // (width * dtype.itemsize)))
+        height = -(-extent // count)
+        return height, [min(start, extent - height) for start in range(0, extent, height)]
+
+    def _movement(self, dtype: torch.dtype) -> Movement:
+        movement = self._movements.get(dtype)
+        if movement is None:
+            stripe = list(self.shape)
+            stripe[1 - self.dim] = self._stripes(dtype)[0]
+            cut = [Balanced(n, self.group.size if d == self.dim else 1) for d, n in enumerate(stripe)]
+            source = Decomposition(self.group, tuple(cut), (self.dim,))
+            exchange = Exchange(self.site.machine.rank, source, Decomposition.replicated(self.group, stripe))
+            movement = self._movements[dtype] = Movement(self.site.machine, exchange, dtype, self.site.name)
+        return movement
+
+
+class ZeroLinear(SplitLinear):
+    """``y = x W^T + b`` where the data-parallel blocks keep shards of the weight: gathered for each product.
+
+    Only the shard is kept for the backward, which gathers again and reduce-scatters the gradient. Operations
+    for inputs of several shapes share one ``matrix``; None where nothing is cut.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        source: Decomposition,
+        grid: LinearGrid,
+        P_y: Partition,
+        dtype: torch.dtype,
+        matrix: ShardedMatrix | None,
+    ) -> None:
+        super().__init__(site, source, grid, P_y, dtype)
+        self._matrix = matrix
+
+    def carry_out(
+        self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Partial outputs of a block of the weight that is gathered for it; collective over the group."""
+        if self._matrix is None:
+            return super().carry_out(needs, x, weights)
+        x = self.shaped(x)
+        # In rows, and shaped outside: torch would refuse to change a view that an operation made within.
+        y: torch.Tensor = _ZeroProduct.apply(  # type: ignore[no-untyped-call]
+            x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2),
+            weights["weight"],
+            self.bias_among(weights),
+            anchor(needs.any),
+            self._matrix,
+            needs,
+        )
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _ZeroProduct(torch.autograd.Function):
+    # Collective over the group of the shards, and so is the backward: what any rank needs of it, all make.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        shard: torch.Tensor,
+        bias: torch.Tensor | None,
+        _anchor: torch.Tensor | None,
+        matrix: ShardedMatrix,
+        needs: GradientNeeds,
+    ) -> torch.Tensor:
+        y = F.linear(x, matrix.all_gather(shard), bias)
+        ctx.matrix, ctx.needs, ctx.machine = matrix, needs, matrix.site.machine
+        ctx.save_for_backward(x if needs.weights else None, shard)
+        return y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[Any, ...]:
+        (x, shard), matrix, needs = ctx.saved_tensors, ctx.matrix, ctx.needs
+        d_x = d_shard = d_bias = None
+        with torch.autocast("cpu", enabled=False):
+            if needs.input:
+                # The matrix goes before the gradient of the matrix comes.
+                d_x = torch.mm(d_y, matrix.all_gather(shard).conj())
+            if needs.weights:
+                d_shard = matrix.reduce_scatter(torch.mm(d_y.t(), x.conj()))
+            if ctx.needs_input_grad[2]:
+                d_bias = d_y.sum(0)
+        return d_x, d_shard, d_bias, None, None, None
