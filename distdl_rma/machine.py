@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import time
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
+from typing import Protocol
 
 from mpi4py import MPI
 
@@ -31,6 +33,18 @@ from distdl_rma.trace import Recording, Tracer
 # How long a rank that fails stays for its peers to notice, and then to say so themselves.
 _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
+
+
+# As ``layer_name`` makes them, and copies of layers have them.
+_LAYER_NAME = re.compile(r"\b[A-Za-z_]\w*#\d+(?: \(copy \d+\))?")
+
+
+class Labelled(Protocol):
+    """What people call by another name than the ranks do."""
+
+    @property
+    def label(self) -> str:
+        """Name for people."""
 
 
 class Machine(Shared):
@@ -89,6 +103,7 @@ class Machine(Shared):
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._uses = 0
         self._layers = 0
+        self._labelled: weakref.WeakValueDictionary[str, Labelled] = weakref.WeakValueDictionary()
         self._process = os.getpid()
         comm = meet(base, self.ranks, _seconds(timeout))
         try:
@@ -163,6 +178,26 @@ class Machine(Shared):
         self._layers += 1
         return f"{kind}#{self._layers}"
 
+    def label(self, name: str, owner: Labelled) -> None:
+        """Have ``readable`` call a name from ``layer_name``, or a copy of it, as its owner says; local."""
+        self._labelled[name] = owner
+
+    def readable(self, text: str) -> str:
+        """Text for people, who know layers by their paths in the model rather than by kinds and numbers.
+
+        Ranks match what they exchange by the names themselves: their models may be wrapped in other ways.
+        """
+        return _LAYER_NAME.sub(self._label_of, text)
+
+    def make_readable(self, error: BaseException) -> None:
+        """Have the text of an error call layers by their paths."""
+        if error.args and isinstance(error.args[0], str):
+            error.args = (self.readable(error.args[0]), *error.args[1:])
+
+    def _label_of(self, found: re.Match[str]) -> str:
+        owner = self._labelled.get(found[0])
+        return found[0] if owner is None else owner.label
+
     @property
     def trace(self) -> Tracer:
         """What layers and collectives tell what they do, for ``record``."""
@@ -187,9 +222,13 @@ class Machine(Shared):
         everyone = self.group(name="recording")
         everyone.barrier()
         try:
-            yield self.trace.begin(self.rank)
+            recording = self.trace.begin(self.rank)
+            try:
+                yield recording
+            finally:
+                self.trace.end()
+                recording.events[:] = [replace(e, name=self.readable(e.name)) for e in recording.events]
         finally:
-            self.trace.end()
             everyone.close()
 
     def describe(self) -> dict[str, object]:

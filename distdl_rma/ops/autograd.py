@@ -104,12 +104,9 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             )
         try:
             return backward(ctx, *gradients)
-        except _REFUSALS:
-            raise
         except Exception as error:
             # Those operations that wait for peers, or are waited for, know their machine.
-            if getattr(ctx, "machine", None) is not None:
-                ctx.machine.fail(error)
+            _report(getattr(ctx, "machine", None), error)
             raise
 
     return checked
@@ -127,11 +124,18 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
         try:
             return forward(layer, *args, **kwargs)
-        except (*_REFUSALS, *_ENOUGH):
+        except _ENOUGH:
             raise
         except Exception as error:
-            if not layer.machine.closed:
-                layer.machine.fail(error)
+            _report(layer.machine, error)
             raise
 
     return watched
+
+
+def _report(machine: Machine | None, error: Exception) -> None:
+    # What not all ranks refuse alike is a failure of this one, which others must not wait for.
+    if machine is not None:
+        machine.make_readable(error)
+        if not isinstance(error, _REFUSALS) and not machine.closed:
+            machine.fail(error)

@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
@@ -18,6 +19,7 @@ from distdl_rma.layers.core.call_outcome import CallOutcome, OutcomeListeners
 from distdl_rma.layers.core.callbacks import Callbacks, answer, check_answers
 from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
+from distdl_rma.layers.core.paths import path_of
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.plan_cache import InputFacts, common_dtype
 from distdl_rma.machine import Machine
@@ -92,7 +94,7 @@ class DistributedLayer(nn.Module):
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
     ) -> None:
-        # Not super(): the twin of a torch layer inherits from that one as well, for isinstance alone.
+        # Not super(): the twin of a torch layer inherits from that one too, and is not built by it.
         nn.Module.__init__(self)
         kind = type(self).__name__
         self.machine = Machine.of(partitions[0])
@@ -102,7 +104,10 @@ class DistributedLayer(nn.Module):
                     f"{kind}: the partitions of a layer must belong to one machine, {partitions[0]} and"
                     f" {partition} do not"
                 )
+        # What ranks know the layer by; its label is for people.
         self.name = name or self.machine.layer_name(kind)
+        self._named, self._label_alone = bool(name), self.name
+        self.machine.label(self.name, self)
         # Rank ids of all partitions, each once: those that take part in a call.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
         # Shared with its copies, which are counted together.
@@ -126,8 +131,28 @@ class DistributedLayer(nn.Module):
         vars(twin).update(copy.deepcopy(kept, memo))
         twin._copies = self._copies
         # A name of its own: no rank's copy shall be taken for the layer itself, or for another copy.
-        twin.name = f"{self.name.partition(_COPY)[0]}{_COPY}{next(self._copies)})"
+        copy_of = f"{_COPY}{next(self._copies)})"
+        twin.name = self.name.partition(_COPY)[0] + copy_of
+        twin._label_alone = self.label.partition(_COPY)[0] + copy_of
+        twin.machine.label(twin.name, twin)
         return twin
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        reset: Any = getattr(cls, "reset_parameters", None)
+        if reset is not None and reset.__module__.startswith("torch."):
+            # torch's own would look at this rank's part only, and draw other numbers on each rank.
+            cls.reset_parameters = _on_whole_parameters(reset)  # type: ignore[attr-defined]
+
+    @property
+    def label(self) -> str:
+        """What messages call the layer: the given name, its path in the model, or its kind and number.
+
+        The path begins at the outermost module that the layer is in, of the first model that it was put
+        into. A copy has the label of the layer that it was made from, with ``(copy 1)`` behind it, unless
+        it was put into a model by itself.
+        """
+        return self.name if self._named else path_of(self) or self._label_alone
 
     @uncompiled
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -138,7 +163,11 @@ class DistributedLayer(nn.Module):
         """
         before = self.nbytes_in((*inputs, *named.values()))
         self._check_answers(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
-        y = super().__call__(*inputs, **named)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(self.label):
+                y = super().__call__(*inputs, **named)
+        else:
+            y = super().__call__(*inputs, **named)
         self.shard_nbytes = before, nbytes_of(y)
         self._check_answers(get_sizeof_output_tensor=self.shard_nbytes[1])
         return y
@@ -160,7 +189,7 @@ class DistributedLayer(nn.Module):
             # Without weights any ranks of the machine will do; those that have some ask in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
         try:
-            check_answers(self, f"{self.name!r} on rank {self.machine.rank}", truths)
+            check_answers(self, f"{self.label!r} on rank {self.machine.rank}", truths)
         except ConfigurationError as error:
             if not self.machine.closed:
                 self.machine.fail(error)
@@ -343,15 +372,25 @@ class DistributedLayer(nn.Module):
         before, after = self._shard_nbytes()
         if before != after:
             raise ProtocolError(
-                f"{self.name!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
+                f"{self.label!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
                 " or get_sizeof_output_tensor()"
             )
         return before
 
     def _shard_nbytes(self) -> tuple[int, int]:
         if self.shard_nbytes is None:
-            raise ProtocolError(f"{self.name!r}: sizes of its tensors are not known before the first call")
+            raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
         return self.shard_nbytes
+
+
+def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:
+    """``reset_parameters`` of torch that draws, on every rank, what it draws on one machine; local."""
+
+    def reset_whole(layer: DistributedLayer) -> None:
+        with as_whole(layer, layer.scattered):
+            reset(layer)
+
+    return reset_whole
 
 
 def nbytes_of(tensors: Any) -> int:

@@ -1,0 +1,102 @@
+"""Messages, recordings and profiles call layers by their paths in the model; ranks match them by others."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from distdl_rma import Machine, ShapeError
+from distdl_rma.layers import DistributedAvgPool2d, DistributedConv2d, DistributedInstanceNorm2d
+from tests.layers.every_layer import local, rows
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+class Down(nn.Module):
+    def __init__(self, P_x):
+        super().__init__()
+        self.conv = nn.Sequential(DistributedConv2d(P_x, 4, 4, 3, padding=1), nn.ReLU())
+        self.norm = DistributedInstanceNorm2d(P_x, 4, name="the norm")
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+class Net(nn.Module):
+    def __init__(self, P_x):
+        super().__init__()
+        self.down2 = Down(P_x)
+        self.pool = DistributedAvgPool2d(P_x, 2)
+
+    def forward(self, x):
+        return self.pool(self.down2(x))
+
+
+def wrapped(model, rank):
+    """Not the same on all ranks."""
+    return nn.Sequential(model) if rank else model
+
+
+def test_labels_are_paths_unless_a_name_is_given(P_world):
+    net = Net(rows(P_world))
+    assert [net.down2.conv[0].label, net.down2.norm.label, net.pool.label] == [
+        "down2.conv.0",
+        "the norm",
+        "pool",
+    ]
+    alone = DistributedAvgPool2d(rows(P_world), 2)
+    assert alone.label == alone.name and alone.name.startswith("DistributedAvgPool2d#")
+
+
+def test_ranks_may_wrap_their_models_differently(P_world, comm):
+    net = Net(rows(P_world))
+    model = wrapped(net, comm.rank)
+    for _ in range(2):
+        model(local().requires_grad_()).sum().backward()
+    label = "0.down2.conv.0" if comm.rank else "down2.conv.0"
+    assert net.down2.conv[0].label == label
+    with pytest.raises(ShapeError, match=f"^'{label}': .*channels"):
+        model(torch.rand(2, 3, 6, 5))
+    with pytest.raises(ShapeError, match=f"^'{label.replace('down2.conv.0', 'pool')}': "):
+        net.pool("no tensor")
+
+
+def test_errors_before_a_layer_is_in_a_model_say_kind_and_number(P_world):
+    layer = DistributedConv2d(rows(P_world), 4, 4, 3)
+    with pytest.raises(ShapeError, match=r"^'DistributedConv2d#\d+': "):
+        layer(torch.rand(2, 3, 6, 5))
+
+
+def test_copies_are_told_from_what_they_were_made_from(P_world):
+    net = Net(rows(P_world))
+    first = copy.deepcopy(net)
+    second = copy.deepcopy(first)
+    assert first.down2.conv[0].label == "down2.conv.0 (copy 1)"
+    assert second.down2.conv[0].label == "down2.conv.0 (copy 2)"
+    assert first.down2.norm.label == "the norm (copy 1)"
+    with pytest.raises(ShapeError, match=r"^'down2.conv.0 \(copy 2\)': "):
+        second(torch.rand(2, 3, 6, 5))
+    alone = nn.ModuleList([copy.deepcopy(net.pool)])
+    assert alone[0].label == "0"
+    names = {layer.name for model in (net, first, second) for layer in (model.pool, model.down2.conv[0])}
+    assert len(names) == 6
+
+
+def test_recordings_call_layers_by_their_paths(P_world):
+    net = Net(rows(P_world))
+    with Machine.of(P_world).record() as recording:
+        net(local().requires_grad_()).sum().backward()
+    names = {event.name for event in recording.events}
+    assert "down2.conv.0" in names and not any("#" in name for name in names)
+    assert any(event.name == "down2.conv.0" and event.backward for event in recording.events)
+
+
+def test_profiles_have_a_range_for_each_layer(P_world):
+    net = Net(rows(P_world))
+    net(local())
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        net(local())
+    names = [event.key for event in profiled.key_averages()]
+    assert {"down2.conv.0", "the norm", "pool"} <= set(names)
