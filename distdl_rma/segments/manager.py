@@ -1,27 +1,24 @@
-"""The manager of a machine's segment: buffers, addresses, waiting, closing."""
+"""The manager of a machine's segment: buffers, queues, progress, closing."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from operator import index as as_int
 from typing import Protocol
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, DistdlError, PartitionError, PeerFailedError, SegmentError
+from distdl_rma.errors import ArgumentError, DistdlError, PartitionError, PeerFailedError, SegmentError
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.lifecycle.closing import Closing
 from distdl_rma.segments.lifecycle.communicators import Communicators
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.handshake import Handshake
+from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.queue import Queue
-from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.progress_thread import check_progress
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
@@ -33,6 +30,12 @@ from distdl_rma.segments.waiting.pending_work import PendingWork
 from distdl_rma.trace import Tracer
 
 _SPINS = 2000
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "single",
+    MPI.THREAD_FUNNELED: "funneled",
+    MPI.THREAD_SERIALIZED: "serialized",
+    MPI.THREAD_MULTIPLE: "multiple",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Tenant(Protocol):
         """Leave; local, never refused."""
 
 
-class SegmentManager(Uncopyable):
+class SegmentManager(SegmentContext, Uncopyable):
     """Hands out buffers of a segment that the ranks of a machine share.
 
     Usable without any neural network and without torch. Collective to create and to close; everything
@@ -91,44 +94,38 @@ class SegmentManager(Uncopyable):
         node_size: int | None = None,
         reserve: bool = False,
     ) -> None:
-        self.ranks = tuple(range(comm.size)) if ranks is None else tuple(ranks)
-        if len(set(self.ranks)) != comm.size or len(self.ranks) != comm.size:
-            raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {self.ranks}")
-        # Messages of the library never meet those of the caller.
-        self._comm = comm.Dup()
-        self.rank = self.ranks[comm.rank]
+        rank_ids = tuple(range(comm.size)) if ranks is None else tuple(ranks)
+        if len(set(rank_ids)) != comm.size or len(rank_ids) != comm.size:
+            raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {rank_ids}")
 
         def check() -> None:
             chosen_timeout(timeout)
             check_progress(progress, has_remote=False)
 
-        self.counters = Counters()
+        counters = Counters()
+        # Messages of the library never meet those of the caller.
+        comm = comm.Dup()
         try:
-            self.segment = Segment(
-                self._comm, self.ranks, nbytes, transport, check, node_size, self.counters, reserve
-            )
+            segment = Segment(comm, rank_ids, nbytes, transport, check, node_size, counters, reserve)
         except DistdlError:
-            self._comm.Free()
+            comm.Free()
             raise
-        self.communicators = Communicators(self._comm, self.ranks)
-        self.transport = transport
-        self.heap = Heap(self.segment.nbytes)
+        self._header = HeaderWriter(segment.memory[:HEADER_BYTES].data, segment.fence)
+        self.notices = FailureNotices(comm.Dup(), rank_ids, segment.lock, self._header)
+        self.watch = PeerWatch(segment, rank_ids, self._header, self.notices)
+        self._work = PendingWork(segment, self.notices, counters)
+        spins = 0 if segment.crowded or segment.has_remote else _SPINS
+        waiter = Waiter(chosen_timeout(timeout), spins, self._work, self.watch, counters)
+        super().__init__(comm, rank_ids, segment, waiter, counters)
         self.heap.allocate(HEADER_BYTES, "header")
+        self.defer, self.withdraw = waiter.defer, waiter.withdraw
+        self.communicators = Communicators(comm, rank_ids)
+        self.transport = transport
         self.trace = Tracer()
-        # The number in a notification; ranks begin far from each other, so that no two give the same.
-        self.sequence = count(random.Random(self.rank).getrandbits(31))
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
-        self._header = HeaderWriter(self.segment.memory[:HEADER_BYTES].data, self.segment.fence)
-        self.notices = FailureNotices(self._comm.Dup(), self.ranks, self.segment.lock, self._header)
-        self.watch = PeerWatch(self.segment, self.ranks, self._header, self.notices)
-        self._work = PendingWork(self.segment, self.notices, self.counters)
-        spins = 0 if self.segment.crowded or self.segment.has_remote else _SPINS
-        self.waiter = Waiter(chosen_timeout(timeout), spins, self._work, self.watch, self.counters)
-        self.defer, self.withdraw = self.waiter.defer, self.waiter.withdraw
-        self.closed = False
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self._closing = Closing(self._comm, self.segment, self.notices, self.watch, self.waiter)
-        self._work.begin(check_progress(progress, self.segment.has_remote))
+        self._closing = Closing(comm, segment, self.notices, self.watch, waiter)
+        self._work.begin(check_progress(progress, segment.has_remote))
 
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
@@ -149,8 +146,10 @@ class SegmentManager(Uncopyable):
 
         Raises
         ------
+        ArgumentError
+            If a number is negative or none.
         SegmentError
-            If a number is negative or none, or the segment is exhausted.
+            If the segment is exhausted.
 
         Notes
         -----
@@ -160,9 +159,9 @@ class SegmentManager(Uncopyable):
         try:
             nbytes, words = as_int(size), as_int(notifications)
         except TypeError:
-            raise SegmentError(f"a buffer's size is a whole number of bytes, got {size!r}") from None
+            raise ArgumentError(f"a buffer's size is a whole number of bytes, got {size!r}") from None
         if isinstance(size, bool) or nbytes < 0 or words < 0:
-            raise SegmentError(f"a buffer's size is at least 0 bytes, got {size!r}")
+            raise ArgumentError(f"a buffer's size is at least 0 bytes, got {size!r}")
         self._reclaim()
         try:
             return SegmentBuffer(self, nbytes, words, owner)
@@ -189,22 +188,6 @@ class SegmentManager(Uncopyable):
                     self._retired.append((buffer, idle))
             if done:
                 buffer.free()
-
-    def release(self, offset: int) -> None:
-        """Give a block of the heap back; buffers call it."""
-        if not self.closed:
-            self.heap.free(offset)
-
-    def call(
-        self,
-        buffer: SegmentBuffer,
-        notes: dict[int, tuple[int, ...]],
-        label: str,
-        fingerprint: int,
-        terms: str = "",
-    ) -> Handshake:
-        """Begin :meth:`SegmentBuffer.exchange`."""
-        return Handshake(self, self._comm, buffer, notes, label, fingerprint, terms)
 
     def queue(self, name: str = "queue") -> Queue:
         """Make a queue to post puts and gets to; local."""
@@ -247,10 +230,7 @@ class SegmentManager(Uncopyable):
     def progress(self) -> None:
         """Advance deliveries and collectives under way; does not block. Every wait does so too.
 
-        Raises
-        ------
-        PeerFailedError
-            If a rank of the machine has failed.
+        Raises ``PeerFailedError`` if a rank of the machine has failed.
         """
         self.check_open()
         self.waiter.progress()
@@ -267,11 +247,6 @@ class SegmentManager(Uncopyable):
         else:
             self.notices.tell(cause_of(error))
 
-    def check_open(self) -> None:
-        """Raise ``ClosedError`` after the close."""
-        if self.closed:
-            raise ClosedError("segment manager: already closed")
-
     def before_close(self, tenant: Tenant) -> None:
         """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
         self._tenants.add(tenant)
@@ -279,10 +254,7 @@ class SegmentManager(Uncopyable):
     def gather_to_close(self, timeout: float | None = None) -> None:
         """Wait until all ranks are about to close; blocking, collective.
 
-        Raises
-        ------
-        ExchangeTimeout
-            If not all ranks come; nothing is freed, and the call can be repeated.
+        If not all ranks come, ``ExchangeTimeout`` is raised: nothing is freed, and the call can be repeated.
         """
         self.check_open()
         if not self.failed:
@@ -321,7 +293,7 @@ class SegmentManager(Uncopyable):
         self._header.close()
         self.notices.close()
         self.segment.close()
-        self._comm.Free()
+        self.comm.Free()
 
     def keep(self) -> None:
         """Keep all memory that MPI may still read or write, until the process has ended; local.
@@ -333,11 +305,3 @@ class SegmentManager(Uncopyable):
     def stop(self) -> None:
         """End the progress engine, if there is one; idempotent."""
         self._work.stop()
-
-
-_THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "single",
-    MPI.THREAD_FUNNELED: "funneled",
-    MPI.THREAD_SERIALIZED: "serialized",
-    MPI.THREAD_MULTIPLE: "multiple",
-}

@@ -113,10 +113,10 @@ class Waiter:
         self._work.notices.check()
 
 
-def check_timeout(seconds: float) -> float:
-    """Return a timeout in seconds, or raise if it is none."""
+def check_timeout(seconds: float | None, default: float = 0.0) -> float:
+    """Return a timeout in seconds, the default for None; raise if it is none."""
     try:
-        value = float(seconds)
+        value = default if seconds is None else float(seconds)
     except (TypeError, ValueError):
         value = -1.0
     if not value >= 0:
@@ -126,11 +126,11 @@ def check_timeout(seconds: float) -> float:
 
 def chosen_timeout(seconds: float | None) -> float:
     """Return a timeout as asked for, else that of the environment, else 300 seconds; raise if it is none."""
-    if seconds is not None:
-        return check_timeout(seconds)
     text = os.environ.get(TIMEOUT_VARIABLE)
+    if seconds is not None or text is None:
+        return check_timeout(seconds, DEFAULT_TIMEOUT)
     try:
-        return DEFAULT_TIMEOUT if text is None else check_timeout(float(text))
+        return check_timeout(float(text))
     except (ValueError, ConfigurationError):
         raise ConfigurationError(
             f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"

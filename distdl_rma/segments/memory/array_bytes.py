@@ -12,11 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from distdl_rma.errors import ShapeError
+from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.transport.rma_peer import ByteRuns
-
-# Numbers of numpy, by kind, in the order in which one kind holds those before it.
-_NUMBERS = "biufc"
 
 
 def as_array(data: Any, what: str) -> npt.NDArray[Any]:
@@ -42,13 +39,7 @@ def as_array(data: Any, what: str) -> npt.NDArray[Any]:
 
 
 def as_target(out: Any, what: str) -> npt.NDArray[Any]:
-    """Array over memory that can be written to; no copy.
-
-    Raises
-    ------
-    ShapeError
-        If writing to it would not change ``out``.
-    """
+    """Array over memory to write to; no copy. ``ShapeError`` if writing would not change ``out``."""
     array = as_array(out, what)
     # An object that gives numpy a copy of itself, as a number does, gives another one each time.
     copied = array is not out and array.size and not np.may_share_memory(array, as_array(out, what))
@@ -73,87 +64,7 @@ def as_offset(offset: Any, what: str) -> int:
     try:
         return as_int(offset)
     except TypeError:
-        raise ShapeError(f"{what}: an offset is a whole number of bytes, got {offset!r}") from None
-
-
-def as_values(data: Any, dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
-    """Array whose values a ``dtype`` takes without a loss.
-
-    Python's numbers and lists of them are of any type that holds them: integers exactly, floats rounded to
-    the nearest as in numpy, but not to infinity.
-
-    Raises
-    ------
-    ShapeError
-        If something would be lost.
-    """
-    if isinstance(data, (int, float, complex)) and not isinstance(data, np.generic):
-        return _number(data, dtype, what)
-    if isinstance(data, (list, tuple)):
-        return _listed(data, dtype, what)
-    if isinstance(data, np.ma.MaskedArray):
-        raise ShapeError(f"{what}: a masked array does not fit into {dtype}: what is masked has no value")
-    source = as_array(data, what)
-    if source.dtype == dtype or (_castable(source.dtype, dtype) and _survives(source, dtype)):
-        return source
-    raise ShapeError(f"{what}: {source.dtype} does not fit into {dtype} without a loss")
-
-
-def _number(data: complex, dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
-    whole = isinstance(data, int)
-    kind = "b" if isinstance(data, bool) else "i" if whole else "f" if isinstance(data, float) else "c"
-    if dtype.kind in _NUMBERS[_NUMBERS.index(kind) :]:
-        try:
-            with np.errstate(over="ignore"):
-                taken = np.asarray(data, dtype)
-            finite = bool(np.isfinite(taken))
-            if (finite and int(taken.real) == data) if whole else (finite or not np.isfinite(data)):
-                return taken
-        except OverflowError:
-            pass
-    raise ShapeError(f"{what}: {data!r} does not fit into {dtype} without a loss")
-
-
-def _listed(data: list[Any] | tuple[Any, ...], dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
-    def check(entries: list[Any] | tuple[Any, ...]) -> None:
-        for entry in entries:
-            if isinstance(entry, (list, tuple)):
-                check(entry)
-            elif isinstance(entry, (int, float, complex, np.generic)):
-                as_values(entry, dtype, what)
-            else:
-                raise ShapeError(
-                    f"{what} takes arrays, numbers and lists of numbers, got a list of {type(entry).__name__}"
-                )
-
-    check(data)
-    try:
-        return np.asarray(data, dtype)
-    except (TypeError, ValueError) as error:
-        raise ShapeError(f"{what}: the list does not fit into an array of {dtype}: {error}") from None
-
-
-def _castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    # Numbers stay numbers, text stays text, times stay times.
-    if source.kind == "V" or dtype.kind == "V":
-        return np.can_cast(source, dtype, "equiv")
-    alike = source.kind == dtype.kind or (source.kind in _NUMBERS and dtype.kind in _NUMBERS)
-    return alike and np.can_cast(source, dtype, "safe")
-
-
-def _survives(source: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    # What numpy calls safe although it may round or overflow: the way back tells.
-    kind = source.dtype.kind
-    if kind in "mM":
-        back = source.astype(dtype).astype(source.dtype)
-        return bool(((back == source) | (np.isnat(back) & np.isnat(source))).all())
-    if kind not in "iu" or source.dtype.itemsize < 8 or dtype.kind not in "fc":
-        return True
-    there = source.astype(dtype).real
-    # The way back from a number beyond all integers is not defined.
-    if (there >= 2.0 ** (63 if kind == "i" else 64)).any():
-        return False
-    return bool((there.astype(source.dtype) == source).all())
+        raise ArgumentError(f"{what}: an offset is a whole number of bytes, got {offset!r}") from None
 
 
 def _packed(data: Any, what: str) -> memoryview:
@@ -163,10 +74,7 @@ def _packed(data: Any, what: str) -> memoryview:
 class ArrayLayout:
     """Type and shape of a row-major array somewhere in a segment.
 
-    Raises
-    ------
-    ShapeError
-        If the elements are Python objects or of no size, or an extent is negative or none.
+    ``ShapeError`` if the elements are Python objects or of no size, or an extent is negative or none.
     """
 
     def __init__(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...]) -> None:
@@ -181,13 +89,7 @@ class ArrayLayout:
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 
     def part(self, key: Any) -> ArrayPart:
-        """What a slice means.
-
-        Raises
-        ------
-        ShapeError
-            If the key is not made of integers, slices and one ellipsis, or does not fit the shape.
-        """
+        """What a slice means; its key is made of integers, slices and one ellipsis, else ``ShapeError``."""
         keys = tuple(_checked(k) for k in (key if isinstance(key, tuple) else (key,)))
         if not any(k is ... for k in keys):
             # Without it, a key for a single element gives a number instead of a view.

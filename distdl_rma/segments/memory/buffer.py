@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.errors import ClosedError, MismatchError, PartitionError, SegmentError, ShapeError
+from distdl_rma.errors import ArgumentError, ClosedError, MismatchError, PartitionError, ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
-from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, RemoteBuffer
+from distdl_rma.segments.memory.context import SegmentContext
+from distdl_rma.segments.memory.handshake import Handshake, Purpose
+from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, Location, RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.transport.rma_peer import Bytes
 from distdl_rma.segments.waiter import check_timeout
 from distdl_rma.segments.waiting.wait_reason import WaitReason
-
-if TYPE_CHECKING:
-    from distdl_rma.segments.manager import SegmentManager
-    from distdl_rma.segments.memory.handshake import Handshake
 
 
 class SegmentBuffer:
@@ -30,25 +28,22 @@ class SegmentBuffer:
     used afterwards.
 
     A notification is 0 until a peer sets it, and again once it was reset; a value is from 1 to 2**32 - 1.
-    Who sees a notification also sees what its sender put before.
+    Who sees a notification also sees what its sender put before. Notifications that there are not raise
+    ``ArgumentError``.
 
     Notes
     -----
     Interface document, chapter 2.
     """
 
-    def __init__(self, manager: SegmentManager, nbytes: int, notifications: int, owner: str) -> None:
-        self._manager = manager
-        self.nbytes = nbytes
-        self.notifications = notifications
-        self.owner = owner
-        self._heap_offset = manager.heap.allocate(
-            notifications * 8 + (aligned(nbytes) if nbytes else 0), owner
-        )
+    def __init__(self, context: SegmentContext, nbytes: int, notifications: int, owner: str) -> None:
+        self._context, self._segment = context, context.segment
+        self.nbytes, self.notifications, self.owner = nbytes, notifications, owner
         # Data first, words behind it: the data is then aligned to a cache line.
-        self.offset = self._heap_offset
-        self._first_word = (self.offset + aligned(nbytes)) // 8 if nbytes else self.offset // 8
-        self._words = manager.segment.words[self._first_word : self._first_word + notifications]
+        data_nbytes = aligned(nbytes) if nbytes else 0
+        self.offset = context.heap.allocate(data_nbytes + notifications * 8, owner)
+        self._first_word = (self.offset + data_nbytes) // 8
+        self._words = self._segment.words[self._first_word : self._first_word + notifications]
         self._array = np.frombuffer(self._words, np.int64)
         self._array[:] = 0
         # Words of the notifications that were reset. The words themselves have one writer, the peer.
@@ -59,9 +54,9 @@ class SegmentBuffer:
         self._freed = False
 
     @property
-    def place(self) -> tuple[int, int, int, int]:
-        """What a peer must know: offset and bytes of the data, first word and number of notifications."""
-        return self.offset, self.nbytes, self._first_word, self.notifications
+    def location(self) -> Location:
+        """What a peer must know."""
+        return Location(self.offset, self.nbytes, self._first_word, self.notifications)
 
     @property
     def address(self) -> int:
@@ -82,21 +77,20 @@ class SegmentBuffer:
                 f"{layout.nbytes} bytes at offset {offset} are not inside a buffer of {self.nbytes} bytes"
             )
         start = self.offset + offset
-        part = self._manager.segment.memory[start : start + layout.nbytes]
-        return part.view(layout.dtype).reshape(layout.shape)
+        return self._segment.memory[start : start + layout.nbytes].view(layout.dtype).reshape(layout.shape)
 
     @property
     def here(self) -> RemoteBuffer:
         """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
         self._check()
-        return RemoteBuffer(self._manager, self._manager.rank, self.place, ())
+        return RemoteBuffer(self._context, self._context.rank, self.location, ())
 
     def notification(self, index: int) -> int:
         """Return the value of a notification, 0 if there is none; does not block, makes no progress."""
         word = self.flag(index)
         if word == self._reset_words[index]:
             return 0
-        self._manager.segment.acquire()
+        self._segment.acquire()
         return word >> NOTIFICATION_BITS
 
     def notify_test(self, first: int = 0, count: int | None = None) -> int | None:
@@ -107,10 +101,10 @@ class SegmentBuffer:
         first, stop = self._range(first, count)
         found = self._find(first, stop)
         if found is None:
-            self._manager.progress()
+            self._context.waiter.progress()
             found = self._find(first, stop)
         if found is not None:
-            self._manager.segment.acquire()
+            self._segment.acquire()
         return found
 
     def notify_waitsome(
@@ -127,7 +121,7 @@ class SegmentBuffer:
         Parameters
         ----------
         first, count
-            The notifications.
+            The notifications; at least one.
         timeout
             Deadline in seconds, 0 to look once; None for the machine's default.
         senders
@@ -140,19 +134,17 @@ class SegmentBuffer:
             At the deadline; the call can be repeated.
         PeerFailedError
             If a rank failed, or all that may set them have left.
-        SegmentError
-            If there is no such notification, or none at all to wait for.
         PartitionError
             If a sender is none of the machine's ranks.
         """
         first, stop = self._range(first, count)
         ranks = self._peers if senders is None else self._known(senders)
         if first == stop:
-            raise SegmentError(f"buffer {self.owner!r}: a wait for none of its notifications would not end")
+            raise ArgumentError(f"buffer {self.owner!r}: a wait for none of its notifications would not end")
         found = self._find(first, stop)
         if found is None:
             found = self._wait_for_any(first, stop, timeout, ranks)
-        self._manager.segment.acquire()
+        self._segment.acquire()
         return found
 
     def notify_reset(self, index: int) -> int:
@@ -164,7 +156,7 @@ class SegmentBuffer:
         if word == self._reset_words[index]:
             return 0
         self._reset_words[index] = word
-        self._manager.segment.acquire()
+        self._segment.acquire()
         return word >> NOTIFICATION_BITS
 
     def notify_wait(
@@ -177,18 +169,18 @@ class SegmentBuffer:
         words, reset = self._words, self._reset_words
         ranks = self._peers if senders is None else self._known(senders)
         try:
-            if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+            if self._freed or self._context.closed or not 0 <= index < self.notifications:
                 raise self._wrong(index)
             unset = words[index] == reset[index]
         except TypeError:
             raise self._wrong(index) from None
         if unset:
-            self._manager.waiter.until(
-                lambda: words[index] != reset[index], lambda: self._waiting(index, index + 1, ranks), timeout
+            self._context.waiter.until(
+                lambda: words[index] != reset[index], lambda: self._reason(index, index + 1, ranks), timeout
             )
         word = words[index]
         reset[index] = word
-        self._manager.segment.acquire()
+        self._segment.acquire()
         return word >> NOTIFICATION_BITS
 
     def _wait_for_any(self, first: int, stop: int, timeout: float | None, ranks: tuple[int, ...]) -> int:
@@ -200,7 +192,7 @@ class SegmentBuffer:
                 found.append(some)
             return some is not None
 
-        self._manager.waiter.until(any_set, lambda: self._waiting(first, stop, ranks), timeout)
+        self._context.waiter.until(any_set, lambda: self._reason(first, stop, ranks), timeout)
         return found[0]
 
     def _find(self, first: int, stop: int) -> int | None:
@@ -213,16 +205,16 @@ class SegmentBuffer:
             first = as_int(first)
             stop = self.notifications if count is None else first + as_int(count)
         except TypeError:
-            raise SegmentError(f"notifications are given by integers, got {first!r} and {count!r}") from None
+            raise ArgumentError(f"notifications are given by integers, got {first!r} and {count!r}") from None
         self._check()
         if not 0 <= first <= stop <= self.notifications:
-            raise SegmentError(
+            raise ArgumentError(
                 f"notifications {first} to {stop} of a buffer that has {self.notifications} of them"
             )
         return first, stop
 
     def _known(self, senders: Collection[int]) -> tuple[int, ...]:
-        known = self._manager.ranks
+        known = self._context.ranks
         for rank in senders:
             if rank not in known:
                 raise PartitionError(
@@ -230,10 +222,9 @@ class SegmentBuffer:
                 )
         return tuple(senders)
 
-    def _waiting(self, first: int, stop: int, ranks: tuple[int, ...]) -> WaitReason:
-        which = (
-            f"notification {first}" if stop == first + 1 else f"one of notifications {first} to {stop - 1}"
-        )
+    def _reason(self, first: int, stop: int, ranks: tuple[int, ...]) -> WaitReason:
+        several = stop > first + 1
+        which = f"one of notifications {first} to {stop - 1}" if several else f"notification {first}"
         return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
 
     # What channels and collectives are made of: words that hold growing epochs, each with one writer.
@@ -246,20 +237,20 @@ class SegmentBuffer:
     def flag(self, index: int) -> int:
         """Return the raw word of a notification; does not block."""
         try:
-            if self._freed or self._manager.closed or not 0 <= index < self.notifications:
+            if self._freed or self._context.closed or not 0 <= index < self.notifications:
                 raise self._wrong(index)
             return int(self._words[index])
         except TypeError:
             raise self._wrong(index) from None
 
     def wait_flag(
-        self, index: int, epoch: int, waiting: Callable[[], WaitReason], timeout: float | None = None
+        self, index: int, epoch: int, reason: Callable[[], WaitReason], timeout: float | None = None
     ) -> None:
         """Wait until a word is at least ``epoch``; what was put before it is then visible. Blocking."""
         words = self._words
         if words[index] < epoch:
-            self._manager.waiter.until(lambda: words[index] >= epoch, waiting, timeout)
-        self._manager.segment.acquire()
+            self._context.waiter.until(lambda: words[index] >= epoch, reason, timeout)
+        self._segment.acquire()
 
     def exchange(
         self,
@@ -295,47 +286,47 @@ class SegmentBuffer:
             If a peer does not call; names it. The call can be repeated, as it was.
         ProtocolError
             If it is not the call that was interrupted or reached its deadline before.
-        PartitionError, ShapeError
-            If a peer is no rank of the machine, or a note is not made of integers of 64 bits.
+        PartitionError, ArgumentError
+            If a peer is no rank of the machine, or a note not made of integers of 64 bits; nothing was sent.
         """
         self._check()
-        if timeout is not None:
-            check_timeout(timeout)
-        notes = as_notes(notes, f"exchange {label!r}")
+        check_timeout(timeout)
+        purpose = Purpose.checked(self._context.ranks, notes, label, fingerprint, terms)
         # After a timeout, or whatever else ended the wait, its messages are still under way: the next call
         # waits for these same ones.
         if self._handshake is None:
-            self._handshake = self._manager.call(self, notes, label, fingerprint, terms)
+            self._handshake = Handshake(self._context, self.location, purpose)
         else:
-            self._handshake.check_same(notes, label, fingerprint)
+            self._handshake.check_same(purpose)
         try:
             remotes = self._handshake.finish(timeout)
         except MismatchError:
             self._handshake = None
             raise
         self._handshake = None
-        self._peers = tuple(dict.fromkeys((*self._peers, *notes)))
+        self._peers = tuple(dict.fromkeys((*self._peers, *purpose.notes)))
         return remotes
 
     def free(self) -> None:
         """Give the memory back; local. The caller knows that no peer writes to it any more."""
         if not self._freed:
             self._freed = True
-            self._manager.release(self._heap_offset)
+            if not self._context.closed:
+                self._context.heap.free(self.offset)
 
-    def promise(self, manager: SegmentManager, peer: int, index: int, value: int) -> Callable[[], None]:
+    def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
         """Check a notification that this rank will give to itself when a peer has answered; what gives it.
 
         Nothing is given after the buffer was freed.
         """
         here = self.here
-        if manager is not self._manager:
-            raise ShapeError(f"buffer {self.owner!r} is of another machine than what notifies it")
+        if context is not self._context:
+            raise ArgumentError(f"buffer {self.owner!r} is of another machine than what notifies it")
         here.check_notification(index, value)
         self._peers = tuple(dict.fromkeys((*self._peers, peer)))
 
         def give() -> None:
-            if not (self._freed or manager.closed):
+            if not (self._freed or context.closed):
                 here.notify(index, value)
 
         return give
@@ -348,40 +339,18 @@ class SegmentBuffer:
         self.free()
 
     def __repr__(self) -> str:
-        gone = ", gone" if self._freed or self._manager.closed else ""
+        gone = ", gone" if self._freed or self._context.closed else ""
         return f"SegmentBuffer({self.owner!r}, {self.nbytes} bytes, {self.notifications} notifications{gone})"
 
-    def _wrong(self, index: int) -> ClosedError | SegmentError:
-        if self._freed or self._manager.closed:
+    def _wrong(self, index: int) -> ClosedError | ArgumentError:
+        if self._freed or self._context.closed:
             return self._gone()
-        return SegmentError(f"notification {index!r} of a buffer that has {self.notifications}")
+        return ArgumentError(f"notification {index!r} of a buffer that has {self.notifications}")
 
     def _check(self) -> None:
-        if self._freed or self._manager.closed:
+        if self._freed or self._context.closed:
             raise self._gone()
 
     def _gone(self) -> ClosedError:
         why = "already freed" if self._freed else "its machine is already closed"
         return ClosedError(f"segment buffer {self.owner!r}: {why}")
-
-
-def as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -> dict[int, tuple[int, ...]]:
-    """Notes by rank id, empty ones if only the rank ids are given.
-
-    Raises
-    ------
-    ShapeError
-        If it is neither.
-    PartitionError
-        If a rank is listed twice.
-    """
-    if isinstance(notes, Mapping):
-        return dict(notes)
-    try:
-        peers = [as_int(peer) for peer in notes]
-    except TypeError:
-        raise ShapeError(f"{what} takes rank ids, or notes by rank id, got {notes!r}") from None
-    twice = [peer for at, peer in enumerate(peers) if peer in peers[:at]]
-    if twice:
-        raise PartitionError(f"{what}: rank {twice[0]} is listed more than once in {peers}")
-    return dict.fromkeys(peers, ())

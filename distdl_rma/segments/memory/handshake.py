@@ -3,38 +3,104 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.errors import MismatchError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
+from distdl_rma.segments.memory.context import SegmentContext
+from distdl_rma.segments.memory.remote_buffer import Location, RemoteBuffer
 from distdl_rma.segments.waiter import check_timeout
 from distdl_rma.segments.waiting.wait_reason import WaitReason
 
-if TYPE_CHECKING:
-    from distdl_rma.segments.manager import SegmentManager
-
 _TAG = 1
-_LABEL = 120
-# A message: fingerprint, place of the buffer (4 numbers), note for the peer (4 numbers), hash of the whole
-# label, beginning of the label and of the terms.
-_NOTE = slice(5, 9)
-_HASH = 9
-_TEXT = 10
-# What the fingerprint stands for, as far as it fits, to say what differs.
-_TERMS = _TEXT + _LABEL // 8
-_TERMS_BYTES = 240
-_WORDS = _TERMS + _TERMS_BYTES // 8
+_LABEL_BYTES, _TERMS_BYTES = 120, 240
+# A message: fingerprint, location of the buffer, note for the peer, hash of the whole label, beginning of the
+# label and of the terms, which say what differs as far as they fit.
+_LOCATION, _NOTE, _HASH = slice(1, 5), slice(5, 9), 9
+_LABEL = slice(10, 10 + _LABEL_BYTES // 8)
+_TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
 
+Message = npt.NDArray[np.int64]
 # Requests that MPI still works on, and the memory that it reads and writes, whatever became of the buffer,
 # the handshake and the machine that they were for.
 _UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a handshake is for: a label and a fingerprint, alike on all sides, and a note for every peer.
+
+    ``terms`` say what the fingerprint stands for, a line ``name=value`` each.
+    """
+
+    label: str
+    fingerprint: int
+    notes: dict[int, tuple[int, ...]]
+    terms: str = field(default="", compare=False)
+
+    @classmethod
+    def checked(
+        cls,
+        ranks: tuple[int, ...],
+        notes: Mapping[int, tuple[int, ...]] | Iterable[int],
+        label: str,
+        fingerprint: int,
+        terms: str,
+    ) -> Purpose:
+        """Purpose of such arguments of :meth:`SegmentBuffer.exchange`; raises what is wrong with them."""
+        if not isinstance(label, str):
+            raise ArgumentError(f"an exchange's label is a string, got {label!r}")
+        what = f"exchange {label!r}"
+        notes = _as_notes(notes, what)
+        for peer in notes:
+            if peer not in ranks:
+                raise PartitionError(f"{what}: {peer!r} is none of the machine's ranks {ranks}")
+        (plan,) = _int64s((fingerprint,), 1, f"{what}: a fingerprint")
+        most = _NOTE.stop - _NOTE.start
+        listed = {
+            peer: _int64s(note, most, f"{what}: the note for rank {peer}") for peer, note in notes.items()
+        }
+        return cls(label, plan, listed, terms)
+
+    def message(self, location: Location, peer: int) -> Message:
+        """What a peer is told, with the location of this rank's buffer."""
+        message, note = np.zeros(_TERMS.stop, np.int64), self.notes[peer]
+        message[0], message[_HASH] = self.fingerprint, fingerprint(self.label)
+        message[_LOCATION] = location
+        message[_NOTE][: len(note)] = note
+        for there, text in ((_LABEL, _clipped(self.label, _LABEL_BYTES)), (_TERMS, self._own_terms)):
+            message[there].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+        return message
+
+    @property
+    def _own_terms(self) -> bytes:
+        return _clipped(self.terms, _TERMS_BYTES)
+
+    def difference(self, rank: int, peer: int, reply: Message) -> str:
+        """What a peer's message was for, if not for the same; for an error on ``rank``. Else empty."""
+        if int(reply[_HASH]) != fingerprint(self.label):
+            theirs = _text(reply[_LABEL])
+            if theirs == _clipped(self.label, _LABEL_BYTES).decode(errors="replace"):
+                return f"another name with the same first {_LABEL_BYTES} bytes"
+            return repr(theirs)
+        if int(reply[0]) == self.fingerprint:
+            return ""
+        mine = _listed(self._own_terms.decode(errors="replace"))
+        others = _listed(_text(reply[_TERMS]))
+        different = [
+            f"{key} is {mine.get(key)} on rank {rank} and {others.get(key)} on rank {peer}"
+            for key in dict.fromkeys((*mine, *others))
+            if mine.get(key) != others.get(key)
+        ]
+        plans = f"plans {self.fingerprint:014x} and {int(reply[0]):014x}"
+        return f"the same name, another plan ({', '.join(different) or plans})"
 
 
 class Handshake:
@@ -43,145 +109,95 @@ class Handshake:
     The n-th handshake of a pair of ranks meets the n-th one of the other side; the label and the
     fingerprint tell whether both mean the same.
 
-    Raises
-    ------
-    PartitionError
-        If a peer is no rank of the machine; nothing was sent.
-    ShapeError
-        If a label, fingerprint or note cannot be sent; nothing was sent.
-
     Notes
     -----
     "On the first call they exchange a pointer to the exchange buffers with all their neighbors":
     interface document, section 3.2; requirement A8.
     """
 
-    def __init__(
-        self,
-        manager: SegmentManager,
-        comm: MPI.Intracomm,
-        buffer: SegmentBuffer,
-        notes: dict[int, tuple[int, ...]],
-        label: str,
-        fingerprint: int,
-        terms: str = "",
-    ) -> None:
-        self._purpose = _checked(manager.ranks, notes, label, fingerprint)
-        self._manager, self._label, self._fingerprint = manager, label, fingerprint
-        self._terms = terms
-        self._incoming = {peer: np.zeros(_WORDS, np.int64) for peer in notes}
-        self._outgoing = {
-            peer: _message(fingerprint, buffer.place, note, label, terms)
-            for peer, note in self._purpose[2].items()
-        }
+    def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:
+        self._context, self._purpose = context, purpose
+        self._incoming = {peer: np.zeros(_TERMS.stop, np.int64) for peer in purpose.notes}
+        self._outgoing = {peer: purpose.message(location, peer) for peer in purpose.notes}
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
         self._requests: list[MPI.Request] = []
-        with manager.segment.lock:
+        with context.segment.lock:
             _UNFINISHED[id(self)] = self._requests, (self._incoming, self._outgoing)
-            manager.defer(self.test)
-            for peer in notes:
-                position = manager.ranks.index(peer)
-                self._sends[peer] = comm.Isend(self._outgoing[peer], position, _TAG)
+            context.waiter.defer(self.test)
+            for peer in purpose.notes:
+                position = context.ranks.index(peer)
+                self._sends[peer] = context.comm.Isend(self._outgoing[peer], position, _TAG)
                 self._requests.append(self._sends[peer])
-                self._receives[peer] = comm.Irecv(self._incoming[peer], position, _TAG)
+                self._receives[peer] = context.comm.Irecv(self._incoming[peer], position, _TAG)
                 self._requests.append(self._receives[peer])
 
     def test(self) -> bool:
-        """Whether no message is under way any more; does not block. The manager's work until then."""
-        with self._manager.segment.lock:
+        """Whether no message is under way any more; does not block. Every wait takes this step until then."""
+        with self._context.segment.lock:
             if not MPI.Request.Testall(self._requests):
                 return False
             _UNFINISHED.pop(id(self), None)
         return True
 
-    def check_same(self, notes: dict[int, tuple[int, ...]], label: str, fingerprint: int) -> None:
+    def check_same(self, purpose: Purpose) -> None:
         """Raise ``ProtocolError`` if a call that shall go on with this handshake is for something else."""
-        if _checked(self._manager.ranks, notes, label, fingerprint) != self._purpose:
+        mine = self._purpose
+        if purpose != mine:
             raise ProtocolError(
-                f"an exchange of {self._label!r} with ranks {sorted(self._incoming)} is unfinished and has to"
-                f" be repeated as it was, got one of {label!r} with ranks {sorted(notes)}"
-                + (" and another plan or notes" if label == self._label else "")
+                f"an exchange of {mine.label!r} with ranks {sorted(mine.notes)} is unfinished and has to"
+                f" be repeated as it was, got one of {purpose.label!r} with ranks {sorted(purpose.notes)}"
+                + (" and another plan or notes" if purpose.label == mine.label else "")
             )
 
     def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
         """Wait for all peers, until one deadline; their buffers, by rank id."""
-        manager = self._manager
-        seconds = manager.waiter.timeout if timeout is None else check_timeout(timeout)
-        deadline = time.perf_counter() + seconds
+        waiter = self._context.waiter
+        deadline = time.perf_counter() + check_timeout(timeout, waiter.timeout)
         for requests in (self._receives, self._sends):
             for peer, request in requests.items():
-                manager.waiter.until(
-                    lambda request=request: self._over(request),  # type: ignore[misc]
-                    lambda peer=peer: self._about(peer),  # type: ignore[misc]
-                    max(0.0, deadline - time.perf_counter()),
-                )
+                self._wait(peer, request, max(0.0, deadline - time.perf_counter()))
         self.test()
-        manager.withdraw(self.test)
+        waiter.withdraw(self.test)
         return {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
 
-    def _over(self, request: MPI.Request) -> bool:
-        # The progress thread may look at the same request.
-        with self._manager.segment.lock:
-            return request.Test()
-
-    def _about(self, peer: int) -> WaitReason:
-        return WaitReason(
+    def _wait(self, peer: int, request: MPI.Request, seconds: float) -> None:
+        reason = WaitReason(
             (peer,),
-            f"to connect {self._label!r}",
+            f"to connect {self._purpose.label!r}",
             "did every rank build and call the same things in the same order?",
         )
 
-    def _remote(self, peer: int, reply: npt.NDArray[np.int64]) -> RemoteBuffer:
-        same = int(reply[_HASH]) == fingerprint(self._label)
-        if not same or int(reply[0]) != self._fingerprint:
-            theirs = reply[_TEXT:_TERMS].tobytes().rstrip(b"\0").decode(errors="replace")
-            what = "the same name, another plan" if same else f"{theirs!r}"
-            if not same and theirs == _clip(self._label).decode(errors="replace"):
-                what = f"another name with the same first {_LABEL} bytes"
-            which = self._difference(peer, reply) if same else ""
+        def over() -> bool:
+            # The progress thread may look at the same request.
+            with self._context.segment.lock:
+                return request.Test()
+
+        self._context.waiter.until(over, lambda: reason, seconds)
+
+    def _remote(self, peer: int, reply: Message) -> RemoteBuffer:
+        context, label = self._context, self._purpose.label
+        different = self._purpose.difference(context.rank, peer, reply)
+        if different:
             raise MismatchError(
-                f"rank {self._manager.rank} connects {self._label!r} but rank {peer} connects {what}{which}:"
+                f"rank {context.rank} connects {label!r} but rank {peer} connects {different}:"
                 " do all ranks build and call the same things in the same order, with the same arguments?"
             )
-        place = (int(reply[1]), int(reply[2]), int(reply[3]), int(reply[4]))
-        note = tuple(int(value) for value in reply[_NOTE])
-        return RemoteBuffer(self._manager, peer, place, note)
-
-    def _difference(self, peer: int, reply: npt.NDArray[np.int64]) -> str:
-        mine = _listed(_clipped(self._terms, _TERMS_BYTES))
-        theirs = _listed(reply[_TERMS:].tobytes().rstrip(b"\0"))
-        different = [
-            f"{key} is {mine.get(key)} on rank {self._manager.rank} and {theirs.get(key)} on rank {peer}"
-            for key in dict.fromkeys((*mine, *theirs))
-            if mine.get(key) != theirs.get(key)
-        ]
-        if different:
-            return f" ({', '.join(different)})"
-        return f" (plans {self._fingerprint:014x} and {int(reply[0]):014x})"
+        return RemoteBuffer(context, peer, Location(*reply[_LOCATION].tolist()), tuple(reply[_NOTE].tolist()))
 
 
-def _listed(terms: bytes) -> dict[str, str]:
-    lines = terms.decode(errors="replace").splitlines()
-    return {key: value for key, equals, value in (line.partition("=") for line in lines) if equals}
-
-
-def _checked(
-    ranks: tuple[int, ...], notes: dict[int, tuple[int, ...]], label: str, fingerprint: int
-) -> tuple[str, int, dict[int, tuple[int, ...]]]:
-    # What a handshake is for, in a form that can be compared; raises before anything is sent.
-    if not isinstance(label, str):
-        raise ShapeError(f"an exchange's label is a string, got {label!r}")
-    for peer in notes:
-        if peer not in ranks:
-            raise PartitionError(f"exchange {label!r}: {peer!r} is none of the machine's ranks {ranks}")
-    (plan,) = _int64s((fingerprint,), 1, f"exchange {label!r}: a fingerprint")
-    size = _NOTE.stop - _NOTE.start
-    listed = {
-        peer: _int64s(note, size, f"exchange {label!r}: the note for rank {peer}")
-        for peer, note in notes.items()
-    }
-    return label, plan, listed
+def _as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -> dict[int, tuple[int, ...]]:
+    # By rank id; empty ones if only the rank ids are given.
+    if isinstance(notes, Mapping):
+        return dict(notes)
+    try:
+        peers = [as_int(peer) for peer in notes]
+    except TypeError:
+        raise ArgumentError(f"{what} takes rank ids, or notes by rank id, got {notes!r}") from None
+    twice = [peer for at, peer in enumerate(peers) if peer in peers[:at]]
+    if twice:
+        raise PartitionError(f"{what}: rank {twice[0]} is listed more than once in {peers}")
+    return dict.fromkeys(peers, ())
 
 
 def _int64s(values: Any, most: int, what: str) -> tuple[int, ...]:
@@ -190,30 +206,18 @@ def _int64s(values: Any, most: int, what: str) -> tuple[int, ...]:
     except TypeError:
         numbers = None
     if numbers is None or len(numbers) > most or any(not -(1 << 63) <= n < 1 << 63 for n in numbers):
-        raise ShapeError(f"{what} is made of at most {most} integer(s) of 64 bits, got {values!r}")
+        raise ArgumentError(f"{what} is made of at most {most} integer(s) of 64 bits, got {values!r}")
     return numbers
 
 
-def _encoded(label: str) -> bytes:
-    return label.encode(errors="backslashreplace")
-
-
-def _clip(label: str) -> bytes:
-    return _clipped(label, _LABEL)
-
-
 def _clipped(text: str, nbytes: int) -> bytes:
-    return _encoded(text)[:nbytes]
+    return text.encode(errors="backslashreplace")[:nbytes]
 
 
-def _message(
-    plan: int, place: tuple[int, int, int, int], note: tuple[int, ...], label: str, terms: str
-) -> npt.NDArray[np.int64]:
-    message = np.zeros(_WORDS, np.int64)
-    message[0] = plan
-    message[1 : _NOTE.start] = place
-    message[_NOTE.start : _NOTE.start + len(note)] = note
-    message[_HASH] = fingerprint(label)
-    for first, text in ((_TEXT, _clip(label)), (_TERMS, _clipped(terms, _TERMS_BYTES))):
-        message[first:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
-    return message
+def _text(words: Message) -> str:
+    return words.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _listed(terms: str) -> dict[str, str]:
+    lines = (line.partition("=") for line in terms.splitlines())
+    return {key: value for key, equals, value in lines if equals}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ShapeError
+from distdl_rma.errors import ArgumentError
+from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.waiter import check_timeout
 from distdl_rma.segments.waiting.wait_reason import WaitReason
-
-if TYPE_CHECKING:
-    from distdl_rma.segments.manager import SegmentManager
 
 
 class Queue:
@@ -23,9 +21,10 @@ class Queue:
     and which one an operation was posted to changes nothing at the other end.
     """
 
-    def __init__(self, manager: SegmentManager, name: str) -> None:
-        self._manager = manager
+    def __init__(self, context: SegmentContext, name: str) -> None:
+        self._context = context
         self.name = name
+        # Peer, requests, memory that they use, and what to call once they are complete.
         self._posted: list[tuple[int, list[MPI.Request], Any, Callable[[], None] | None]] = []
 
     def __len__(self) -> int:
@@ -43,16 +42,16 @@ class Queue:
 
     def test(self) -> bool:
         """Whether all operations posted so far are complete at this end; does not block."""
-        self._manager.check_open()
-        with self._manager.segment.lock:
-            left = []
-            for entry in self._posted:
-                if MPI.Request.Testall(entry[1]):
-                    if entry[3] is not None:
-                        entry[3]()
-                else:
-                    left.append(entry)
-            self._posted = left
+        self._context.check_open()
+        with self._context.segment.lock:
+            under_way = []
+            for operation in self._posted:
+                _, requests, _, finish = operation
+                if not MPI.Request.Testall(requests):
+                    under_way.append(operation)
+                elif finish is not None:
+                    finish()
+            self._posted = under_way
         return not self._posted
 
     def wait(self, timeout: float | None = None) -> None:
@@ -61,20 +60,19 @@ class Queue:
         Raises ``ExchangeTimeout`` at the deadline (seconds; None: the machine's default); it can then be
         called again.
         """
-        if timeout is not None:
-            check_timeout(timeout)
-        self._manager.check_open()
-        self._manager.waiter.until(self.test, self._waiting, timeout)
+        check_timeout(timeout)
+        self._context.check_open()
+        self._context.waiter.until(self.test, self._reason, timeout)
+
+    def _reason(self) -> WaitReason:
+        peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
+        return WaitReason(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
 
     def __repr__(self) -> str:
         return f"Queue({self.name!r}, {len(self)} posted)"
 
-    def _waiting(self) -> WaitReason:
-        peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
-        return WaitReason(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
 
-
-def check_queue(queue: object, what: str) -> None:
-    """Raise if what an operation shall be posted to is no queue."""
-    if not isinstance(queue, Queue):
-        raise ShapeError(f"{what}: a queue is made by segments.queue(), got {type(queue).__name__}")
+def check_queue(queue: Queue | None, what: str) -> None:
+    """Raise if what an operation shall be posted to is neither a queue nor None."""
+    if not (queue is None or isinstance(queue, Queue)):
+        raise ArgumentError(f"{what}: a queue is made by segments.queue(), got {type(queue).__name__}")

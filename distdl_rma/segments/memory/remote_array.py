@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_values
+from distdl_rma.segments.memory.array_bytes import ArrayLayout
 from distdl_rma.segments.memory.queue import Queue, check_queue
+from distdl_rma.segments.memory.remote_memory import Fetch, RemoteMemory
+from distdl_rma.segments.memory.values import as_values
 from distdl_rma.segments.transport.rma_peer import ByteRuns
-
-if TYPE_CHECKING:
-    from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 
 
 class RemoteArray:
@@ -24,14 +23,10 @@ class RemoteArray:
     ``x`` may be changed on return. A get blocks and returns an array of its own.
     """
 
-    def __init__(self, buffer: RemoteBuffer, layout: ArrayLayout, offset: int) -> None:
-        self._buffer = buffer
-        self._layout = layout
-        self._begin = buffer._offset + offset
-        near = buffer._near
-        if near is not None:
-            near = near[offset : offset + layout.nbytes].view(layout.dtype).reshape(layout.shape)
-        self._near: npt.NDArray[Any] | None = near
+    def __init__(self, memory: RemoteMemory, layout: ArrayLayout, offset: int) -> None:
+        self._memory, self._layout = memory, layout
+        self._begin = memory.begin + offset
+        self._near = memory.near_view(offset, layout.dtype, layout.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -51,10 +46,11 @@ class RemoteArray:
         """Get; blocking."""
         part = self._layout.part(key)
         out = np.empty(part.shape, self.dtype)
-        if self._near is not None:
-            self._buffer._fetch(((ByteRuns((0,), part.nbytes), self._near[part.key], out),), None, None)
+        if self._near is None:
+            fetch = Fetch(part.runs(self._begin), None, out)
         else:
-            self._buffer._fetch(((part.runs(self._begin), None, out),), None, None)
+            fetch = Fetch(ByteRuns((0,), part.nbytes), self._near[part.key], out)
+        self._memory.get([fetch])
         return out
 
     def __len__(self) -> int:
@@ -75,17 +71,15 @@ class RemoteArray:
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
-        return f"RemoteArray(of rank {self._buffer.peer}, {self.dtype}, shape {self.shape})"
+        return f"RemoteArray(of rank {self._memory.peer}, {self.dtype}, shape {self.shape})"
 
     def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
         """Put to a slice, posted to a queue; ``data`` may be changed on return all the same."""
-        if queue is not None:
-            check_queue(queue, "put")
+        check_queue(queue, "put")
         part = self._layout.part(key)
         source = as_values(data, self.dtype, "put")
-        buffer = self._buffer
-        if buffer._manager.closed:
-            raise buffer._closed()
+        memory = self._memory
+        memory.check_open()
         try:
             if self._near is not None:
                 # Straight to its place: packing would be one more pass over the data.
@@ -93,8 +87,8 @@ class RemoteArray:
             else:
                 packed = np.empty(part.shape, self.dtype)
                 packed[...] = source
-                buffer._post(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
+                memory.put(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
         except ValueError as error:
             raise ShapeError(f"put: {error}") from None
-        buffer._counters.puts += 1
-        buffer._counters.bytes_put += part.nbytes
+        memory.counters.puts += 1
+        memory.counters.bytes_put += part.nbytes

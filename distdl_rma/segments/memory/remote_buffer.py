@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.errors import ClosedError, SegmentError, ShapeError
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target
+from distdl_rma.errors import ArgumentError, ShapeError
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_target
+from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.flush import flush
 from distdl_rma.segments.memory.queue import Queue, check_queue
 from distdl_rma.segments.memory.remote_array import RemoteArray
+from distdl_rma.segments.memory.remote_memory import RemoteMemory
 from distdl_rma.segments.memory.remote_words import RemoteWords
-from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.transport.rma_peer import Bytes
 from distdl_rma.segments.waiter import check_timeout
-from distdl_rma.segments.waiting.wait_reason import WaitReason
-
-if TYPE_CHECKING:
-    from distdl_rma.segments.manager import SegmentManager
-    from distdl_rma.segments.memory.buffer import SegmentBuffer
 
 # A notification's word: value, then a number that differs from that of the one before.
 NOTIFICATION_BITS = 31
 _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
 
-
 _Memory = TypeVar("_Memory", memoryview, npt.NDArray[Any])
-# Where in the peer's segment, the same as memory of this process if it can be, and where it is got to.
-_Piece = tuple[ByteRuns, npt.NDArray[Any] | None, npt.NDArray[Any]]
+
+
+class Location(NamedTuple):
+    """Where a buffer is in its owner's segment: its data in bytes, its notifications in words."""
+
+    offset: int
+    nbytes: int
+    first_word: int
+    notifications: int
+
+
+class Inbox(Protocol):
+    """What a get notifies: a :class:`SegmentBuffer` of this rank."""
+
+    def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
+        """Check a notification that a peer's answer will set; what sets it."""
 
 
 class RemoteBuffer(RemoteWords):
@@ -51,19 +61,15 @@ class RemoteBuffer(RemoteWords):
         The integers that the owner sent for this rank.
     """
 
-    def __init__(
-        self, manager: SegmentManager, peer: int, place: tuple[int, int, int, int], note: tuple[int, ...]
-    ) -> None:
-        offset, nbytes, self._first_word, self.notifications = place
-        super().__init__(manager, peer, offset, nbytes)
-        self._link = manager.segment.link(peer)
+    def __init__(self, context: SegmentContext, peer: int, location: Location, note: tuple[int, ...]) -> None:
+        super().__init__(RemoteMemory(context, peer, location.offset, location.nbytes))
+        self._first_word, self.notifications = location.first_word, location.notifications
         self.note = note
-        self._counters = manager.counters
-        self._sequence = manager.sequence
+        self._context, self._link = context, self._memory.link
+        self._counters, self._sequence = context.counters, context.sequence
         # Where the peer's memory can be reached, puts are assignments to it.
-        memory = self._link.memory
-        self._near = None if memory is None else memory[self._offset : self._offset + self.nbytes]
-        self._bytes = None if self._near is None else self._near.data
+        near = self._memory.near
+        self._bytes = None if near is None else near.data
 
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
@@ -76,7 +82,9 @@ class RemoteBuffer(RemoteWords):
         Raises
         ------
         ShapeError
-            If it does not fit into the buffer, is no array, or the queue is none.
+            If it does not fit into the buffer, or is no array.
+        ArgumentError
+            If the queue is none.
         """
         source = as_bytes(data, "put")
         if queue is not None:
@@ -85,26 +93,21 @@ class RemoteBuffer(RemoteWords):
         offset = as_int(offset)
         end = offset + source.nbytes
         if offset < 0 or end > self.nbytes:
-            raise self._outside(offset, source.nbytes)
-        if self._manager.closed:
-            raise self._closed()
+            raise self._memory.outside(offset, source.nbytes)
+        if self._context.closed:
+            self._memory.check_open()
         if self._bytes is not None:
             self._bytes[offset:end] = source
         elif source.nbytes:
             sent = np.frombuffer(source, np.uint8)
-            self._post(
-                ByteRuns((self._offset + offset,), source.nbytes),
-                sent.copy() if queue is None else sent,
-                queue,
-            )
-        counters = self._counters
-        counters.puts += 1
-        counters.bytes_put += source.nbytes
+            sent = sent.copy() if queue is None else sent
+            self._memory.put(self._memory.runs(offset, source.nbytes), sent, queue)
+        self._counters.puts += 1
+        self._counters.bytes_put += source.nbytes
 
     def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
         """Put several arrays, each given with its offset; all are checked before data moves."""
-        if queue is not None:
-            check_queue(queue, "put_list")
+        check_queue(queue, "put_list")
         for source, offset in self._inside(parts, "put_list", as_bytes):
             self.put(source, offset, queue)
 
@@ -117,8 +120,8 @@ class RemoteBuffer(RemoteWords):
         that peer, too: who sees it has them all.
         """
         word = self._word(index, value)
-        if self._manager.closed:
-            raise self._closed()
+        if self._context.closed:
+            self._memory.check_open()
         self._link.notify(*word, last=last)
         self._counters.notifications += 1
 
@@ -144,24 +147,15 @@ class RemoteBuffer(RemoteWords):
     ) -> None:
         """Copy from the peer's buffer into an array or tensor of this rank.
 
-        Blocking without a queue; with one, the array is filled after ``queue.wait()``.
-
-        Raises
-        ------
-        ShapeError
-            If it would reach beyond the peer's buffer, or cannot be written to.
-        ExchangeTimeout
-            If the peer does not answer; the call can be repeated.
+        Blocking without a queue; with one, the array is filled after ``queue.wait()``. ``ShapeError`` says
+        that it would reach beyond the peer's buffer, or cannot be written to; ``ExchangeTimeout`` that the
+        peer does not answer: the call can be repeated.
         """
         target = as_target(out, "get")
-        if queue is not None:
-            check_queue(queue, "get")
-        if timeout is not None:
-            check_timeout(timeout)
-        offset, nbytes = as_offset(offset, "get"), target.nbytes
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise self._outside(offset, nbytes)
-        self._fetch((self._piece(target, offset),), queue, timeout)
+        check_queue(queue, "get")
+        check_timeout(timeout)
+        offset = self._memory.inside(offset, target.nbytes, "get")
+        self._memory.get([self._memory.fetch(target, offset)], queue, timeout)
 
     def get_list(
         self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None, timeout: float | None = None
@@ -170,14 +164,12 @@ class RemoteBuffer(RemoteWords):
 
         They are under way together. Blocking without a queue; raises as :meth:`get`.
         """
-        if queue is not None:
-            check_queue(queue, "get_list")
-        if timeout is not None:
-            check_timeout(timeout)
+        check_queue(queue, "get_list")
+        check_timeout(timeout)
         targets = self._inside(parts, "get_list", as_target)
-        self._fetch([self._piece(target, offset) for target, offset in targets], queue, timeout)
+        self._memory.get([self._memory.fetch(*target) for target in targets], queue, timeout)
 
-    def get_notify(self, out: Any, inbox: SegmentBuffer, index: int, value: int = 1, offset: int = 0) -> None:
+    def get_notify(self, out: Any, inbox: Inbox, index: int, value: int = 1, offset: int = 0) -> None:
         """Get, and set a notification of this rank's own buffer when the array is filled; does not block.
 
         The peer learns nothing of it. ``out`` belongs to the transfer until the notification is there. It is
@@ -197,45 +189,27 @@ class RemoteBuffer(RemoteWords):
         Raises
         ------
         ShapeError
-            If it would reach beyond the peer's buffer, ``out`` cannot be written to, or ``inbox`` is no
-            buffer of this rank.
-        SegmentError
-            If there is no such notification.
+            If it would reach beyond the peer's buffer, or ``out`` cannot be written to.
+        ArgumentError
+            If ``inbox`` is no buffer of this rank, or has no such notification.
         """
-        target, offset = as_target(out, "get_notify"), as_offset(offset, "get_notify")
-        if offset < 0 or offset + target.nbytes > self.nbytes:
-            raise self._outside(offset, target.nbytes)
+        target = as_target(out, "get_notify")
+        offset = self._memory.inside(offset, target.nbytes, "get_notify")
         promise = getattr(inbox, "promise", None)
         if promise is None:
-            raise ShapeError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
-        if self._manager.closed:
-            raise self._closed()
-        notify = promise(self._manager, self.peer, index, value)
-        runs, near, _ = self._piece(target, offset)
-        if near is not None or not runs.total:
-            self._fetch(((runs, near, target),), None, None)
-            notify()
-            return
-        self._counters.gets += 1
-        self._counters.bytes_got += runs.total
-        bounce, finish = _bounce(runs, target)
-
-        def then() -> None:
-            finish()
-            notify()
-
-        self._link.get(runs, bounce, keep=True, then=then)
+            raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
+        self._memory.check_open()
+        notify = promise(self._memory.context, self.peer, index, value)
+        self._memory.get_then(self._memory.fetch(target, offset), notify)
 
     def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
-        layout, offset = ArrayLayout(dtype, shape), as_offset(offset, "view")
-        if offset < 0 or offset + layout.nbytes > self.nbytes:
-            raise self._outside(offset, layout.nbytes)
-        return RemoteArray(self, layout, offset)
+        layout = ArrayLayout(dtype, shape)
+        return RemoteArray(self._memory, layout, self._memory.inside(offset, layout.nbytes, "view"))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
-        flush(self._manager, (self.peer,), timeout)
+        flush(self._memory.context, (self.peer,), timeout)
 
     # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
 
@@ -249,9 +223,7 @@ class RemoteBuffer(RemoteWords):
 
     def put_stable(self, data: Bytes, offset: int) -> None:
         """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
-        if offset < 0 or offset + data.nbytes > self.nbytes:
-            raise self._outside(offset, data.nbytes)
-        self._link.put(ByteRuns((self._offset + offset,), data.nbytes), data)
+        self._link.put(self._memory.runs(self._memory.inside(offset, data.nbytes, "put"), data.nbytes), data)
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
 
@@ -269,36 +241,24 @@ class RemoteBuffer(RemoteWords):
 
     def direct(self, dtype: npt.DTypeLike, count: int, offset: int) -> npt.NDArray[Any] | None:
         """View of the peer's own memory where it can be loaded and stored, else None."""
-        memory = self._link.memory
-        if memory is None:
-            return None
         kind = np.dtype(dtype)
-        nbytes = count * kind.itemsize
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise self._outside(offset, nbytes)
-        start = self._offset + offset
-        return memory[start : start + nbytes].view(kind)
-
-    # Steps of the operations above.
+        return self._memory.near_view(
+            self._memory.inside(offset, count * kind.itemsize, "view"), kind, (count,)
+        )
 
     def check_notification(self, index: int, value: int) -> tuple[int, int]:
-        """Return index and value as integers of Python, or raise ``SegmentError`` if there is no such one."""
+        """Return index and value as integers of Python, or raise ``ArgumentError`` if there is none such."""
         index, value = as_int(index), as_int(value)
         if not 0 <= index < self.notifications:
-            raise SegmentError(f"notification {index} of a buffer that has {self.notifications}")
+            raise ArgumentError(f"notification {index} of a buffer that has {self.notifications}")
         if not 1 <= value <= _LARGEST_VALUE:
-            raise SegmentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
+            raise ArgumentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
         return index, value
 
     def _word(self, index: int, value: int) -> tuple[int, int]:
         # Where a notification is, and the word that sets it.
         index, value = self.check_notification(index, value)
         return self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
-
-    def _post(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
-        requests = self._link.put(runs, source)
-        if queue is not None:
-            queue.post(self.peer, requests, source)
 
     def _inside(
         self, parts: Iterable[tuple[Any, int]], what: str, check: Callable[[Any, str], _Memory]
@@ -310,58 +270,8 @@ class RemoteBuffer(RemoteWords):
             raise ShapeError(f"{what} takes pairs of an array and its offset: {error}") from None
         checked = [(check(data, what), offset) for data, offset in pairs]
         for memory, offset in checked:
-            if offset < 0 or offset + memory.nbytes > self.nbytes:
-                raise self._outside(offset, memory.nbytes)
+            self._memory.inside(offset, memory.nbytes, what)
         return checked
-
-    def _piece(self, target: npt.NDArray[Any], offset: int) -> _Piece:
-        near, nbytes = None, target.nbytes
-        if self._near is not None:
-            near = self._near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
-        return ByteRuns((self._offset + offset,), nbytes), near, target
-
-    def _fetch(self, pieces: Sequence[_Piece], queue: Queue | None, timeout: float | None) -> None:
-        if self._manager.closed:
-            raise self._closed()
-        far = []
-        for runs, near, target in pieces:
-            self._counters.gets += 1
-            self._counters.bytes_got += runs.total
-            if near is not None:
-                target[...] = near
-            else:
-                far.append((runs, target))
-        if not far:
-            return
-        # After a timeout nobody looks at the queue that was made here, and the targets are left alone.
-        posted = self._manager.queue("get") if queue is None else queue
-        for runs, target in far:
-            bounce, finish = _bounce(runs, target)
-            posted.post(self.peer, self._link.get(runs, bounce, keep=True), bounce, finish)
-        if queue is None:
-            total = sum(runs.total for runs, _ in far)
-            self._manager.waiter.until(
-                posted.test, lambda: WaitReason((self.peer,), f"to answer a get of {total} bytes"), timeout
-            )
-
-    def _outside(self, offset: int, nbytes: int) -> ShapeError:
-        return ShapeError(
-            f"{nbytes} bytes at offset {offset} are not inside rank {self.peer}'s buffer of"
-            f" {self.nbytes} bytes"
-        )
 
     def __repr__(self) -> str:
         return f"RemoteBuffer(of rank {self.peer}, {self.nbytes} bytes, {self.notifications} notifications)"
-
-    def _closed(self) -> ClosedError:
-        return ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
-
-
-def _bounce(runs: ByteRuns, target: npt.NDArray[Any]) -> tuple[Bytes, Callable[[], None]]:
-    # Memory that the link keeps while a get is under way, whatever becomes of the target, and what copies it.
-    bounce = np.empty(runs.total, np.uint8)
-
-    def finish() -> None:
-        target[...] = bounce.view(target.dtype).reshape(target.shape)
-
-    return bounce, finish

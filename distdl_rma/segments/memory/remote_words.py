@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from operator import index as as_int
-from typing import TYPE_CHECKING
 
-from distdl_rma.errors import ShapeError
+from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.memory.array_bytes import as_offset
+from distdl_rma.segments.memory.remote_memory import RemoteMemory
 from distdl_rma.segments.waiter import check_timeout
 from distdl_rma.segments.waiting.wait_reason import WaitReason
-
-if TYPE_CHECKING:
-    from distdl_rma.segments.manager import SegmentManager
 
 
 class RemoteWords:
@@ -20,39 +17,30 @@ class RemoteWords:
     Atomic towards each other on all ranks, not towards puts and plain stores. All block, until the word has
     been changed. All raise
 
-    - ``ShapeError`` if the offset is no multiple of 8 inside the buffer, or a number has more than 64 bits;
+    - ``ShapeError`` if the offset is no multiple of 8 inside the buffer;
+    - ``ArgumentError`` if a number has more than 64 bits;
     - ``ExchangeTimeout`` if the peer does not answer. Nothing was changed; the call can be repeated.
-
-    Parameters
-    ----------
-    manager
-        Segment manager of the machine.
-    peer
-        Rank id of the owner.
-    offset, nbytes
-        Where in the peer's segment the buffer begins, and its size.
     """
 
-    def __init__(self, manager: SegmentManager, peer: int, offset: int, nbytes: int) -> None:
-        self._manager = manager
-        self.peer = peer
-        self._offset, self.nbytes = offset, nbytes
+    def __init__(self, memory: RemoteMemory) -> None:
+        self._memory = memory
+        self.peer, self.nbytes = memory.peer, memory.nbytes
+        self._atomics = memory.context.segment.atomics
 
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to the integer, and return what it was. The sum wraps around."""
         operand = _int64(value)
-        return self._manager.segment.atomics.fetch_add(self.peer, self._word_at(offset, timeout), operand)
+        return self._atomics.fetch_add(self.peer, self._word_at(offset, timeout), operand)
 
     def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set the integer to ``desired`` if it is ``expected``; return what it was: that if it was set."""
         old, new = _int64(expected), _int64(desired)
-        at = self._word_at(offset, timeout)
-        return self._manager.segment.atomics.compare_swap(self.peer, at, old, new)
+        return self._atomics.compare_swap(self.peer, self._word_at(offset, timeout), old, new)
 
     def atomic_swap(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Set the integer, and return what it was."""
         operand = _int64(value)
-        return self._manager.segment.atomics.swap(self.peer, self._word_at(offset, timeout), operand)
+        return self._atomics.swap(self.peer, self._word_at(offset, timeout), operand)
 
     def atomic_store(self, offset: int, value: int, timeout: float | None = None) -> None:
         """Set the integer; it is set on return."""
@@ -60,28 +48,27 @@ class RemoteWords:
 
     def atomic_load(self, offset: int, timeout: float | None = None) -> int:
         """Return the integer."""
-        return self._manager.segment.atomics.load(self.peer, self._word_at(offset, timeout))
+        return self._atomics.load(self.peer, self._word_at(offset, timeout))
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
-        if timeout is not None:
-            check_timeout(timeout)
-        self._manager.check_open()
+        # Where in the peer's segment, once the peer is known to answer.
+        check_timeout(timeout)
+        self._memory.context.check_open()
         offset = as_offset(offset, "an atomic")
         if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
             raise ShapeError(
                 f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
                 f" {self.nbytes} bytes, got offset {offset}"
             )
-        answered = self._manager.segment.atomics.responding(self.peer)
+        answered = self._atomics.responding(self.peer)
         if answered is not None:
-            self._manager.waiter.until(
-                answered, lambda: WaitReason((self.peer,), "to answer before an atomic operation"), timeout
-            )
-        return self._offset + offset
+            reason = WaitReason((self.peer,), "to answer before an atomic operation")
+            self._memory.context.waiter.until(answered, lambda: reason, timeout)
+        return self._memory.begin + offset
 
 
 def _int64(value: int) -> int:
     number = as_int(value)
     if not -(1 << 63) <= number < 1 << 63:
-        raise ShapeError(f"an atomic works on integers of 64 bits, got {number}")
+        raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number

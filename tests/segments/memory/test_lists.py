@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from distdl_rma import ClosedError, ExchangeTimeout, Machine, SegmentError, ShapeError
+from distdl_rma import ArgumentError, ClosedError, ExchangeTimeout, Machine, ShapeError
 from distdl_rma.segments import RemoteBuffer
 
 pytestmark = pytest.mark.mpi
@@ -47,7 +47,7 @@ def test_lists_are_checked_before_anything_moves(meet, machine, comm):
     ):
         with pytest.raises(ShapeError, match=message):
             remotes[peer].get_list([(good, 0), bad])
-    with pytest.raises(ShapeError, match="get_list: a queue is made by"):
+    with pytest.raises(ArgumentError, match="get_list: a queue is made by"):
         remotes[peer].get_list([(good, 0)], queue=[])
     assert not good.any()
     ones = np.ones(8, np.uint8)
@@ -56,7 +56,7 @@ def test_lists_are_checked_before_anything_moves(meet, machine, comm):
         lambda: remotes[peer].put_list_notify([(ones, 0)], 2),
         lambda: remotes[peer].put_list_notify([(ones, 0)], 0, 2**32),
     ):
-        with pytest.raises((ShapeError, SegmentError)):
+        with pytest.raises((ShapeError, ArgumentError)):
             call()
     remotes[peer].flush()
     comm.Barrier()
@@ -68,7 +68,7 @@ def test_lists_are_checked_before_anything_moves(meet, machine, comm):
 def test_a_list_of_gets_that_is_not_answered_names_the_peer_and_all_its_bytes(meet, comm, monkeypatch):
     peer = (comm.rank + 1) % comm.size
     there = meet(64)[1][peer]
-    monkeypatch.setattr(there, "_near", None)
+    monkeypatch.setattr(there._memory, "near", None)
     monkeypatch.setattr(there._link, "get", lambda *_, **__: [None], raising=False)
     monkeypatch.setattr("distdl_rma.segments.memory.queue.Queue.test", lambda self: False)
     with pytest.raises(ExchangeTimeout, match=rf"for rank {peer} to answer a get of 32 bytes"):
@@ -142,12 +142,16 @@ def test_a_notified_get_is_checked_before_anything_moves(meet, machine, comm):
     out = np.full(1, -1.0)
     with machine.segments.get_segment_buffer(0, 1, "inbox") as inbox:
         for call, error, message in (
-            (lambda: remote.get_notify(out, inbox, 1), SegmentError, "notification 1 of a buffer that has 1"),
-            (lambda: remote.get_notify(out, inbox, 0, 0), SegmentError, "value is from 1"),
+            (
+                lambda: remote.get_notify(out, inbox, 1),
+                ArgumentError,
+                "notification 1 of a buffer that has 1",
+            ),
+            (lambda: remote.get_notify(out, inbox, 0, 0), ArgumentError, "value is from 1"),
             (lambda: remote.get_notify(out, inbox, 0, offset=1), ShapeError, "not inside rank"),
             (
                 lambda: remote.get_notify(out, remote, 0),
-                ShapeError,
+                ArgumentError,
                 "a buffer of this rank, got RemoteBuffer",
             ),
             (lambda: remote.get_notify(b"12345678", inbox, 0), ShapeError, "read-only"),
@@ -156,7 +160,7 @@ def test_a_notified_get_is_checked_before_anything_moves(meet, machine, comm):
                 call()
         with Machine(comm, segment_size="1MiB") as other:
             foreign = other.segments.get_segment_buffer(0, 1, "foreign")
-            with pytest.raises(ShapeError, match="'foreign' is of another machine"):
+            with pytest.raises(ArgumentError, match="'foreign' is of another machine"):
                 remote.get_notify(out, foreign, 0)
     with pytest.raises(ClosedError, match="'inbox': already freed"):
         remote.get_notify(out, inbox, 0)
@@ -168,7 +172,7 @@ def test_a_notified_get_is_checked_before_anything_moves(meet, machine, comm):
 def test_the_wait_for_a_notified_get_names_the_peer(meet, machine, comm, monkeypatch):
     peer = (comm.rank + 1) % comm.size
     there = meet(8)[1][peer]
-    monkeypatch.setattr(there, "_near", None)
+    monkeypatch.setattr(there._memory, "near", None)
     monkeypatch.setattr(there._link, "get", lambda *_, **__: [None], raising=False)
     with machine.segments.get_segment_buffer(0, 1, "inbox") as inbox:
         there.get_notify(np.empty(1), inbox, 0)
