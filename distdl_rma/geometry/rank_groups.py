@@ -1,8 +1,8 @@
-"""Which ranks of two grids belong together in a broadcast or a sum-reduction."""
+"""Groups of ranks: those of a node, and those of grids that belong together in a broadcast or a sum."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import product
 
 from distdl_rma.errors import PartitionError
@@ -10,6 +10,19 @@ from distdl_rma.geometry.partition import Partition
 
 # Rank ids, group by group.
 Groups = tuple[tuple[int, ...], ...]
+
+
+def grouped(ranks: Iterable[int], key: Callable[[int], object]) -> Groups:
+    """Ranks with the same key, such as the number of their node; groups and ranks in the order given."""
+    groups: dict[object, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def leaders(groups: Groups, root: int) -> tuple[int, ...]:
+    """One rank of each group: the root where it is a member, the first one elsewhere."""
+    return tuple(root if root in group else group[0] for group in groups)
 
 
 def transposed(partition: Partition) -> Partition:
@@ -53,11 +66,11 @@ def groups_onto(many: Partition, few: Partition, transpose_many: bool, transpose
 
 def groups_along(partition: Partition, axes: Collection[int]) -> Groups:
     """Ranks that differ in the given grid dimensions only, in the order of the partition."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in partition.ranks:
-        kept = tuple(i for d, i in enumerate(partition.index_of(rank)) if d not in axes)
-        groups.setdefault(kept, []).append(rank)
-    return tuple(map(tuple, groups.values()))
+
+    def kept(rank: int) -> tuple[int, ...]:
+        return tuple(i for d, i in enumerate(partition.index_of(rank)) if d not in axes)
+
+    return grouped(partition.ranks, kept)
 
 
 def _shown(partition: Partition, flipped: bool) -> str:

@@ -47,6 +47,11 @@ class Balanced:
 
     ends = interval
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of every part."""
+        return tuple(stop - start for start, stop in map(self.interval, range(self.parts)))
+
 
 @dataclass(frozen=True)
 class Listed:

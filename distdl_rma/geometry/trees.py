@@ -3,16 +3,19 @@
 Several groups of ranks work at once. Each group has a vector: on every one of its ranks (copies, which are
 summed where they are sources), or cut into one share per rank. The vectors of all groups, one behind the
 other, are the global tensor of a movement; the movements of a plan follow one another on local vectors.
+
+Groups are rank ids, and no rank is in two; ``lengths`` are the elements of their vectors, ``node_of`` gives
+the number of a rank's node, ``me`` is the rank of the process that plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import Groups
+from distdl_rma.geometry.rank_groups import Groups, grouped, leaders
 from distdl_rma.geometry.split import Balanced, Copies, Listed, Split
 
 # Source and target of one movement.
@@ -34,38 +37,25 @@ def copies(groups: Groups, lengths: Sequence[int], me: int) -> Decomposition:
 
 def shares(groups: Groups, lengths: Sequence[int], me: int) -> Decomposition:
     """Every rank holds its balanced share of the vector of its group."""
-    parts = tuple(chain.from_iterable(map(_share_lengths, groups, lengths)))
-    return _flat(groups, Listed(parts), me)
+    cut = (Balanced(n, len(group)).lengths for group, n in zip(groups, lengths, strict=True))
+    return _flat(groups, Listed(tuple(chain.from_iterable(cut))), me)
 
 
 def reduction(
     groups: Groups, roots: Sequence[int], lengths: Sequence[int], node_of: NodeOf, me: int
 ) -> list[Stage]:
-    """Sum the vectors of each group to its root, which need not be a member.
+    """Sum the vectors of each group to its root, which need not be a member; each rank is one root at most.
 
     On one node that is one movement. Over nodes the ranks of a node give theirs to one of them first, then
     as many of these as a tree of a limited width allows give theirs to one of them, and so on.
-
-    Parameters
-    ----------
-    groups
-        Rank ids; no rank is in two groups.
-    roots
-        One rank id per group, each once.
-    lengths
-        Number of elements of the vector of each group.
-    node_of
-        Number of the node of a rank id.
-    me
-        Rank id of the process that plans.
     """
     stages: list[Stage] = []
     if any(len({*map(node_of, (*group, root))}) > 1 for group, root in zip(groups, roots, strict=True)):
-        teams = [_by_node(group, node_of) for group in groups]
+        teams = [grouped(group, node_of) for group in groups]
         if _all_alone(teams):
             teams = [_fans(group) for group in groups]
         while not _all_alone(teams):
-            stage, groups = _lead(teams, roots, lengths, me)
+            stage, groups = _to_leaders(teams, roots, lengths, me)
             stages.append(stage)
             teams = [_fans(group) for group in groups]
     return [*stages, (copies(groups, lengths, me), copies(tuple((root,) for root in roots), lengths, me))]
@@ -87,50 +77,37 @@ def all_reduction(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: i
     """Sum the vectors of each group to all its ranks; bitwise alike on all of them.
 
     Two ranks, or a few with a short vector, send all that they have. Otherwise every rank of a node sums a
-    share, the ranks with the same share on different nodes sum theirs likewise, and all is handed back.
+    share, the ranks with the same share on different nodes sum theirs likewise, and all is handed back. A
+    group of ranks 0 to 2 on one node and 3 to 5 on another has three shares: ranks 0 and 3 sum the first
+    third, each of what its node has, then a half of that third each, of what both nodes have.
     """
-    nodes = [_by_node(group, node_of) for group in groups]
-    alone = all(len(found) == 1 for found in nodes)
+    nodes = [grouped(group, node_of) for group in groups]
+    alone = all(len(teams) == 1 for teams in nodes)
     size = max(map(len, groups))
     if size <= 2 or (alone and size <= _FEW and max(lengths) <= _SHORT):
         whole = copies(groups, lengths, me)
         return [(whole, whole)]
     # As many shares as the smallest node of a group has ranks.
-    widths = [min(map(len, found)) for found in nodes]
-    teams = tuple(team for found in nodes for team in found)
-    sharing = tuple(team[:width] for found, width in zip(nodes, widths, strict=True) for team in found)
-    of_teams = [n for found, n in zip(nodes, lengths, strict=True) for _ in found]
-    scatter = (copies(teams, of_teams, me), shares(sharing, of_teams, me))
-    if alone:
-        return [scatter, *reversed_stages([scatter])]
-    lanes = tuple(
-        tuple(team[lane] for team in found)
-        for found, width in zip(nodes, widths, strict=True)
-        for lane in range(width)
-    )
-    of_lanes = [
-        part for n, width in zip(lengths, widths, strict=True) for part in _share_lengths(range(width), n)
-    ]
-    across = (copies(lanes, of_lanes, me), shares(lanes, of_lanes, me))
-    there = [scatter, across]
-    return [*there, *reversed_stages(there)]
+    widths = [min(map(len, teams)) for teams in nodes]
+    sharing = tuple(team[:width] for teams, width in zip(nodes, widths, strict=True) for team in teams)
+    of_teams = _repeated(lengths, nodes)
+    stages = [(copies(_joined(nodes), of_teams, me), shares(sharing, of_teams, me))]
+    if not alone:
+        same_share = tuple(
+            tuple(team[share] for team in teams)
+            for teams, width in zip(nodes, widths, strict=True)
+            for share in range(width)
+        )
+        of_shares = [
+            part for n, width in zip(lengths, widths, strict=True) for part in Balanced(n, width).lengths
+        ]
+        stages.append((copies(same_share, of_shares, me), shares(same_share, of_shares, me)))
+    return [*stages, *reversed_stages(stages)]
 
 
 def _flat(groups: Groups, split: Split, me: int) -> Decomposition:
     ranks = tuple(chain.from_iterable(groups))
     return Decomposition(Partition(ranks, (len(ranks),), me), (split,), (0,))
-
-
-def _share_lengths(group: Sequence[int], length: int) -> list[int]:
-    split = Balanced(length, len(group))
-    return [stop - start for start, stop in map(split.interval, range(len(group)))]
-
-
-def _by_node(group: Sequence[int], node_of: NodeOf) -> Groups:
-    found: dict[int, list[int]] = {}
-    for rank in group:
-        found.setdefault(node_of(rank), []).append(rank)
-    return tuple(map(tuple, found.values()))
 
 
 def _fans(group: Sequence[int]) -> Groups:
@@ -139,18 +116,23 @@ def _fans(group: Sequence[int]) -> Groups:
 
 
 def _all_alone(teams: Sequence[Groups]) -> bool:
-    return all(len(team) == 1 for found in teams for team in found)
+    return all(len(team) == 1 for team in _joined(teams))
 
 
-def _lead(
+def _joined(teams: Sequence[Groups]) -> Groups:
+    return tuple(chain.from_iterable(teams))
+
+
+def _repeated(lengths: Sequence[int], teams: Sequence[Groups]) -> list[int]:
+    # The length of each group's vector, for every team of it.
+    return list(chain.from_iterable(repeat(n, len(found)) for found, n in zip(teams, lengths, strict=True)))
+
+
+def _to_leaders(
     teams: Sequence[Groups], roots: Sequence[int], lengths: Sequence[int], me: int
 ) -> tuple[Stage, Groups]:
     # Each team of each group sums to one of its own: the root where it is among them.
-    leaders = tuple(
-        tuple(root if root in team else team[0] for team in found)
-        for found, root in zip(teams, roots, strict=True)
-    )
-    of_teams = [n for found, n in zip(teams, lengths, strict=True) for _ in found]
-    led = tuple((leader,) for group in leaders for leader in group)
-    source = copies(tuple(chain.from_iterable(teams)), of_teams, me)
-    return (source, copies(led, of_teams, me)), leaders
+    led = tuple(leaders(found, root) for found, root in zip(teams, roots, strict=True))
+    of_teams = _repeated(lengths, teams)
+    alone = tuple((leader,) for group in led for leader in group)
+    return (copies(_joined(teams), of_teams, me), copies(alone, of_teams, me)), led
