@@ -164,9 +164,9 @@ _PROTOCOL = [
     ),
     Mutant(
         "a rank goes on before all of its node have told it",
-        "distdl_rma/segments/collectives/engine/team.py",
-        "silent = [rank for rank in ranks if words[first + self.here.index(rank)] < step]",
-        "silent = [rank for rank in ranks[:1] if words[first + self.here.index(rank)] < step]",
+        "distdl_rma/segments/collectives/engine/stepped_algorithm.py",
+        "silent = [rank for rank in ranks if words[first + self._at[rank]] < step]",
+        "silent = [rank for rank in ranks[:1] if words[first + self._at[rank]] < step]",
         _COLLECTIVE,
     ),
     Mutant(

@@ -24,22 +24,8 @@ class AllPush:
     For messages where latency counts. Construction is local and alike on all ``ranks``; the first start
     connects them. Nothing is acknowledged: a rank starts epoch k+2 only after it had everyone's epoch
     k+1, which each sent after it had done with epoch k. So two slots per rank are enough, and an epoch
-    that was started has to be waited for before the next.
-
-    Parameters
-    ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids that take part, this one included.
-    count
-        Elements of one vector.
-    dtype
-        Type of the elements.
-    name
-        For messages.
-    plan, terms
-        Number that must be the same on all ranks; what it stands for, a line ``name=value`` for each fact.
+    that was started has to be waited for before the next. ``ranks`` include this one; ``terms``, a line
+    ``name=value`` for each fact, are alike on all of them.
 
     Attributes
     ----------
@@ -54,12 +40,10 @@ class AllPush:
         count: int,
         dtype: npt.DTypeLike,
         name: str,
-        plan: int = 0,
         terms: str = "",
     ) -> None:
         self._manager, self._ranks, self._name = manager, tuple(ranks), name
         kind, size = np.dtype(dtype), len(self._ranks)
-        self._plan = fingerprint("round", self._ranks, count, kind.str, plan)
         self._terms = f"count={count}\ndtype={kind}\n{terms}\nranks={self._ranks}"
         self._me = self._ranks.index(manager.rank)
         self._nbytes = count * kind.itemsize
@@ -83,8 +67,8 @@ class AllPush:
         """Exchange addresses with the other ranks, once; blocking."""
         if self._connected:
             return
-        peers: dict[int, tuple[int, ...]] = {self._ranks[at]: () for at in self._others}
-        remotes = self._memory.exchange(peers, self._name, self._plan, timeout, terms=self._terms)
+        peers, plan = [self._ranks[at] for at in self._others], fingerprint("all push", self._terms)
+        remotes = self._memory.exchange(peers, self._name, plan, timeout, terms=self._terms)
         for remote in remotes.values():
             words = remote.flags
             if words is None:
@@ -108,7 +92,8 @@ class AllPush:
         self.epoch = epoch = self.epoch + 1
         parity, me = epoch & 1, self._me
         for remote in self._remote:
-            self._post(remote, parity, epoch)
+            remote.put_stable(self._slots[parity, me].view(np.uint8), self._slot(parity))
+            remote.raise_flag(me, epoch)
         if self._direct:
             source, fence = self._sources[parity], self._fence
             for slots, words in self._direct:
@@ -162,15 +147,10 @@ class AllPush:
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
-            raise ClosedError(f"round {self._name!r}: already closed")
+            raise ClosedError(f"vectors {self._name!r}: already closed")
 
     def _slot(self, parity: int) -> int:
         return (parity * len(self._ranks) + self._me) * self._nbytes
-
-    def _post(self, remote: RemoteBuffer, parity: int, epoch: int) -> None:
-        mine = self._slots[parity, self._me].view(np.uint8)
-        remote.put_stable(mine, self._slot(parity))
-        remote.raise_flag(self._me, epoch)
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.split import Listed
-from distdl_rma.segments.collectives.engine.double_buffered import Collective, SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.collectives.engine.team import Team
+from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _READ, _SPREAD, _TAKEN = range(4)
@@ -27,23 +27,12 @@ class Allgather(Collective):
 
     Parameters
     ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids that take part, this one included.
+    manager, ranks, name
+        As for every :class:`Collective`.
     count
         Elements of every rank's vector, or a sequence with one number for each of ``ranks``, in their order.
     dtype
         Any type of numpy without Python objects.
-    name
-        For messages, alike on all ranks.
-
-    Raises
-    ------
-    ShapeError
-        If a count is none, or there is not one for every rank.
-    PartitionError
-        If ranks are listed twice, not of the machine, or without this one.
     """
 
     def __init__(
@@ -56,87 +45,76 @@ class Allgather(Collective):
     ) -> None:
         layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self.counts, self.dtype = check_lengths(count, len(layout.ranks), name), np.dtype(dtype)
-        super().__init__(manager, layout.ranks, name, self._plan(manager, layout, name))
+        super().__init__(_ByNodes(manager, layout, self.counts, self.dtype, name))
 
-    def _plan(self, manager: SegmentManager, layout: NodeLayout, name: str) -> SteppedAlgorithm:
+
+class _ByNodes(SteppedAlgorithm):
+    def __init__(
+        self,
+        manager: SegmentManager,
+        layout: NodeLayout,
+        counts: tuple[int, ...],
+        dtype: np.dtype[Any],
+        name: str,
+    ) -> None:
         leaders = layout.leaders(layout.ranks[0])
-        leader = leaders[layout.my_node]
-        leads = leader == layout.me
-        plan = fingerprint(type(self).__name__, self.counts)
-        terms = f"collective=AllGather\ncounts={self.counts}"
-        total = sum(self.counts)
-        team = Team(manager, layout, total, self.dtype, leaders if leads else (), name, plan, terms)
-        split = Listed(self.counts)
-        parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
-        others = tuple(rank for rank in layout.here if rank != layout.me)
-        far = [parts[rank] for node in layout.nodes if node != layout.here for rank in node]
-        across = _AcrossNodes(team, layout, parts, self.dtype)
-
-        def script(parity: int) -> Iterator[None]:
-            mine, rows = team.mine[parity], team.rows[parity]
-            team.tell(_READY, others)
-            yield from team.hear(_READY, others)
-            for rank, row in zip(layout.here, rows, strict=True):
-                part = parts[rank]
-                if rank != layout.me and part.start < part.stop:
-                    team.load(mine[part], row[part])
-            team.tell(_READ, others)
-            if len(layout.nodes) > 1:
-                yield from spread(parity)
-            # Nobody writes its next vector before all have read this one.
-            yield from team.hear(_READ, others)
-
-        def spread(parity: int) -> Iterator[None]:
-            mine = team.mine[parity]
-            if leads:
-                yield from across.gather(mine)
-                team.tell(_SPREAD, others)
-                yield from team.hear(_TAKEN, others)
-            else:
-                yield from team.hear(_SPREAD, (leader,))
-                row = team.rows[parity][layout.here.index(leader)]
-                for part in far:
-                    if part.start < part.stop:
-                        team.load(mine[part], row[part])
-                team.tell(_TAKEN, (leader,))
-
-        operands = tuple(mine[parts[layout.me]] for mine in team.mine)
-        return SteppedAlgorithm(manager, team, script, operands, team.mine, name)
-
-
-class _AcrossNodes:
-    """Combines what one rank of each node has, node by node in memory of its own."""
-
-    def __init__(self, team: Team, layout: NodeLayout, parts: dict[int, slice], dtype: np.dtype) -> None:
-        self._team, self._layout, self._parts = team, layout, parts
-        self._lengths = [
-            dtype.itemsize * sum(parts[rank].stop - parts[rank].start for rank in node)
-            for node in layout.nodes
-        ]
-        self._split = Listed(tuple(self._lengths))
+        self._leader = leaders[layout.my_node]
+        self._leads = self._leader == layout.me
+        across, terms = leaders if self._leads else (), f"collective=AllGather\ncounts={counts}"
+        super().__init__(manager, layout, sum(counts), dtype, across, name, terms)
+        split = Listed(counts)
+        self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
+        self.operands = tuple(vector[self._parts[layout.me]] for vector in self.vectors)
+        # Between nodes, what those of one node have lies together.
+        elements = (sum(counts[layout.ranks.index(rank)] for rank in node) for node in layout.nodes)
+        self._packed_split = Listed(tuple(dtype.itemsize * number for number in elements))
         # Made by the first step: most ranks never need it.
         self._packed: Array = np.empty(0, np.uint8)
 
-    def gather(self, mine: Array) -> Iterator[None]:
-        """Fill in the parts of the other nodes; those of this node are there."""
-        layout, itemsize = self._layout, mine.itemsize
+    def script(self, parity: int) -> Iterator[None]:
+        """One step on the vectors of its parity."""
+        layout, rows = self.layout, self.rows[parity]
+        self.notify(_READY, layout.others_here)
+        yield from self.wait_for(_READY, layout.others_here)
+        for rank, row in zip(layout.here, rows, strict=True):
+            if rank != layout.me:
+                self._load_parts(parity, row, (rank,))
+        self.notify(_READ, layout.others_here)
+        if len(layout.nodes) > 1 and self._leads:
+            yield from self._gather_across(self.vectors[parity])
+            self.notify(_SPREAD, layout.others_here)
+            yield from self.wait_for(_TAKEN, layout.others_here)
+        elif len(layout.nodes) > 1:
+            yield from self.wait_for(_SPREAD, (self._leader,))
+            row = rows[layout.here.index(self._leader)]
+            for node in layout.nodes:
+                if node != layout.here:
+                    self._load_parts(parity, row, node)
+            self.notify(_TAKEN, (self._leader,))
+        # Nobody writes its next vector before all have read this one.
+        yield from self.wait_for(_READ, layout.others_here)
+
+    def _load_parts(self, parity: int, row: Array, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            part = self._parts[rank]
+            if part.start < part.stop:
+                self.load(self.vectors[parity][part], row[part])
+
+    def _gather_across(self, vector: Array) -> Iterator[None]:
+        # Fills in the parts of the other nodes; those of this node are there.
+        layout, split, parts = self.layout, self._packed_split, self._parts
         if not self._packed.size:
-            self._packed = np.empty(self._split.extent, np.uint8)
-        begin, end = self._split.interval(layout.my_node)
-        at = begin
-        for rank in layout.here:
-            piece = mine[self._parts[rank]].view(np.uint8)
-            self._packed[at : at + piece.size] = piece
-            at += piece.size
-        offsets = [self._split.interval(node)[0] for node in range(len(layout.nodes))]
-        request = self._team.comm.Iallgatherv(
-            MPI.IN_PLACE, [self._packed, (self._lengths, offsets), MPI.BYTE]
-        )
-        yield from self._team.complete(request, end - begin)
+            self._packed = np.empty(split.extent, np.uint8)
+        begin, end = split.interval(layout.my_node)
+        mine = [vector[parts[rank]].view(np.uint8) for rank in layout.here]
+        np.concatenate(mine, out=self._packed[begin:end])
+        offsets = [split.interval(node)[0] for node in range(len(layout.nodes))]
+        received = [self._packed, (split.lengths, offsets), MPI.BYTE]
+        request = self.between.comm.Iallgatherv(MPI.IN_PLACE, received)
+        yield from self.complete(request, end - begin)
         at = 0
         for rank in (rank for node in layout.nodes for rank in node):
-            part = self._parts[rank]
-            nbytes = itemsize * (part.stop - part.start)
+            target = vector[parts[rank]]
             if rank not in layout.here:
-                mine[part] = self._packed[at : at + nbytes].view(mine.dtype)
-            at += nbytes
+                target[...] = self._packed[at : at + target.nbytes].view(vector.dtype)
+            at += target.nbytes

@@ -8,17 +8,18 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.engine.double_buffered import Algorithm, Collective, SteppedAlgorithm
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, one_round_is_better
+from distdl_rma.segments.collectives.engine.double_buffered import Collective
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
-from distdl_rma.segments.collectives.engine.team import Team
+from distdl_rma.segments.collectives.engine.share_reduction import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.wait_reason import WaitReason
 
-_READY, _DONE = range(2)
+# Up to this many bytes at each receiver, everyone's vector to everyone beats a share each.
+_ALL_PUSH_BYTES = 8 << 10
+# With more ranks than this, one message to each is no longer the fastest way for anything.
+_ALL_PUSH_RANKS = 32
 
 
 class Allreduce(Collective):
@@ -31,10 +32,8 @@ class Allreduce(Collective):
 
     Parameters
     ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids that take part, in the order of summation, this one included.
+    manager, ranks, name
+        As for every :class:`Collective`; ``ranks`` in the order of summation.
     count
         Number of elements; 0 is legal.
     dtype
@@ -44,20 +43,11 @@ class Allreduce(Collective):
         ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``. Integers wrap around, as in numpy and
         torch. There is no mean of integers, no order of complex numbers, and no sum of bool: ``"max"`` is
         whether any is true, ``"min"`` and ``"prod"`` whether all are.
-    name
-        For messages, alike on all ranks.
     one_round
         Whether everyone's vector goes to everyone at any size, for latency, on up to 32 ranks; otherwise
         only if it is small.
     divisor
-        What a mean divides by; the number of ranks if None.
-
-    Raises
-    ------
-    ShapeError
-        If count, dtype, op or divisor is none of these, or they do not go together.
-    PartitionError
-        If ranks are listed twice, not of the machine, or without this one.
+        What a mean divides by, at least 1; the number of ranks if None.
 
     Notes
     -----
@@ -79,40 +69,35 @@ class Allreduce(Collective):
         self.element = element_of(dtype, name)
         self.count, self.dtype, self.op = check_count(count, name), self.element.storage, op
         layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        divisor = len(layout.ranks) if divisor is None else divisor
-        reduction = Reduction(op, self.element, divisor, name)
-        nbytes = self.count * self.dtype.itemsize
-        plan = fingerprint(type(self).__name__, self.element.name, op, divisor)
-        algorithm: Algorithm
-        if one_round_is_better(len(layout.ranks), nbytes, one_round):
-            algorithm = _OneRound(manager, layout, self.count, reduction, name, plan)
-        else:
-            algorithm = _shares(manager, layout, self.count, reduction, name, plan)
-        super().__init__(manager, layout.ranks, name, algorithm)
+        size = len(layout.ranks)
+        reduction = Reduction(op, self.element, size if divisor is None else divisor, name)
+        pushes = all_push_is_better(size, self.count * self.dtype.itemsize, one_round)
+        algorithm = _ByAllPush if pushes else _ByNodes
+        super().__init__(algorithm(manager, layout, self.count, reduction, name))
 
 
-class _OneRound:
+def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
+    """Whether everyone's vector goes to everyone: for small ones, or for latency if asked for."""
+    small = asked or nbytes * (size - 1) <= _ALL_PUSH_BYTES
+    return size == 1 or (small and size <= _ALL_PUSH_RANKS)
+
+
+class _ByAllPush:
     """Everyone pushes its vector to everyone, each reduces all of them in the same order."""
 
     needs_progress = False
 
     def __init__(
-        self,
-        manager: SegmentManager,
-        layout: NodeLayout,
-        count: int,
-        reduction: Reduction,
-        name: str,
-        plan: int,
+        self, manager: SegmentManager, layout: NodeLayout, count: int, reduction: Reduction, name: str
     ) -> None:
-        terms = f"collective=Allreduce\n{reduction.terms}"
-        self._round = AllPush(manager, layout.ranks, count, reduction.element.storage, name, plan, terms)
-        me = layout.ranks.index(manager.rank)
-        self.operands = self.results = tuple(rows[me] for rows in self._round.rows)
-        self._reduce = tuple(
-            _reducer(reduction, rows, out) for rows, out in zip(self._round.rows, self.results, strict=True)
-        )
-        self.connect, self._push, self._arrived = self._round.connect, self._round.push, self._round.arrived
+        self.manager, self.ranks, self.name = manager, layout.ranks, name
+        terms = f"collective=Allreduce in one round\n{reduction.terms}"
+        self._all_push = AllPush(manager, layout.ranks, count, reduction.element.storage, name, terms)
+        me, rows = layout.ranks.index(layout.me), self._all_push.rows
+        self.operands = self.results = tuple(vectors[me] for vectors in rows)
+        self._reduce = tuple(_reducer(reduction, vectors, vectors[me]) for vectors in rows)
+        self.connect, self.waiting = self._all_push.connect, self._all_push.missing
+        self._push, self._arrived = self._all_push.push, self._all_push.arrived
         self._begun = self._done = 0
         self.broken = ""
 
@@ -136,87 +121,63 @@ class _OneRound:
                 raise
         return True
 
-    def waiting(self) -> WaitReason:
-        """Which ranks the step waits for."""
-        return self._round.missing()
-
     def close(self) -> None:
         """Give the memory back as soon as everything has arrived."""
         # Others may still write for a step that broke: its memory is not used again.
         if not self.broken:
-            self._round.close()
+            self._all_push.close()
 
 
 def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[], object]:
     # Everything that can be looked up before is: a small step takes a few microseconds in all.
     if len(rows) == 2 and reduction.element.exact and reduction.op == "sum":
         first, second = rows
-        calm = without_fp_errors(np.add)
-        return lambda: calm(first, second, out)
+        add = without_fp_errors(np.add)
+        return lambda: add(first, second, out)
     return lambda: reduction.reduce(rows, (out,))
 
 
-def _shares(
-    manager: SegmentManager, layout: NodeLayout, count: int, reduction: Reduction, name: str, plan: int
-) -> SteppedAlgorithm:
-    """Each of some ranks of a node reduces a share by direct load; MPI combines shares of different nodes."""
-    element = reduction.element
-    across = layout.lane_ranks
-    team = Team(
-        manager,
-        layout,
-        count,
-        element.storage,
-        across,
-        name,
-        plan,
-        f"collective=Allreduce\n{reduction.terms}",
-    )
-    share = slice(*layout.share(count))
-    size = share.stop - share.start
-    me, number = layout.here.index(layout.me), len(layout.nodes)
-    parts = [Balanced(size, number).interval(node) for node in range(number)]
-    lengths = [stop - start for start, stop in parts]
-    # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction.
-    sums = np.empty(size if number > 1 else 0, element.wide)
-    part = np.empty(lengths[layout.my_node] if number > 1 else 0, element.wide)
-    loads = (len(layout.here) - 1) * bool(size)
-    stores = layout.allreduce_stores(count)
+class _ByNodes(ShareReduction):
+    """Some ranks of a node reduce a share each; those with the same share on other nodes combine them."""
 
-    def script(parity: int) -> Iterator[None]:
-        team.tell(_READY, layout.holders)
-        if layout.lane is not None:
-            yield from team.hear(_READY, layout.here)
-            if size:
-                yield from reduce(parity)
-            team.tell(_DONE, layout.here)
-        yield from team.hear(_DONE, layout.holders)
+    def __init__(
+        self, manager: SegmentManager, layout: NodeLayout, count: int, reduction: Reduction, name: str
+    ) -> None:
+        share, element, number = layout.share(count), reduction.element, len(layout.nodes)
+        size = share.stop - share.start
+        super().__init__(manager, layout, count, size, reduction, name, "collective=Allreduce")
+        self._share = share
+        # Which of the share is finished on which node.
+        self._split = Listed(Balanced(size, number).lengths)
+        # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction.
+        self._sums = np.empty(size if number > 1 else 0, element.wide)
+        self._part = np.empty(self._split.lengths[layout.my_node] if number > 1 else 0, element.wide)
 
-    def reduce(parity: int) -> Iterator[None]:
-        rows = [row[share] for row in team.rows[parity]]
-        team.count_gets(loads, loads * rows[me].nbytes)
-        targets = [rows[me], *(row for at, row in enumerate(rows) if at != me)]
-        if number == 1:
-            reduction.reduce(rows, targets)
+    def reduce(self, rows: list[Array]) -> Iterator[None]:
+        """Reduce this rank's share of all vectors, and store it to the ranks of the node."""
+        me = self.layout.here.index(self.layout.me)
+        shares = [row[self._share] for row in rows]
+        mine, others = shares[me], [share for at, share in enumerate(shares) if at != me]
+        if len(self.layout.nodes) == 1:
+            self.reduction.reduce(shares, [mine, *others])
         else:
-            reduction.partial(rows, sums)
-            yield from combine(targets[0])
-            for target in targets[1:]:
-                target[...] = targets[0]
-        team.count_puts(len(stores), sum(span.size for span in stores) * element.storage.itemsize)
+            self.reduction.partial(shares, self._sums)
+            yield from self._combine(mine)
+            for other in others:
+                other[...] = mine
+        self.count_puts(len(others), len(others) * mine.nbytes)
 
-    def combine(mine: Array) -> Iterator[None]:
+    def _combine(self, mine: Array) -> Iterator[None]:
         # Every element is reduced on one node and copied to the others: bitwise the same on all.
-        request = team.comm.Ireduce_scatter(sums, part, lengths, reduction.mpi)
-        yield from team.complete(request, sums.nbytes)
-        finished = part if element.exact else np.empty(part.size, element.storage)
-        reduction.finish(part, finished)
+        comm, element, split = self.between.comm, self.reduction.element, self._split
+        request = comm.Ireduce_scatter(self._sums, self._part, split.lengths, self.reduction.mpi)
+        yield from self.complete(request, self._sums.nbytes)
+        finished = self._part if element.exact else np.empty(self._part.size, element.storage)
+        self.reduction.finish(self._part, finished)
         itemsize = element.storage.itemsize
-        counts = [itemsize * length for length in lengths]
-        offsets = [itemsize * start for start, _ in parts]
-        request = team.comm.Iallgatherv(
+        counts = [itemsize * length for length in split.lengths]
+        offsets = [itemsize * split.interval(node)[0] for node in range(split.parts)]
+        request = comm.Iallgatherv(
             [finished.view(np.uint8), MPI.BYTE], [mine.view(np.uint8), (counts, offsets), MPI.BYTE]
         )
-        yield from team.complete(request, finished.nbytes)
-
-    return SteppedAlgorithm(manager, team, script, team.mine, team.mine, name)
+        yield from self.complete(request, finished.nbytes)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
-from distdl_rma.segments.collectives.engine.double_buffered import Collective, SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.collectives.engine.team import Team
+from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _DONE = range(2)
@@ -29,29 +29,18 @@ class Alltoall(Collective):
 
     Parameters
     ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids that take part, this one included.
+    manager, ranks, name
+        As for every :class:`Collective`.
     count
         Elements of every block; or, for every rank, a sequence with the elements of its blocks for each,
         alike on all ranks. The memory is that of the longest operand and the longest result, on all ranks.
     dtype
         Any type of numpy without Python objects.
-    name
-        For messages, alike on all ranks.
 
     Attributes
     ----------
     sends, receives
         Elements of the blocks in ``active`` and in ``result``.
-
-    Raises
-    ------
-    ShapeError
-        If a count is none, or there is not one for every pair of ranks.
-    PartitionError
-        If ranks are listed twice, not of the machine, or without this one.
     """
 
     def __init__(
@@ -66,96 +55,91 @@ class Alltoall(Collective):
         size = len(layout.ranks)
         if isinstance(count, Sequence):
             check_lengths([0] * len(count), size, name)
-            rows = tuple(check_lengths(row, size, name) for row in count)
+            counts = tuple(check_lengths(row, size, name) for row in count)
         else:
-            rows = ((check_count(count, name),) * size,) * size
+            counts = ((check_count(count, name),) * size,) * size
         self.dtype = np.dtype(dtype)
-        blocks = AlltoallBlocks(layout, rows)
+        blocks = AlltoallBlocks(layout, counts)
         self.sends, self.receives = blocks.sends(layout.me), blocks.receives(layout.me)
-        super().__init__(manager, layout.ranks, name, self._plan(manager, layout, blocks, name))
+        super().__init__(_ByNodes(manager, layout, blocks, self.dtype, name))
 
-    def _plan(
-        self, manager: SegmentManager, layout: NodeLayout, blocks: AlltoallBlocks, name: str
-    ) -> SteppedAlgorithm:
-        plan = fingerprint(type(self).__name__, blocks.rows)
+
+class _ByNodes(SteppedAlgorithm):
+    def __init__(
+        self,
+        manager: SegmentManager,
+        layout: NodeLayout,
+        blocks: AlltoallBlocks,
+        dtype: np.dtype[Any],
+        name: str,
+    ) -> None:
+        me, terms = layout.me, f"collective=AllToAll\ncounts={blocks.counts}"
         # Operand, and behind the place of the longest one the result.
         split, total = blocks.longest_operand, blocks.longest_operand + blocks.longest_result
-        terms = f"collective=AllToAll\ncounts={blocks.rows}"
-        team = Team(manager, layout, total, self.dtype, layout.lane_ranks, name, plan, terms)
-        others = tuple(rank for rank in layout.here if rank != layout.me)
-        loads = [
-            (at, blocks.in_operand(rank, layout.me), blocks.in_result(rank, layout.me))
+        super().__init__(manager, layout, total, dtype, layout.same_share, name, terms)
+        self.operands = tuple(vector[: sum(blocks.sends(me))] for vector in self.vectors)
+        self.results = tuple(vector[split : split + sum(blocks.receives(me))] for vector in self.vectors)
+        self._loads = [
+            (at, source, blocks.in_result(rank, me))
             for at, rank in enumerate(layout.here)
+            if (source := blocks.in_operand(rank, me)).start < source.stop
         ]
-        loads = [(at, source, target) for at, source, target in loads if source.start < source.stop]
-        across = _AcrossNodes(team, layout, blocks)
-
-        def script(parity: int) -> Iterator[None]:
-            rows, result = team.rows[parity], team.mine[parity][split:]
-            team.tell(_READY, others)
-            yield from team.hear(_READY, others)
-            for at, source, target in loads:
-                if layout.here[at] == layout.me:
-                    result[target] = rows[at][source]
-                else:
-                    team.load(result[target], rows[at][source])
-            if across.needed:
-                yield from across.exchange(rows)
-            # Nobody writes its next operand before all have read this one, and no result is incomplete.
-            team.tell(_DONE, others)
-            yield from team.hear(_DONE, others)
-
-        operands = tuple(mine[: sum(self.sends)] for mine in team.mine)
-        results = tuple(mine[split : split + sum(self.receives)] for mine in team.mine)
-        return SteppedAlgorithm(manager, team, script, operands, results, name)
-
-
-class _AcrossNodes:
-    """What one rank hands on between nodes: blocks of some ranks of its node, and of others for its node."""
-
-    def __init__(self, team: Team, layout: NodeLayout, blocks: AlltoallBlocks) -> None:
-        self._team, self._me = team, layout.here.index(layout.me)
-        # All ranks of a lane know whether any of them sends anything.
-        self.needed = blocks.crosses
-        at, split = {rank: at for at, rank in enumerate(layout.here)}, blocks.longest_operand
+        # All ranks with the same share know whether any of them sends anything.
+        self._crosses = blocks.crosses
         outgoing, incoming = blocks.outgoing(), blocks.incoming()
-        # Rank of the node, and where in its vector, in the order of the messages.
+        # Which rank of the node, and where in its vector, in the order of the messages.
         self._packs = [
-            (at[route.source], blocks.in_operand(route.source, route.target))
+            (self._at[route.source], blocks.in_operand(route.source, route.target))
             for routes in outgoing
             for route in routes
         ]
         self._stores = [
-            (at[route.target], _behind(blocks.in_result(route.source, route.target), split))
+            (self._at[route.target], _behind(blocks.in_result(route.source, route.target), split))
             for routes in incoming
             for route in routes
         ]
         self._sent = [sum(route.size for route in routes) for routes in outgoing]
         self._received = [sum(route.size for route in routes) for routes in incoming]
 
-    def exchange(self, rows: list[Array]) -> Iterator[None]:
-        """Send what ranks of this node have for others, and store what these get."""
-        team, kind = self._team, rows[0].dtype
+    def script(self, parity: int) -> Iterator[None]:
+        """One step on the vectors of its parity."""
+        others, rows, result = self.layout.others_here, self.rows[parity], self.results[parity]
+        self.notify(_READY, others)
+        yield from self.wait_for(_READY, others)
+        for at, source, target in self._loads:
+            if at == self._me:
+                result[target] = rows[at][source]
+            else:
+                self.load(result[target], rows[at][source])
+        if self._crosses:
+            yield from self._exchange_across(rows)
+        # Nobody writes its next operand before all have read this one, and no result is incomplete.
+        self.notify(_DONE, others)
+        yield from self.wait_for(_DONE, others)
+
+    def _exchange_across(self, rows: list[Array]) -> Iterator[None]:
+        # Sends what ranks of this node have for others, and stores what these get.
+        kind = rows[0].dtype
         sent, received = (np.empty(sum(counts), kind) for counts in (self._sent, self._received))
         begin = 0
         for at, place in self._packs:
             end = begin + place.stop - place.start
             sent[begin:end] = rows[at][place]
-            begin = end
             if at != self._me:
-                team.count_gets(1, (place.stop - place.start) * kind.itemsize)
-        request = team.comm.Ialltoallv(
+                self.count_gets(1, kind.itemsize * (end - begin))
+            begin = end
+        request = self.between.comm.Ialltoallv(
             [sent.view(np.uint8), [kind.itemsize * count for count in self._sent], MPI.BYTE],
             [received.view(np.uint8), [kind.itemsize * count for count in self._received], MPI.BYTE],
         )
-        yield from team.complete(request, sent.nbytes)
+        yield from self.complete(request, sent.nbytes)
         begin = 0
         for at, place in self._stores:
             end = begin + place.stop - place.start
             rows[at][place] = received[begin:end]
-            begin = end
             if at != self._me:
-                team.count_puts(1, (place.stop - place.start) * kind.itemsize)
+                self.count_puts(1, kind.itemsize * (end - begin))
+            begin = end
 
 
 def _behind(place: slice, begin: int) -> slice:

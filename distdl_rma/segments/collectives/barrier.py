@@ -13,44 +13,30 @@ from distdl_rma.segments.waiting.wait_reason import WaitReason
 _VALUE_BITS = 32
 # Of the ranks that have not been heard of, so many are looked up for a message.
 _LOOKED_UP = 64
-_HINT = "did every rank make the same calls?"
 
 
 class Barrier:
     """Passed by each of some ranks once all of them have come; ranks send O(log P) notifications each.
 
-    A dissemination barrier: in round k each rank tells the one 2**k places behind it, and hears from
-    the one 2**k places before it. Each rank may bring a number; all learn the largest. Not an order of
-    puts: what was put before is visible after it only to those who were notified of it. Construction is
-    local, the first wait connects O(log P) peers.
-
-    Parameters
-    ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids that take part, in the same order on all of them.
-    name
-        For messages, alike on all ranks.
-    plan, terms
-        Number that must be the same on all ranks; what it stands for, a line ``name=value`` for each fact.
+    A dissemination barrier: in turn k each rank tells the one 2**k places behind it, and hears from the one
+    2**k places before it. Each rank may bring a number; all learn the largest. Not an order of puts: what
+    was put before is visible after it only to those who were notified of it. Construction is local, the
+    first wait connects O(log P) peers. ``ranks`` are in the same order on all of them, this one included;
+    ``name`` and ``terms``, a line ``name=value`` for each fact, are alike.
     """
 
-    def __init__(
-        self, manager: SegmentManager, ranks: Sequence[int], name: str, plan: int = 0, terms: str = ""
-    ) -> None:
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
         self._manager, self._ranks, self.name = manager, tuple(ranks), name
-        self._plan = fingerprint("barrier", self._ranks, plan)
         self._terms = f"{terms}\nranks={self._ranks}"
         size, me = len(self._ranks), self._ranks.index(manager.rank)
-        self._rounds = (size - 1).bit_length()
-        self._behind = [self._ranks[(me + (1 << k)) % size] for k in range(self._rounds)]
-        self._before = [self._ranks[(me - (1 << k)) % size] for k in range(self._rounds)]
+        self._turns = (size - 1).bit_length()
+        self._behind = [self._ranks[(me + (1 << k)) % size] for k in range(self._turns)]
+        self._before = [self._ranks[(me - (1 << k)) % size] for k in range(self._turns)]
         # Two sets of words: a rank that is through may come again before this one has looked.
-        self._memory = manager.get_segment_buffer(0, 2 * self._rounds, name)
+        self._memory = manager.get_segment_buffer(0, 2 * self._turns, name)
         self._remotes: dict[int, RemoteBuffer] = {}
         self._epoch = 0
-        self._at = self._rounds  # round of the running epoch; all rounds: none is running
+        self._at = self._turns  # turn of the running epoch; all turns: none is running
         self._told = -1
         self._largest = 0
         self._operation = manager.operation(name)
@@ -60,24 +46,15 @@ class Barrier:
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with O(log P) peers, once; blocking."""
-        if not self._remotes and self._rounds:
-            peers: dict[int, tuple[int, ...]] = dict.fromkeys((*self._behind, *self._before), ())
-            self._remotes = self._memory.exchange(peers, self.name, self._plan, timeout, terms=self._terms)
+        if not self._remotes and self._turns:
+            peers = dict.fromkeys((*self._behind, *self._before), ())
+            plan = fingerprint("barrier", self._terms)
+            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=self._terms)
 
     def wait(self, timeout: float | None = None, value: int = 0) -> int:
-        """Wait until all ranks have called; blocking, collective over the ranks.
+        """Wait until all ranks have called, and return the largest number that one brought; blocking.
 
-        Parameters
-        ----------
-        timeout
-            Seconds, 0 to look once; None for the machine's default.
-        value
-            Number from 0 to 2**32 - 1; after a timeout that of the first call counts.
-
-        Returns
-        -------
-        int
-            Largest number that a rank brought.
+        A number is from 0 to 2**32 - 1; after a timeout that of the first call counts.
 
         Raises
         ------
@@ -88,7 +65,7 @@ class Barrier:
         if self._closed or self._manager.closed:
             raise ClosedError(f"barrier {self.name!r}: already closed")
         self.connect(timeout)
-        if self._at == self._rounds and self._told < 0:
+        if self._at == self._turns and self._told < 0:
             self._epoch += 1
             self._at, self._largest = 0, value
             self._come.clear()
@@ -97,7 +74,7 @@ class Barrier:
             self._manager.defer(self._advance)
         self._manager.waiter.until(self._advance, self._waiting, timeout)
         self._manager.withdraw(self._advance)
-        self._at, self._told = self._rounds, -1
+        self._at, self._told = self._turns, -1
         return self._largest
 
     def close(self) -> None:
@@ -109,8 +86,8 @@ class Barrier:
 
     def _advance(self) -> bool:
         with self._manager.segment.lock:
-            first = (self._epoch & 1) * self._rounds
-            while self._at < self._rounds:
+            first = (self._epoch & 1) * self._turns
+            while self._at < self._turns:
                 k = self._at
                 if self._told < k:
                     self._told = k
@@ -125,12 +102,11 @@ class Barrier:
 
     def _waiting(self) -> WaitReason:
         size, me = len(self._ranks), self._ranks.index(self._manager.rank)
-        # After k rounds 2**k ranks up to this one have been heard of; of others their headers may tell.
+        # After k turns 2**k ranks up to this one have been heard of; of others their headers may tell.
         silent = [self._ranks[(me - distance) % size] for distance in range(1 << self._at, size)]
         has_begun = self._manager.watch.has_begun
         unknown = [rank for rank in silent[:_LOOKED_UP] if rank not in self._come]
         self._come.update(rank for rank in unknown if has_begun(rank, self.name, self._epoch))
         late = [rank for rank in silent if rank not in self._come]
-        return WaitReason(
-            tuple(sorted(late or silent)), f"to reach {self.name!r} (epoch {self._epoch})", _HINT
-        )
+        what = f"to reach {self.name!r} (epoch {self._epoch})"
+        return WaitReason(tuple(sorted(late or silent)), what, "did every rank make the same calls?")

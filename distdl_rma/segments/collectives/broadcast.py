@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.engine.double_buffered import Collective, SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count
-from distdl_rma.segments.collectives.engine.team import Team
+from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _TAKEN = range(2)
@@ -26,25 +26,14 @@ class Bcast(Collective):
 
     Parameters
     ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids that take part, this one included.
+    manager, ranks, name
+        As for every :class:`Collective`.
     count
         Number of elements; 0 is legal.
     dtype
         Any type of numpy without Python objects.
     root
         Rank id of the root; the first of ``ranks`` if None.
-    name
-        For messages, alike on all ranks.
-
-    Raises
-    ------
-    ShapeError
-        If the count is none.
-    PartitionError
-        If ranks are listed twice, not of the machine, or without this one or the root.
 
     Notes
     -----
@@ -63,29 +52,38 @@ class Bcast(Collective):
         self.count, self.dtype = check_count(count, name), np.dtype(dtype)
         layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self.root = layout.checked_root(root, name)
-        super().__init__(manager, layout.ranks, name, self._plan(manager, layout, name))
+        super().__init__(_ByNodes(manager, layout, self.count, self.dtype, self.root, name))
 
-    def _plan(self, manager: SegmentManager, layout: NodeLayout, name: str) -> SteppedAlgorithm:
-        leaders = layout.leaders(self.root)
-        source = leaders[layout.my_node]
-        leads = source == layout.me
-        plan, terms = fingerprint(type(self).__name__, self.root), f"collective=Broadcast\nroot={self.root}"
-        team = Team(manager, layout, self.count, self.dtype, leaders if leads else (), name, plan, terms)
-        others = tuple(rank for rank in layout.here if rank != source)
-        at = layout.here.index(source)
 
-        def script(parity: int) -> Iterator[None]:
-            if leads:
-                if len(layout.nodes) > 1 and self.count:
-                    data = team.mine[parity].view(np.uint8)
-                    request = team.comm.Ibcast([data, MPI.BYTE], leaders.index(self.root))
-                    yield from team.complete(request, data.nbytes)
-                team.tell(_READY, others)
-                yield from team.hear(_TAKEN, others)
-            else:
-                yield from team.hear(_READY, (source,))
-                if self.count:
-                    team.load(team.mine[parity], team.rows[parity][at])
-                team.tell(_TAKEN, (source,))
+class _ByNodes(SteppedAlgorithm):
+    def __init__(
+        self,
+        manager: SegmentManager,
+        layout: NodeLayout,
+        count: int,
+        dtype: np.dtype[Any],
+        root: int,
+        name: str,
+    ) -> None:
+        leaders = layout.leaders(root)
+        self._source = leaders[layout.my_node]
+        self._leads = self._source == layout.me
+        across, terms = leaders if self._leads else (), f"collective=Broadcast\nroot={root}"
+        super().__init__(manager, layout, count, dtype, across, name, terms)
+        self._root_node = leaders.index(root)
 
-        return SteppedAlgorithm(manager, team, script, team.mine, team.mine, name)
+    def script(self, parity: int) -> Iterator[None]:
+        """One step on the vectors of its parity."""
+        layout, vector = self.layout, self.vectors[parity]
+        if self._leads:
+            if len(layout.nodes) > 1 and vector.size:
+                data = vector.view(np.uint8)
+                request = self.between.comm.Ibcast([data, MPI.BYTE], self._root_node)
+                yield from self.complete(request, data.nbytes)
+            self.notify(_READY, layout.others_here)
+            yield from self.wait_for(_TAKEN, layout.others_here)
+        else:
+            yield from self.wait_for(_READY, (self._source,))
+            if vector.size:
+                self.load(vector, self.rows[parity][layout.here.index(self._source)])
+            self.notify(_TAKEN, (self._source,))

@@ -1,6 +1,8 @@
-"""Words of every rank for all ranks, such as what each was configured with; at set-up, not in a step."""
+"""Bytes of every rank for all ranks, such as what each was configured with; at set-up, not in a step."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,33 +13,18 @@ from distdl_rma.segments.manager import SegmentManager
 
 
 def gather_bytes(manager: SegmentManager, words: bytes, name: str) -> dict[bytes, tuple[int, ...]]:
-    """What all ranks of the machine say, and who says it; collective over them, blocking.
+    """What all ranks of the machine say, each with the rank ids that say it; alike on all of them.
 
-    Only digests travel where all ranks say the same.
-
-    Parameters
-    ----------
-    manager
-        Segment manager of the machine.
-    words
-        What this rank says.
-    name
-        For messages, alike on all ranks.
-
-    Returns
-    -------
-    dict
-        Words to the rank ids that say them, in the order of the machine; the same on all ranks.
+    Collective over the machine, blocking; ``name`` is for messages, alike on all ranks. Only digests travel
+    where all say the same.
     """
     ranks = manager.ranks
     digest = np.array([len(words), fingerprint(words)], np.int64)
-    heads = _gathered(Allgather(manager, ranks, digest.size, np.int64, f"{name} (digests)"), digest)
-    heads = heads.reshape(len(ranks), digest.size)
-    if (heads == digest).all():
+    digests = _gathered(manager, digest.size, digest, f"{name} (digests)").reshape(len(ranks), digest.size)
+    if (digests == digest).all():
         return {words: ranks}
-    lengths = heads[:, 0].tolist()
-    mine = np.frombuffer(words, np.uint8)
-    everything = _gathered(Allgather(manager, ranks, lengths, np.uint8, f"{name} (words)"), mine).tobytes()
+    lengths = digests[:, 0].tolist()
+    everything = _gathered(manager, lengths, np.frombuffer(words, np.uint8), f"{name} (words)").tobytes()
     said: dict[bytes, tuple[int, ...]] = {}
     end = 0
     for rank, length in zip(ranks, lengths, strict=True):
@@ -47,7 +34,8 @@ def gather_bytes(manager: SegmentManager, words: bytes, name: str) -> dict[bytes
     return said
 
 
-def _gathered(collective: Allgather, mine: Array) -> Array:
+def _gathered(manager: SegmentManager, counts: int | Sequence[int], mine: Array, name: str) -> Array:
+    collective = Allgather(manager, manager.ranks, counts, mine.dtype, name)
     try:
         collective.active[:] = mine
         collective.start()

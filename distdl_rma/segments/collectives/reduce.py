@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, rooted_lengths
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count
 from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager
 
@@ -21,23 +21,14 @@ class Reduce(Reducescatter):
 
     Parameters
     ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids that take part, in the order of summation, this one included.
+    manager, ranks, name
+        As for every :class:`Collective`; ``ranks`` in the order of summation.
     count
         Number of elements; 0 is legal.
-    dtype, op, name
+    dtype, op
         As for :class:`Allreduce`.
     root
         Rank id of the root; the first of ``ranks`` if None.
-
-    Raises
-    ------
-    ShapeError
-        If count, dtype or op is none of these, or they do not go together.
-    PartitionError
-        If ranks are listed twice, not of the machine, or without this one or the root.
     """
 
     def __init__(
@@ -51,6 +42,6 @@ class Reduce(Reducescatter):
         name: str = "reduce",
     ) -> None:
         layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        self.root = layout.checked_root(root, name)
-        lengths = rooted_lengths(layout, check_count(count, name), self.root)
-        super().__init__(manager, ranks, lengths, dtype, op, name)
+        self.root, number = layout.checked_root(root, name), check_count(count, name)
+        counts = [number if rank == self.root else 0 for rank in layout.ranks]
+        super().__init__(manager, ranks, counts, dtype, op, name)

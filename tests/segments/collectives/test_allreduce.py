@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ClosedError, PartitionError, ProtocolError, ShapeError
+from distdl_rma import ArgumentError, ClosedError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import Allreduce
 from distdl_rma.segments.collectives.all_push import AllPush
 from tests.matrix import over_seeds
@@ -122,7 +122,7 @@ def test_calls_out_of_order_raise(machine):
 
 
 def test_wrong_arguments_are_named(machine):
-    with pytest.raises(ShapeError, match="operation is one of"):
+    with pytest.raises(ArgumentError, match="operation is one of"):
         Allreduce(machine.segments, machine.ranks, 1, op="product")
     with pytest.raises(ShapeError, match="a reduction takes"):
         Allreduce(machine.segments, machine.ranks, 1, np.longdouble)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.collectives.engine.team import Team
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.wait_reason import WaitReason
 
@@ -29,6 +27,9 @@ class Algorithm(Protocol):
         What interrupted a step in the middle; empty if nothing did. Such a step cannot be taken up again.
     """
 
+    manager: SegmentManager
+    ranks: tuple[int, ...]
+    name: str
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     needs_progress: bool
@@ -62,18 +63,22 @@ class Collective:
     What raises in the middle of a step, as a signal handler may, leaves it half done: the exception goes
     out, and from then on every call raises ``ProtocolError``. Close the collective, and make it anew on all
     ranks. A timeout is nothing of this kind.
+
+    Every collective is made with the segment ``manager`` of a machine, ``ranks`` (rank ids, this one
+    included) and a ``name`` for messages, alike on all ranks. Making one raises ``PartitionError`` if ranks
+    are listed twice, are not of the machine or lack this one or the root, ``ShapeError`` if a number of
+    elements or a dtype is none, and ``ArgumentError`` for an operation that is unknown.
     """
 
-    def __init__(
-        self, manager: SegmentManager, ranks: tuple[int, ...], name: str, algorithm: Algorithm
-    ) -> None:
-        self.ranks, self.name = ranks, name
-        self._manager = manager
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.ranks, self.name = algorithm.ranks, algorithm.name
+        self._manager = algorithm.manager
         self._algorithm = algorithm
         self._operands, self._results = algorithm.operands, algorithm.results
         self._advance = algorithm.advance
-        self._looks = range(_LOOKS if manager.waiter.spins and not algorithm.needs_progress else 1)
-        self._assembly: Barrier | None = None
+        spins = self._manager.waiter.spins and not algorithm.needs_progress
+        self._looks = range(_LOOKS if spins else 1)
+        self._reset_barrier: Barrier | None = None
         self._reset_to: int | None = None
         self._steps = 0
         self._running = False
@@ -206,9 +211,9 @@ class Collective:
         self._check()
         self.connect(timeout)
         if self._reset_to is None:
-            if self._assembly is None:
-                self._assembly = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
-            self._reset_to = self._assembly.wait(timeout, self._steps)
+            if self._reset_barrier is None:
+                self._reset_barrier = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
+            self._reset_to = self._reset_barrier.wait(timeout, self._steps)
         # A rank that nobody sends anything to, as the root of a broadcast, may be many steps ahead.
         while self._running or self._steps < self._reset_to:
             if not self._running:
@@ -227,8 +232,8 @@ class Collective:
             self._closed = True
             if not self._manager.closed:
                 self._algorithm.close()
-                if self._assembly is not None:
-                    self._assembly.close()
+                if self._reset_barrier is not None:
+                    self._reset_barrier.close()
 
     def _begin(self) -> None:
         algorithm, trace = self._algorithm, self._manager.trace
@@ -262,74 +267,3 @@ class Collective:
                 f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "
                 "close it and make it anew on all ranks"
             )
-
-
-class SteppedAlgorithm:
-    """Algorithm whose step is a generator over a team: it yields as long as it has to wait.
-
-    Parameters
-    ----------
-    manager
-        Segment manager of the machine.
-    team
-        Memory, flags and communicator.
-    script
-        Makes the generator of a step, given the parity of the step.
-    operands, results
-        What the caller writes and reads, for even and odd steps.
-    name
-        For the header of this rank.
-    """
-
-    needs_progress = True
-
-    def __init__(
-        self,
-        manager: SegmentManager,
-        team: Team,
-        script: Callable[[int], Iterator[None]],
-        operands: tuple[Array, ...],
-        results: tuple[Array, ...],
-        name: str,
-    ) -> None:
-        self._manager, self._team, self._script = manager, team, script
-        self.operands, self.results = operands, results
-        self._operation = manager.operation(name)
-        self._lock = manager.segment.lock
-        self._step: Iterator[None] | None = None
-        self.broken = ""
-        self.connect, self.waiting = team.connect, team.waiting
-
-    def begin(self, step: int) -> None:
-        """Begin a step and go as far as it goes without waiting."""
-        self._manager.begin(self._operation, step)
-        self._team.step = step
-        self._step = self._script(step & 1)
-        self.advance()
-
-    def advance(self) -> bool:
-        """Advance the step; return whether it is complete, or will never be since it is broken."""
-        # The progress engine is another thread.
-        with self._lock:
-            if self._step is not None:
-                try:
-                    for _ in self._step:
-                        return False
-                except BaseException as error:
-                    # A generator that raised is over, and would look complete.
-                    self.broken, self._step = self.broken or repr(error), None
-                    raise
-                self._step = None
-            return True
-
-    def close(self) -> None:
-        """Give memory and communicator back as soon as the step that is running is complete."""
-
-        def idle() -> bool:
-            # Others, and MPI, may still write for a step that broke: its memory is not used again.
-            complete = self.advance() and not self.broken
-            if complete:
-                self._team.free()
-            return complete
-
-        self._manager.retire(self._team.memory, idle)

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from distdl_rma.errors import ShapeError
-from distdl_rma.segments.collectives.engine import bfloat16
+from distdl_rma.errors import ArgumentError, ShapeError
 
 Array = npt.NDArray[Any]
 
@@ -53,12 +52,12 @@ class Element:
 
     def widen(self, values: Array) -> Array:
         """Copy of stored values in the type that they are reduced in."""
-        return bfloat16.widen(values) if self.name == "bfloat16" else values.astype(self.wide)
+        return widen_bfloat16(values) if self.name == "bfloat16" else values.astype(self.wide)
 
     def narrow(self, wide: Array, out: Array) -> None:
         """Store reduced values, rounded once."""
         if self.name == "bfloat16":
-            out[...] = bfloat16.narrow(wide)
+            out[...] = narrow_bfloat16(wide)
         else:
             out[...] = wide
 
@@ -88,10 +87,7 @@ _ELEMENTS = {name: Element(name, np.dtype(storage), np.dtype(wide)) for name, st
 def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:
     """Element type of a numpy dtype, or of ``"bfloat16"``, which is stored as uint16 words.
 
-    Raises
-    ------
-    ShapeError
-        If it is none that can be reduced; names ``who`` asked.
+    Raises ``ShapeError`` if it is none that can be reduced; names ``who`` asked.
     """
     try:
         name = "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype).name
@@ -100,6 +96,26 @@ def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:
     if name not in _ELEMENTS:
         raise ShapeError(f"{who!r}: a reduction takes one of {list(_ELEMENTS)}, got {dtype!r}")
     return _ELEMENTS[name]
+
+
+# numpy has no bfloat16: 16-bit words stand for it.
+_QUIET, _SHIFT, _HALF, _ONE = map(np.uint32, (0x0040, 16, 0x7FFF, 1))
+
+
+def widen_bfloat16(bits: Array) -> Array:
+    """float32 values of bfloat16 words, exactly; an array of its own."""
+    wide = bits.astype(np.uint32)
+    np.left_shift(wide, _SHIFT, out=wide)
+    return wide.view(np.float32)
+
+
+def narrow_bfloat16(values: Array) -> Array:
+    """bfloat16 words of contiguous float32 values, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    high = bits >> _SHIFT
+    # Half of the last place that stays, a little less where that place is even.
+    rounded = (bits + (_HALF + (high & _ONE))) >> _SHIFT
+    return np.where(np.isnan(values), high | _QUIET, rounded).astype(np.uint16)
 
 
 def _product(first: Array, second: Array, out: Array) -> Array:
@@ -130,32 +146,25 @@ class Reduction:
     Infinities and what is no number are results as any other: numpy's error state and filters of warnings
     make no difference.
 
-    Parameters
-    ----------
-    op
-        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``.
-    element
-        Type of the elements; 16-bit floats are reduced in float32 and rounded once, integers wrap around.
-    divisor
-        What a mean divides by, at least 1.
-    who
-        For messages.
+    16-bit floats are reduced in float32 and rounded once, integers wrap around. ``divisor`` is what
+    a mean divides by, ``who`` is for messages.
 
     Raises
     ------
+    ArgumentError
+        If the operation is unknown, or the divisor is below 1.
     ShapeError
-        If the operation is unknown or has no meaning for the elements, as a mean of integers or the largest
-        of complex numbers, or the divisor is below 1.
+        If it has no meaning for the elements, as a mean of integers or the largest of complex numbers.
     """
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
         if op not in _UFUNCS:
-            raise ShapeError(f"{who!r}: operation is one of {list(_UFUNCS)}, got {op!r}")
+            raise ArgumentError(f"{who!r}: operation is one of {list(_UFUNCS)}, got {op!r}")
         kind = "f" if element.name == "bfloat16" else element.storage.kind
         if (op, kind) in _REFUSED:
             raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}")
         if divisor < 1:
-            raise ShapeError(f"{who!r}: a mean divides by at least 1, got {divisor}")
+            raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
         self.op, self.element, self.divisor = op, element, divisor
         self.ufunc = _product if (op, kind) == ("prod", "c") else _UFUNCS[op]
         self.divides = op == "mean" and divisor > 1

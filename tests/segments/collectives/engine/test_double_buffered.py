@@ -257,8 +257,8 @@ def raises_later(_):
     [
         (4, {"_reduce": (raises, raises)}, False),
         (4, {"_push": raises}, True),
-        (30_000, {"_script": raises_later}, False),
-        (30_000, {"_script": lambda _: iter(raises, 0)}, True),
+        (30_000, {"script": raises_later}, False),
+        (30_000, {"script": lambda _: iter(raises, 0)}, True),
     ],
     ids=["reduce", "push", "in the script", "at its begin"],
 )

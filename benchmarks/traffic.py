@@ -1,0 +1,123 @@
+"""What one rank moves in one step of a collective or an exchange, counted from the schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdl_rma.geometry.exchange import Exchange, by_peer
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.segments.collectives.allreduce import all_push_is_better
+from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages and bytes of one rank in one step.
+
+    ``puts`` and ``gets`` are copies to and from peers; ``collectives`` are calls of MPI's collectives
+    ``across`` so many nodes, with the bytes that this rank hands to them.
+    """
+
+    puts: int = 0
+    bytes_put: int = 0
+    gets: int = 0
+    bytes_got: int = 0
+    collectives: int = 0
+    bytes_collective: int = 0
+    across: int = 1
+
+    @property
+    def messages(self) -> int:
+        """Messages of this rank, if MPI's collectives take as few as they can: a logarithm of the nodes."""
+        return self.puts + self.gets + self.collectives * (self.across - 1).bit_length()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank moves; of those handed to MPI's collectives, each once."""
+        return self.bytes_put + self.bytes_got + self.bytes_collective
+
+
+def allreduce_traffic(
+    layout: NodeLayout, count: int, itemsize: int, wide_itemsize: int | None = None, one_round: bool = False
+) -> Traffic:
+    """What one rank moves in one step of an allreduce of ``count`` elements."""
+    nbytes, size, number = count * itemsize, len(layout.ranks), len(layout.nodes)
+    if all_push_is_better(size, nbytes, one_round):
+        return Traffic(puts=size - 1, bytes_put=(size - 1) * nbytes)
+    cut = layout.share(count)
+    share = cut.stop - cut.start
+    # Loads from the others of the node, and as many stores to them.
+    peers = (len(layout.here) - 1) * bool(share)
+    across = number > 1 and share > 0
+    first, last = Balanced(share, number).interval(layout.my_node)
+    return Traffic(
+        puts=peers,
+        bytes_put=peers * share * itemsize,
+        gets=peers,
+        bytes_got=peers * share * itemsize,
+        collectives=2 * across,
+        bytes_collective=across * (share * (wide_itemsize or itemsize) + (last - first) * itemsize),
+        across=number if across else 1,
+    )
+
+
+def broadcast_traffic(layout: NodeLayout, root: int, nbytes: int) -> Traffic:
+    """What one rank moves in one step of a broadcast of ``nbytes`` bytes."""
+    leads = layout.me in layout.leaders(root)
+    across = len(layout.nodes) > 1 and leads and nbytes > 0
+    loads = not leads and nbytes > 0
+    return Traffic(
+        gets=int(loads),
+        bytes_got=nbytes * loads,
+        collectives=int(across),
+        bytes_collective=nbytes * across,
+        across=len(layout.nodes) if across else 1,
+    )
+
+
+def reduce_traffic(
+    layout: NodeLayout, root: int, count: int, itemsize: int, wide_itemsize: int | None = None
+) -> Traffic:
+    """What one rank moves in one step of a reduction of ``count`` elements to a root."""
+    pieces = layout.scatter_pieces([count if rank == root else 0 for rank in layout.ranks])
+    share = sum(piece.size for of_node in pieces for piece in of_node)
+    stored = [piece.size for piece in pieces[layout.my_node] if piece.rank != layout.me]
+    loads = (len(layout.here) - 1) * bool(share)
+    across = len(layout.nodes) > 1 and share > 0
+    return Traffic(
+        puts=len(stored),
+        bytes_put=itemsize * sum(stored),
+        gets=loads,
+        bytes_got=loads * share * itemsize,
+        collectives=int(across),
+        bytes_collective=across * share * (wide_itemsize or itemsize),
+        across=len(layout.nodes) if across else 1,
+    )
+
+
+def alltoall_traffic(layout: NodeLayout, counts: tuple[tuple[int, ...], ...], itemsize: int) -> Traffic:
+    """What one rank moves in one step of an all-to-all with so many elements from each rank to each."""
+    blocks, me = AlltoallBlocks(layout, counts), layout.me
+    receives = dict(zip(layout.ranks, blocks.receives(me), strict=True))
+    out = [route for routes in blocks.outgoing() for route in routes]
+    came = [route for routes in blocks.incoming() for route in routes]
+    gets = [receives[rank] for rank in layout.others_here if receives[rank]]
+    gets += [route.size for route in out if route.source != me]
+    puts = [route.size for route in came if route.target != me]
+    across = blocks.crosses
+    return Traffic(
+        puts=len(puts),
+        bytes_put=itemsize * sum(puts),
+        gets=len(gets),
+        bytes_got=itemsize * sum(gets),
+        collectives=int(across),
+        bytes_collective=itemsize * sum(route.size for route in out),
+        across=len(layout.nodes) if across else 1,
+    )
+
+
+def exchange_traffic(exchange: Exchange, itemsize: int) -> Traffic:
+    """What one rank puts in one step of a channel, such as a halo exchange."""
+    elements = sum(piece.box.volume for piece in exchange.sends)
+    return Traffic(puts=len(by_peer(exchange.sends)), bytes_put=elements * itemsize)

@@ -1,0 +1,206 @@
+"""Collectives by nodes: direct load and store on a node, MPI between nodes, and steps that are generators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.errors import ExchangeTimeout, MismatchError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.collectives.engine.between_nodes import BetweenNodes
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.engine.reduction import Array
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
+from distdl_rma.segments.transport.heap import aligned
+from distdl_rma.segments.waiting.wait_reason import WaitReason
+
+_PARITIES = 2
+# Notifications that one rank of a node may give another in one step, each for a reason of its own.
+_PHASES = 4
+
+
+class SteppedAlgorithm(ABC):
+    """Algorithm whose step is a generator, ``script``, that yields as long as it has to wait.
+
+    Each rank has a vector in the segment, twice, which the ranks of its node load and store.
+
+    Parameters
+    ----------
+    manager, layout, name
+        The machine's segment manager, the ranks by node, and a name for messages, alike on all ranks.
+    count, dtype
+        Number and type of the elements of a rank's vector.
+    across
+        Ranks of all nodes, this one included, that MPI's collectives combine; empty if this rank is not
+        among those of its node.
+    terms
+        What must be the same on all ranks, a line ``name=value`` for each fact.
+
+    Attributes
+    ----------
+    vectors
+        This rank's vector for even and odd steps.
+    rows
+        For even and odd steps the vectors of the node's ranks, in their order, once connected.
+    operands, results
+        What the caller writes and reads, for even and odd steps; the vectors, unless a subclass says so.
+    """
+
+    needs_progress = True
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        layout: NodeLayout,
+        count: int,
+        dtype: np.dtype[Any],
+        across: Sequence[int],
+        name: str,
+        terms: str,
+    ) -> None:
+        self.manager, self.layout, self.ranks, self.name = manager, layout, layout.ranks, name
+        self._count, self._dtype = count, dtype
+        self._terms = f"count={count}\ndtype={dtype}\n{terms}\nranks={layout.ranks}"
+        self._stride = aligned(count * dtype.itemsize)
+        here = layout.here
+        self.memory = manager.get_segment_buffer(_PARITIES * self._stride, _PHASES * len(here), name)
+        self._words, self._me = self.memory.flags, here.index(layout.me)
+        self._at = {rank: at for at, rank in enumerate(here)}
+        vectors = tuple(self.memory.view(dtype, (count,), k * self._stride) for k in range(_PARITIES))
+        self.vectors = self.operands = self.results = vectors
+        self.rows: tuple[list[Array], ...] = ()
+        self._peer_words: list[memoryview] = []
+        self.between = BetweenNodes(manager, across, name, self._terms)
+        self._request: MPI.Request | None = None
+        self._connected = False
+        self._operation, self._lock = manager.operation(name), manager.segment.lock
+        self._counters = manager.counters
+        self._step = 0
+        self._running: Iterator[None] | None = None
+        self._waits_for: tuple[tuple[int, ...], str] = ((), "")
+        self.broken = ""
+
+    @abstractmethod
+    def script(self, parity: int) -> Iterator[None]:
+        """One step on the vectors of its parity."""
+
+    def connect(self, timeout: float | None) -> None:
+        """Exchange addresses on the node, and make the communicator between nodes; once, blocking."""
+        if self._connected:
+            return
+        if not self.rows:
+            remotes = self._exchange_addresses(timeout)
+            remotes[self.layout.me] = self.memory.here
+            here = [remotes[rank] for rank in self.layout.here]
+            direct = [
+                [remote.direct(self._dtype, self._count, k * self._stride) for remote in here]
+                for k in range(_PARITIES)
+            ]
+            self.rows = tuple([row for row in rows if row is not None] for rows in direct)
+            self._peer_words = [words for remote in here if (words := remote.flags) is not None]
+        self.between.connect(timeout)
+        self._connected = True
+
+    def _exchange_addresses(self, timeout: float | None) -> dict[int, RemoteBuffer]:
+        others = self.layout.others_here
+        if not others:
+            return {}
+        try:
+            return self.memory.exchange(
+                others, self.name, fingerprint(self._terms), timeout, terms=self._terms
+            )
+        except MismatchError:
+            # The other nodes would wait for this one.
+            with suppress(MismatchError, ExchangeTimeout):
+                self.between.announce()
+            raise
+
+    def begin(self, step: int) -> None:
+        """Begin a step and go as far as it goes without waiting."""
+        self.manager.begin(self._operation, step)
+        self._step = step
+        self._running = self.script(step & 1)
+        self.advance()
+
+    def advance(self) -> bool:
+        """Advance the step; return whether it is complete, or will never be since it is broken."""
+        # The progress engine is another thread.
+        with self._lock:
+            if self._running is not None:
+                try:
+                    for _ in self._running:
+                        return False
+                except BaseException as error:
+                    # A generator that raised is over, and would look complete.
+                    self.broken, self._running = self.broken or repr(error), None
+                    raise
+                self._running = None
+            return True
+
+    def close(self) -> None:
+        """Give memory and communicator back as soon as the step that is running is complete."""
+
+        def idle() -> bool:
+            # Others, and MPI, may still write for a step that broke: its memory is not used again.
+            complete = self.advance() and not self.broken
+            if complete:
+                self.between.free()
+            return complete
+
+        self.manager.retire(self.memory, idle)
+
+    def waiting(self) -> WaitReason:
+        """Which ranks the step waits for; for messages."""
+        ranks, where = self._waits_for
+        what = f"in {self.name!r} (step {self._step}, {where})"
+        return WaitReason(ranks, what, "did every rank make the same calls?")
+
+    def notify(self, phase: int, ranks: Sequence[int]) -> None:
+        """Notify ranks of the node that a phase of this step is over here; what was stored is visible."""
+        self.manager.segment.fence()
+        word = phase * len(self._at) + self._me
+        for rank in ranks:
+            self._peer_words[self._at[rank]][word] = self._step
+
+    def wait_for(self, phase: int, ranks: Sequence[int]) -> Iterator[None]:
+        """Wait until ranks of the node have notified this one that a phase of this step is over."""
+        words, step, first = self._words, self._step, phase * len(self._at)
+        silent = [rank for rank in ranks if words[first + self._at[rank]] < step]
+        while silent:
+            self._waits_for = tuple(silent), "on this node"
+            yield
+            silent = [rank for rank in silent if words[first + self._at[rank]] < step]
+        self.manager.segment.acquire()
+
+    def complete(self, request: MPI.Request, nbytes: int) -> Iterator[None]:
+        """Wait until a collective between nodes, which took so many bytes from here, is complete."""
+        # It holds the buffers, which MPI uses even if what waits for it is interrupted.
+        self._request = request
+        self._counters.collectives += 1
+        self._counters.bytes_collective += nbytes
+        peers = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
+        self._waits_for = peers, "between nodes"
+        while not request.Test():
+            yield
+        self._request = None
+
+    def load(self, target: Array, source: Array) -> None:
+        """Load from a peer's vector, and count it."""
+        target[...] = source
+        self.count_gets(1, source.nbytes)
+
+    def count_puts(self, number: int, nbytes: int) -> None:
+        """Count stores to peers that were made elsewhere."""
+        self._counters.puts += number
+        self._counters.bytes_put += nbytes
+
+    def count_gets(self, number: int, nbytes: int) -> None:
+        """Count loads from peers that were made elsewhere."""
+        self._counters.gets += number
+        self._counters.bytes_got += nbytes

@@ -1,0 +1,39 @@
+"""Who hands on which blocks of an all-to-all between nodes."""
+
+import random
+
+import pytest
+
+from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from tests.segments.collectives.engine.test_node_layout import machine_nodes
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_block_of_an_all_to_all_is_sent_by_one_rank_and_taken_by_one(seed):
+    rng = random.Random(seed)
+    size = rng.randint(1, 9)
+    order = tuple(rng.sample(range(12), size))
+    nodes = machine_nodes(12, rng.randint(1, 12))
+    rows = tuple(tuple(rng.choice((0, 1, 9)) for _ in order) for _ in order)
+    sent, taken = [], []
+    for me in order:
+        layout = NodeLayout(order, nodes, me)
+        blocks = AlltoallBlocks(layout, rows)
+        for node, out, came in zip(layout.nodes, blocks.outgoing(), blocks.incoming(), strict=True):
+            assert all(route.source in layout.here and route.target in node for route in out)
+            assert all(route.source in node and route.target in layout.here for route in came)
+            sent += [(route.source, route.target) for route in out]
+            taken += [(route.source, route.target) for route in came]
+            # What one sends is what the other takes, in the same order.
+            peer = layout.my_share if layout.my_share is not None and node != layout.here else None
+            if peer is not None:
+                there = AlltoallBlocks(NodeLayout(order, nodes, node[peer]), rows)
+                assert there.incoming()[layout.my_node] == out
+    far = [
+        (a, b)
+        for i, a in enumerate(order)
+        for j, b in enumerate(order)
+        if rows[i][j] and not any(a in node and b in node for node in nodes)
+    ]
+    assert sorted(sent) == sorted(far) == sorted(taken)

@@ -1,0 +1,197 @@
+"""What a step moves, counted: on thousands of simulated ranks, and against the real counters."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from benchmarks.traffic import (
+    Traffic,
+    allreduce_traffic,
+    alltoall_traffic,
+    broadcast_traffic,
+    exchange_traffic,
+    reduce_traffic,
+)
+from distdl_rma.geometry import Decomposition, Exchange, Partition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.stencil import Window, WindowSplit
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from tests.segments.collectives.engine.test_node_layout import machine_nodes
+
+MACHINES = [(2, 2), (4, 4), (8, 4), (64, 16), (256, 64), (1024, 4), (1024, 64)]
+
+
+def layouts(size, per_node):
+    nodes = machine_nodes(size, per_node)
+    return [NodeLayout(tuple(range(size)), nodes, me) for me in range(size)]
+
+
+@pytest.mark.parametrize(("size", "per_node"), MACHINES)
+def test_allreduce_costs_a_rank_its_node_and_a_logarithm_and_a_constant_times_the_payload(size, per_node):
+    count = 1 << 22
+    for layout in layouts(size, per_node):
+        traffic = allreduce_traffic(layout, count, 4)
+        nodes = math.ceil(size / per_node)
+        assert traffic.puts <= per_node and traffic.gets <= per_node
+        assert traffic.messages <= 2 * (per_node + math.ceil(math.log2(nodes)))
+        assert traffic.nbytes <= 4 * 4 * count + 64
+
+
+@pytest.mark.parametrize(("size", "per_node"), MACHINES)
+def test_a_small_allreduce_costs_a_bounded_number_of_messages(size, per_node):
+    for layout in layouts(size, per_node):
+        for one_round in (False, True):
+            traffic = allreduce_traffic(layout, 64, 8, one_round=one_round)
+            assert traffic.messages <= max(31, 2 * per_node + 2 * math.ceil(math.log2(size)))
+
+
+@pytest.mark.parametrize(("size", "per_node"), MACHINES)
+def test_broadcast_costs_nobody_more_than_a_logarithm(size, per_node):
+    nbytes = 1 << 20
+    for layout in layouts(size, per_node):
+        traffic = broadcast_traffic(layout, 0, nbytes)
+        assert traffic.messages <= max(1, 2 * math.ceil(math.log2(math.ceil(size / per_node))))
+        assert traffic.nbytes <= 2 * nbytes
+
+
+@pytest.mark.parametrize(("size", "per_node"), MACHINES[:4])
+def test_a_reduction_to_a_root_costs_a_rank_its_node_and_a_logarithm_and_a_constant_times_the_payload(
+    size, per_node
+):
+    count, root = 1 << 20, size // 2
+    total = 0
+    for layout in layouts(size, per_node):
+        traffic = reduce_traffic(layout, root, count, 4)
+        assert traffic.puts <= 1 and traffic.gets <= per_node
+        assert traffic.messages <= 1 + per_node + math.ceil(math.log2(math.ceil(size / per_node)))
+        assert traffic.nbytes <= 3 * 4 * count
+        total += traffic.bytes_put
+    # The holders of the root's node store to it all but what it reduces itself.
+    assert total <= 4 * count
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 2), (8, 4), (12, 5), (64, 16)])
+def test_an_all_to_all_moves_every_block_once_and_shares_the_work_between_nodes(size, per_node):
+    count = 7
+    rows = ((count,) * size,) * size
+    found = [alltoall_traffic(layout, rows, 4) for layout in layouts(size, per_node)]
+    nodes = layouts(size, per_node)[0].nodes
+    between = size**2 - sum(len(node) ** 2 for node in nodes)
+    assert sum(traffic.bytes_collective for traffic in found) == 4 * count * between
+    lanes = min(map(len, nodes))
+    for traffic in found:
+        assert traffic.bytes_collective <= 4 * count * size * math.ceil(max(map(len, nodes)) / lanes)
+
+
+@pytest.mark.parametrize("grid", [(2,), (1024,), (8, 8), (32, 32), (8, 8, 16)])
+def test_a_halo_exchange_costs_its_neighbours_only(grid):
+    size = math.prod(grid)
+    extents = tuple(10 * n for n in grid)
+    window = Window(3, left=1, right=1)
+    for me in random.Random(0).sample(range(size), min(size, 20)):
+        P_x = Partition(tuple(range(size)), grid, me=me)
+        own = Decomposition.balanced(P_x, extents)
+        reads = {
+            d: WindowSplit(Balanced(window.outputs(n), parts), window, n)
+            for d, (n, parts) in enumerate(zip(extents, grid, strict=True))
+        }
+        traffic = exchange_traffic(Exchange(me, own, own.with_splits(reads)), 4)
+        assert traffic.puts <= 3 ** len(grid) - 1
+        assert traffic.bytes_put <= 4 * (12 ** len(grid) - 10 ** len(grid))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [3, 50_001])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_real_allreduce_moves_what_was_counted(segments, count, dtype):
+    from distdl_rma.segments import Allreduce
+
+    job = Allreduce(segments, segments.ranks, count, dtype, name=f"counted {count}")
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    job.active[:] = 1
+    found = moved(segments, job)
+    itemsize = np.dtype(dtype).itemsize
+    assert found == allreduce_traffic(layout, count, itemsize, wide_itemsize=4)
+    job.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [3, 50_001])
+def test_the_real_broadcast_moves_what_was_counted(segments, count):
+    from distdl_rma.segments import Bcast
+
+    root = segments.ranks[-1]
+    job = Bcast(segments, segments.ranks, count, np.float64, root, f"counted {count}")
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    assert moved(segments, job) == broadcast_traffic(layout, root, 8 * count)
+    job.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_real_reduction_to_a_root_moves_what_was_counted(segments, dtype):
+    from distdl_rma.segments import Reduce
+
+    root, count, itemsize = segments.ranks[-1], 50_001, np.dtype(dtype).itemsize
+    job = Reduce(segments, segments.ranks, count, dtype, "sum", root, "counted")
+    job.active[:] = 1
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    assert moved(segments, job) == reduce_traffic(layout, root, count, itemsize, wide_itemsize=4)
+    job.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("seed", range(5))
+def test_the_real_all_to_all_moves_what_was_counted(segments, seed):
+    from distdl_rma.segments import Alltoall
+
+    rng = random.Random(seed)
+    rows = tuple(tuple(rng.choice((0, 1, 300)) for _ in segments.ranks) for _ in segments.ranks)
+    job = Alltoall(segments, segments.ranks, rows, np.float64, "counted")
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    found, expected = moved(segments, job), alltoall_traffic(layout, rows, 8)
+    assert found == expected
+    job.close()
+
+
+@pytest.mark.mpi
+def test_the_real_halo_exchange_moves_what_was_counted(segments):
+    from distdl_rma.segments import Channel
+
+    P_x = Partition(segments.ranks, (len(segments.ranks),), me=segments.rank)
+    window = Window(3, left=1, right=1)
+    own = Decomposition.balanced(P_x, (40,))
+    reads = {0: WindowSplit(Balanced(window.outputs(40), P_x.size), window, 40)}
+    exchange = Exchange(segments.rank, own, own.with_splits(reads))
+    channel = Channel(segments, exchange, np.float32, "counted halo")
+    x = np.ones(own.box(segments.rank).shape, np.float32)
+    before = segments.counters.puts, segments.counters.bytes_put
+    channel.move(x)
+    expected = exchange_traffic(exchange, 4)
+    counters = segments.counters
+    assert (counters.puts - before[0], counters.bytes_put - before[1]) == (expected.puts, expected.bytes_put)
+    channel.close()
+
+
+def moved(segments, job):
+    def now():
+        counters = segments.counters
+        return np.array(
+            [
+                counters.puts,
+                counters.bytes_put,
+                counters.gets,
+                counters.bytes_got,
+                counters.collectives,
+                counters.bytes_collective,
+            ]
+        )
+
+    before = now()
+    job.start()
+    job.wait()
+    found = (now() - before).tolist()
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
+    return Traffic(*found, across=len(layout.nodes) if found[4] else 1)
