@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
 from distdl_rma.segments.counters import Counters
+from distdl_rma.geometry.rank_groups import grouped
 from distdl_rma.segments.transport.atomics import Atomics
 from distdl_rma.segments.transport.heap import ALIGNMENT, aligned
 from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink, fence_for
@@ -124,7 +125,8 @@ class Segment:
         self.crowded = node.size > len(cores)
         self.words = self.memory.data.cast("q")
         # Ranks by node, in the order of M; every rank is told the first rank of every node.
-        self.nodes = _by_node(ranks, comm.allgather(self.node_ranks[0]))
+        firsts = dict(zip(ranks, comm.allgather(self.node_ranks[0]), strict=True))
+        self.nodes = grouped(ranks, firsts.__getitem__)
         # The same, where nodes are made of ranks that load and store each other's memory.
         self.direct_nodes = self.nodes if transport == "auto" else tuple((rank,) for rank in ranks)
         self._links: dict[int, Link] = {}
@@ -203,13 +205,6 @@ def _node_of(comm: MPI.Intracomm, node_size: int | None) -> MPI.Intracomm:
     part = cast(MPI.Intracomm, node.Split(node.rank // node_size))
     node.Free()
     return part
-
-
-def _by_node(ranks: tuple[int, ...], firsts: list[int]) -> tuple[tuple[int, ...], ...]:
-    nodes: dict[int, list[int]] = {}
-    for rank, first in zip(ranks, firsts, strict=True):
-        nodes.setdefault(first, []).append(rank)
-    return tuple(tuple(node) for node in nodes.values())
 
 
 def _as_array(memory: MPI.buffer) -> Bytes:
