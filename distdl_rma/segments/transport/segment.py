@@ -14,8 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, DistdlError, SegmentError
-from distdl_rma.segments.counters import Counters
 from distdl_rma.geometry.rank_groups import grouped
+from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.atomics import Atomics
 from distdl_rma.segments.transport.heap import ALIGNMENT, aligned
 from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink, fence_for
