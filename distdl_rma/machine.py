@@ -5,35 +5,24 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import sys
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Protocol
 
 from mpi4py import MPI
 
-from distdl_rma.errors import (
-    ClosedError,
-    ConfigurationError,
-    PartitionError,
-)
+from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.lifecycle.meeting import meet, refuse
+from distdl_rma.segments.lifecycle.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.uncopyable import Shared
 from distdl_rma.segments.waiter import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.trace import Recording, Tracer
-
-# How long a rank that fails stays for its peers to notice, and then to say so themselves.
-_NOTICE_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 0.2
-
 
 # As ``layer_name`` makes them, and copies of layers have them.
 _LAYER_NAME = re.compile(r"\b[A-Za-z_]\w*#\d+(?: \(copy \d+\))?")
@@ -114,7 +103,7 @@ class Machine(Shared):
             # The manager has one of its own.
             comm.Free()
         atexit.register(self._close_at_exit)
-        _watch_exceptions(self)
+        tell_peers_of_uncaught_errors(self.segments)
 
     @classmethod
     def on(cls, comm: MPI.Intracomm) -> Machine:
@@ -276,7 +265,7 @@ class Machine(Shared):
         # Closing is collective: only if every rank gets here. A forked process is none of the ranks.
         if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
-        if self.segments.wait_for_all_at_exit(_say):
+        if self.segments.wait_for_all_at_exit(say_once):
             self.close()
         self.segments.stop()
         if not self.closed:
@@ -323,54 +312,6 @@ class _Use(Shared):
             self._machine.close()
         self._machine._uses -= 1
         self._over = True
-
-
-_said: set[str] = set()
-
-
-def _say(line: str) -> None:
-    # At exit nobody is left to catch an exception, and what follows may not end. Once for all machines.
-    if sys.stderr is not None and line not in _said:
-        _said.add(line)
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"distdl_rma: {line}\n")
-            sys.stderr.flush()
-
-
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_machines: weakref.WeakSet[Machine] = weakref.WeakSet()
-_previous_hooks: list[_Hook] = []
-_telling: list[BaseException] = []
-
-
-def _watch_exceptions(machine: Machine) -> None:
-    """Have an exception that nobody catches reported to the ranks of all machines, from now on."""
-    if sys.excepthook is not _tell_peers:
-        _previous_hooks.append(sys.excepthook)
-        sys.excepthook = _tell_peers
-    _machines.add(machine)
-
-
-def _tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # A hook that was installed in between may call this one, which then was called before it.
-    if _telling:
-        _previous_hooks[0](kind, error, trace)
-        return
-    _telling.append(error)
-    try:
-        still_open = [m for m in _machines if not m.closed and m._process == os.getpid()]
-        for machine in still_open:
-            machine.fail(error)
-        _previous_hooks[-1](kind, error, trace)
-        # What ends this process may end the job: the peers shall learn why before that.
-        deadline, told = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
-        while still_open and time.monotonic() < deadline:
-            still_open = [machine for machine in still_open if not machine.segments.notices.noticed()]
-            time.sleep(1e-3)
-        if told:
-            time.sleep(_LAST_WORDS_SECONDS)
-    finally:
-        _telling.clear()
 
 
 _keys: list[int] = []
