@@ -188,7 +188,7 @@ _PROTOCOL = [
         "distdl_rma/ops/movement.py",
         "self._wide = dtype if exchange.disjoint else sum_dtype(dtype)",
         "self._wide = dtype",
-        _on(3, "layers/core/test_movement_layer.py", "layers/moves/test_broadcast_reduce.py"),
+        _on(3, "layers/moves/test_base.py", "layers/moves/test_broadcast_reduce.py"),
     ),
 ]
 

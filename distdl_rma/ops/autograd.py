@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -54,11 +54,23 @@ class GradientNeeds(NamedTuple):
 
     input: bool
     weights: bool
+    others: tuple[bool, ...] = ()  # inputs behind the first
+
+    @property
+    def inputs(self) -> tuple[bool, ...]:
+        """Of each input."""
+        return self.input, *self.others
 
     @property
     def any(self) -> bool:
         """Whether there is a backward at all."""
-        return self.input or self.weights
+        return self.input or self.weights or True in self.others
+
+    @classmethod
+    def of_any(cls, needs: Iterable[GradientNeeds]) -> GradientNeeds:
+        """What at least one rank needs."""
+        inputs, weights, others = zip(*needs, strict=True)
+        return cls(any(inputs), any(weights), tuple(map(any, zip(*others, strict=True))))
 
 
 def anchor(needed: bool) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -23,13 +23,14 @@ class Operation:
     Attributes
     ----------
     output
-        Who has what of the result; follows from the inputs, on every rank alike.
+        Who has what of the result; follows from the inputs, on every rank alike. None where what the ranks
+        have are no blocks of one tensor.
     """
 
-    output: Decomposition
+    output: Decomposition | None
 
-    def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
-        """Local result from a local shard, differentiable; blocking.
+    def __call__(self, needs: GradientNeeds, *inputs: Any, **weights: Any) -> torch.Tensor:
+        """Local result from local shards, differentiable; blocking.
 
         Ranks outside of the input pass a tensor without elements, those outside of the output get one.
         """
@@ -83,6 +84,7 @@ class GatherComputeScatter(Operation):
         Who has what of the result.
     """
 
+    output: Decomposition
     gather: Movement | None = None
     scatter: Movement | None = None
 

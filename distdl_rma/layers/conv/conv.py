@@ -178,7 +178,7 @@ class DistributedConv(ExchangingLayer):
         local: Any
         local, weight, bias = autocast(input, used["weight"], used.get("bias"))
         # Outside of the autograd function, inside of which grad mode is off.
-        guess = self.plans.begin(local, weight)
+        guess = self.plans.begin((local,), weight)
         with torch.autocast("cpu", enabled=False):
             y: torch.Tensor = SplitConvolution.apply(local, weight, bias, anchor(True), self, guess)  # type: ignore[no-untyped-call]
         return y

@@ -232,7 +232,11 @@ class DistributedLayer(nn.Module):
             shape = known.inputs[at].shape
         kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
         kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
-        return placeholder_shard(Decomposition.balanced(P_x, shape), kind)
+        return placeholder_shard(self.expected_blocks(P_x, shape), kind)
+
+    def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
+        """How an input of which only the shape is known is taken to be cut."""
+        return Decomposition.balanced(P_x, shape)
 
     def place(
         self, values: Mapping[str, nn.Parameter | InitialValues | None], placements: Mapping[str, Placement]

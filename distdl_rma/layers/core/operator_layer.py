@@ -15,13 +15,13 @@ from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
 from distdl_rma.ops.autograd import GradientNeeds, anchored, tells_peers
 from distdl_rma.ops.idle_ranks import deliver
 from distdl_rma.ops.operation import Agreement, Operation
-from distdl_rma.ops.tensors import autocast, trouble_with
+from distdl_rma.ops.tensors import autocast
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 
 
 class OperatorLayer(DistributedLayer, Generic[O]):
-    """A layer whose ranks agree on what a plain tensor is a part of, and then call an operation on it.
+    """A layer whose ranks agree on what plain tensors are parts of, and then call an operation on them.
 
     Subclasses say which operation serves which inputs (``plan``). Agreement on shapes, parameters, ranks
     with and without work, and the backward of all of them are here.
@@ -29,11 +29,10 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     Parameters
     ----------
     P_x, P_y
-        Partitions of input and output; P_y is P_x if None.
+        Partitions of input and output; P_y is P_x if None. Where a call passes several inputs, P_x is the
+        sequence of their partitions, and ``self.P_x`` the first one.
     others
         Partitions of other ranks that take part in a call.
-    name, callbacks
-        As of :class:`DistributedLayer`.
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
@@ -41,14 +40,17 @@ class OperatorLayer(DistributedLayer, Generic[O]):
 
     def __init__(
         self,
-        P_x: Partition,
+        P_x: Partition | Sequence[Partition],
         P_y: Partition | None = None,
         *others: Partition,
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, P_x if P_y is None else P_y, *others, name=name, **callbacks)
-        self.P_x, self.P_y = P_x, P_x if P_y is None else P_y
+        P_xs = (P_x,) if isinstance(P_x, Partition) else tuple(P_x)
+        P_y = P_xs[0] if P_y is None else P_y
+        super().__init__(*P_xs, P_y, *others, name=name, **callbacks)
+        self.P_xs, self.P_x, self.P_y = P_xs, P_xs[0], P_y
+        self._idle = tuple(not P.active for P in P_xs)
 
     def plan(self, facts: dict[int, InputFacts]) -> O:
         """Operation for what all ranks said of their inputs; alike on all ranks, errors included."""
@@ -60,7 +62,8 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None
-        return PlanCache(self.machine, ranks, self.name, self.plan, self.built_with, self.outcome)
+        outcome = None if self.placements is None else self.outcome
+        return PlanCache(self.machine, ranks, self.name, self.plan, self.built_with, outcome, len(self.P_xs))
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
@@ -88,44 +91,53 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         -----
         Interface document, section 3.2; requirement A8.
         """
-        x = self.expected(self.P_x, shape, dtype)
+        self.connect_for([self.expected(self.P_x, shape, dtype)])
+
+    def connect_for(self, xs: Sequence[torch.Tensor]) -> None:
+        """Plan for inputs that look like these, and exchange addresses; blocking."""
         self.connect_parameters()
         if self.plans is not None:
             # No call: nobody outside is told what becomes of it.
             with torch.no_grad():
-                operation, _ = self.enter(self.plans, x, list(self.parameters())).settle()
+                operation, _ = self.enter(self.plans, xs, list(self.parameters())).settle()
             operation.connect()
 
-    def trouble(self, x: torch.Tensor) -> str:
-        """What is wrong with the elements of this rank's shard, for all to refuse; empty if nothing is."""
+    def trouble(self, *inputs: Any) -> str:
+        """What else is wrong with this rank's shards, for all to refuse; empty if nothing is.
+
+        Not asked where P_x has no part. Inputs that are no tensors are none of its business.
+        """
         return ""
 
     def enter(
         self,
         plans: PlanCache[O],
-        x: torch.Tensor,
+        xs: Sequence[torch.Tensor],
         weights: Collection[torch.Tensor] = (),
         call_arguments: tuple[int, ...] | None = None,
         problem: str = "",
     ) -> Agreement[O]:
-        """Begin to agree with the other ranks on what ``x`` is a part of; does not wait for them."""
+        """Begin to agree with the other ranks on what ``xs`` are parts of; does not wait for them."""
         # The others take part in a backward if any weight needs a gradient.
-        told = sorted(weights, key=lambda weight: not weight.requires_grad)
-        if not problem and self.P_x.active and not trouble_with(x):
-            problem = self.trouble(x)
+        told = sorted(weights, key=lambda weight: not weight.requires_grad) if weights else (None,)
+        if not problem and not self._idle[0]:
+            problem = self.trouble(*xs)
         numbers = self._call_arguments if call_arguments is None else call_arguments
-        plans.begin(x, next(iter(told), None), numbers, not self.P_x.active, problem)
+        plans.begin(xs, told[0], numbers, self._idle, problem)
         return plans
 
     def run(
-        self, agreement: Agreement[O], x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+        self, agreement: Agreement[O], xs: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, GradientNeeds]:
         """Call the operation that the ranks agree on; local result, and what any rank needs."""
         operation, needs = agreement.settle()
-        return operation(needs, x, **weights), needs
+        return operation(needs, *xs, **weights), needs
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
-        """Result as the caller gets it: without elements outside of P_y, and in a graph if any rank's is."""
+        """Result for the first input ``x`` as the caller gets it.
+
+        Without elements outside of P_y, and in a graph if any rank's is.
+        """
         batch = x.shape[0] if x.dim() else None
         return anchored(deliver(y, self.P_y.active, batch), needs.any)
 
@@ -135,15 +147,16 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         return self.apply_to(input)
 
     def apply_to(
-        self, x: torch.Tensor, call_arguments: tuple[int, ...] | None = None, problem: str = ""
+        self, *xs: torch.Tensor, call_arguments: tuple[int, ...] | None = None, problem: str = ""
     ) -> torch.Tensor:
         """Apply the layer, called with some numbers that the plan depends on, unless there is a problem."""
         weights = {} if self.placed is None else self.placed.use()
         if self.plans is None:
-            return self.stand_aside(x, weights.values())
+            return self.stand_aside(xs[0], (*xs[1:], *weights.values()))
         if self._casts:
-            (x, *cast) = autocast(x, *weights.values())  # type: ignore[assignment]
-            weights = dict(zip(weights, cast, strict=True))  # type: ignore[arg-type]
-        agreement = self.enter(self.plans, x, weights.values(), call_arguments, problem)
-        y, needs = self.run(agreement, x, weights)
-        return self.leave(y, x, needs)
+            first = len(xs)
+            cast = autocast(*xs, *weights.values())
+            xs, weights = cast[:first], dict(zip(weights, cast[first:], strict=True))  # type: ignore[assignment,arg-type]
+        agreement = self.enter(self.plans, xs, weights.values(), call_arguments, problem)
+        y, needs = self.run(agreement, xs, weights)
+        return self.leave(y, xs[0], needs)

@@ -6,8 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,86 +23,118 @@ from distdl_rma.ops.weak_method import weakly_bound
 from distdl_rma.segments.collectives.all_push import AllPush
 
 _DTYPE_CODES = list(DTYPES)
-_INPUT, _WEIGHTS = 1, 2
 _NO_DTYPE = -1
-_HEAD = 5
-_WORDS = _HEAD + 2 * MAX_DIMS
+# Words of a row: type of the weights, what needs a gradient, how many inputs and numbers, the numbers; then
+# of each input its type, how many dimensions, the extents.
+_HEAD = 4 + MAX_DIMS
+_PER_INPUT = 2 + MAX_DIMS
 _KEPT_PLANS = 16
 
+# Shape and type of one input.
+_Input = tuple[tuple[int, ...], torch.dtype]
 
-@dataclass(frozen=True)
-class InputFacts:
-    """What one rank says of its input, of its weights and of what it wants, before data moves."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
+class InputFacts(NamedTuple):
+    """What one rank says of its inputs, of its weights and of what it wants, before data moves."""
+
+    inputs: tuple[_Input, ...]
     needs: GradientNeeds
     weights: torch.dtype | None = None
     call_arguments: tuple[int, ...] = ()
     problem: str = ""
+    given: int = 1  # inputs of the call, where the layer may take another number of them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape of the first input."""
+        return self.inputs[0][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the first input."""
+        return self.inputs[0][1]
+
+    def of(self, at: int) -> InputFacts:
+        """The same with one of the inputs alone."""
+        return self._replace(inputs=self.inputs[at : at + 1])
 
     @classmethod
     def about(
         cls,
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        call_arguments: tuple[int, ...] = (),
-        idle: bool = False,
-        problem: str = "",
+        xs: Sequence[torch.Tensor],
+        weight: torch.Tensor | None,
+        call_arguments: tuple[int, ...],
+        idle: Sequence[bool],
+        problem: str,
     ) -> InputFacts:
-        """Facts about a local tensor, the weight that the layer will use, and numbers it was called with.
+        """Facts about local tensors, the weight that the layer will use, and numbers it was called with.
 
-        Of an idle rank, which has no part of the input, all tensors without elements are the same. What is
-        no tensor that can move, and any other ``problem`` of the caller, is told instead.
+        Where a rank has no part of an input, all tensors without elements are the same. What are no tensors
+        that can move, and any other ``problem`` of the caller, is told instead.
         """
-        problem = problem or trouble_with(x) or _trouble_with_numbers(call_arguments)
+        problem = problem or _trouble(xs, call_arguments)
         if problem:
-            return cls((), None, GradientNeeds(False, False), problem=problem)
-        recording = torch.is_grad_enabled()
-        needs = GradientNeeds(
-            recording and x.requires_grad, recording and weight is not None and weight.requires_grad
+            return cls((), GradientNeeds(False, False), problem=problem)
+        recording, missing = torch.is_grad_enabled(), len(idle) - len(xs)
+        inputs = [
+            _NOTHING if outside and 0 in x.shape else (tuple(x.shape), x.dtype)
+            for x, outside in zip(xs, idle, strict=False)
+        ]
+        needs = [recording and x.requires_grad for x in xs[: len(idle)]]
+        if missing > 0:
+            inputs, needs = [*inputs, *[_NOTHING] * missing], [*needs, *[False] * missing]
+        wanted = GradientNeeds(
+            needs[0], recording and weight is not None and weight.requires_grad, tuple(needs[1:])
         )
-        dtype: torch.dtype = x.dtype
-        shape = tuple(x.shape)
-        if idle and 0 in shape:
-            shape, dtype = (0,), _DTYPE_CODES[0]
-        return cls(shape, dtype, needs, None if weight is None else weight.dtype, call_arguments)
+        kind = None if weight is None else weight.dtype
+        return cls(tuple(inputs), wanted, kind, call_arguments, given=len(xs))
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a plan depends on."""
-        return self.shape, self.dtype, self.weights, self.call_arguments
+        return self.inputs, self.weights, self.call_arguments, self.given
 
-    def encode(self) -> npt.NDArray[np.int64]:
-        """Vector of numbers that travels; a problem becomes a tensor of no type."""
-        words = np.zeros(_WORDS, np.int64)
-        if self.dtype is None:
-            words[1] = _NO_DTYPE
+    def encode(self, inputs: int) -> npt.NDArray[np.int64]:
+        """Row of numbers that travels; a problem becomes an input of no type."""
+        words = np.zeros(_HEAD + inputs * _PER_INPUT, np.int64)
+        if not self.inputs:
+            words[_HEAD] = _NO_DTYPE
             return words
-        code = _DTYPE_CODES.index(self.dtype)
         weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
-        needs = _INPUT * self.needs.input + _WEIGHTS * self.needs.weights
-        head = (len(self.shape), code, needs, weights, len(self.call_arguments))
-        words[: len(head) + len(self.shape) + len(self.call_arguments)] = (
-            *head,
-            *self.shape,
-            *self.call_arguments,
-        )
+        needs = sum(needed << bit for bit, needed in enumerate((self.needs.weights, *self.needs.inputs)))
+        head = (weights, needs, self.given, len(self.call_arguments), *self.call_arguments)
+        words[: len(head)] = head
+        for at, (shape, dtype) in enumerate(self.inputs):
+            row = (_DTYPE_CODES.index(dtype), len(shape), *shape)
+            start = _HEAD + at * _PER_INPUT
+            words[start : start + len(row)] = row
         return words
 
     @classmethod
     def decode(cls, words: Sequence[int]) -> InputFacts:
-        """Facts from the vector of numbers."""
-        dims, code, needs, weights, count = words[:_HEAD]
-        dtype = None if code == _NO_DTYPE else _DTYPE_CODES[code]
+        """Facts from the row of numbers."""
+        weights, needs, given, count, *numbers = words[:_HEAD]
+        inputs: list[_Input] = []
+        for start in range(_HEAD, len(words), _PER_INPUT):
+            code, dims, *shape = words[start : start + _PER_INPUT]
+            if code == _NO_DTYPE:
+                return cls((), GradientNeeds(False, False))
+            inputs.append((tuple(shape[:dims]), _DTYPE_CODES[code]))
+        first, *others = [bool(needs >> at & 1) for at in range(1, len(inputs) + 1)]
         kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
-        wanted = GradientNeeds(bool(needs & _INPUT), bool(needs & _WEIGHTS))
-        numbers = tuple(words[_HEAD : _HEAD + dims + count])
-        return cls(numbers[:dims], dtype, wanted, kind, numbers[dims:])
+        wanted = GradientNeeds(first, bool(needs & 1), tuple(others))
+        return cls(tuple(inputs), wanted, kind, tuple(numbers[:count]), given=given)
 
 
-def _trouble_with_numbers(call_arguments: tuple[int, ...]) -> str:
-    # What does not fit into a row.
+_NOTHING: _Input = (0,), _DTYPE_CODES[0]
+
+
+def _trouble(xs: Sequence[torch.Tensor], call_arguments: tuple[int, ...]) -> str:
+    # What is no tensor that can move, or does not fit into a row.
+    for at, x in enumerate(xs):
+        problem = trouble_with(x, f"input {at}" if len(xs) > 1 else "input")
+        if problem:
+            return problem
     if len(call_arguments) > MAX_DIMS:
         return f"the call has {len(call_arguments)} numbers, {MAX_DIMS} are the most"
     worst = max(call_arguments, key=abs, default=0)
@@ -118,10 +149,6 @@ class Plan(Protocol):
 
 
 P = TypeVar("P", bound=Plan)
-
-
-def _nobody() -> CallOutcome | None:
-    return None
 
 
 class PlanCache(Generic[P]):
@@ -148,6 +175,8 @@ class PlanCache(Generic[P]):
         ``MismatchError`` when they meet there.
     outcome
         Asked in each call for how to tell ranks outside what becomes of it; None where nobody waits.
+    inputs
+        Number of tensors that a call passes.
 
     Notes
     -----
@@ -162,15 +191,17 @@ class PlanCache(Generic[P]):
         name: str,
         build: Callable[[dict[int, InputFacts]], P],
         arguments: Callable[[], str] = str,
-        outcome: Callable[[], CallOutcome | None] = _nobody,
+        outcome: Callable[[], CallOutcome | None] | None = None,
+        inputs: int = 1,
     ) -> None:
-        self._ranks, self._name = tuple(ranks), name
+        self._ranks, self._name, self._inputs = tuple(ranks), name, inputs
         self._build, self._arguments = weakly_bound(build), weakly_bound(arguments)
         self._trace, self._segments = machine.trace, machine.segments
         self._round: AllPush | None = None
         self._complaints = ErrorExchange(machine, self._ranks, name)
         # Asked for when a call begins: within an operation of autograd grad mode is off.
-        self._ask_outcome, self._outcome = weakly_bound(outcome), _nobody()
+        self._ask_outcome = None if outcome is None else weakly_bound(outcome)
+        self._outcome: CallOutcome | None = None
         self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
         self._last: tuple[InputFacts, P] | None = None
         self._mine: InputFacts | None = None
@@ -185,31 +216,31 @@ class PlanCache(Generic[P]):
 
     def begin(
         self,
-        x: torch.Tensor,
+        xs: Sequence[torch.Tensor],
         weight: torch.Tensor | None = None,
         call_arguments: tuple[int, ...] = (),
-        idle: bool = False,
+        idle: Sequence[bool] = (False,),
         problem: str = "",
     ) -> P | None:
-        """Tell the other ranks about ``x``; return the last plan if it fits as far as this rank can see.
+        """Tell the other ranks about ``xs``; return the last plan if it fits as far as this rank can see.
 
         Parameters
         ----------
-        x
-            What the layer was called with; if it is no tensor that can move, all ranks refuse it.
+        xs
+            What the layer was called with; if they are no tensors that can move, all ranks refuse them.
         weight
             The weight that the layer will use.
         call_arguments
             Numbers that it was called with.
         idle
-            Whether this rank has no part of the input.
+            Whether this rank has no part of each input.
         problem
             What else is wrong with the call on this rank, for all ranks to refuse; empty if nothing is.
         """
-        self._mine = mine = InputFacts.about(x, weight, call_arguments, idle, problem)
-        self._outcome = self._ask_outcome()()
+        self._mine = mine = InputFacts.about(xs, weight, call_arguments, idle, problem)
+        self._outcome = None if self._ask_outcome is None else self._ask_outcome()()
         if self._said is None or self._said[0] != mine:
-            self._said = mine, mine.encode()
+            self._said = mine, mine.encode(self._inputs)
         if len(self._ranks) > 1:
             if self._round is None:
                 with self._telling():
@@ -227,7 +258,7 @@ class PlanCache(Generic[P]):
 
     def _meet(self) -> AllPush:
         title = f"{self._name} (shapes, {fingerprint(self._arguments()()):014x})"
-        met = AllPush(self._segments, self._ranks, _WORDS, np.int64, title)
+        met = AllPush(self._segments, self._ranks, _HEAD + self._inputs * _PER_INPUT, np.int64, title)
         weakref.finalize(self, met.close)
         met.connect()
         return met
@@ -273,9 +304,14 @@ class PlanCache(Generic[P]):
         plan = self._cache.get(key)
         if last is not None and plan is not last:
             last.void()
-        if any(fact.dtype is None for fact in facts.values()):
+        if not all(fact.inputs for fact in facts.values()):
             raise self._complaints.refuse(mine.problem, "")
         if plan is None:
+            for rank, fact in facts.items():
+                if fact.given != self._inputs:
+                    raise ShapeError(
+                        f"{self._name!r}: takes {self._inputs} inputs, got {fact.given} on rank {rank}"
+                    )
             try:
                 with torch.inference_mode(False):
                     plan = self._build()(facts)
@@ -287,9 +323,7 @@ class PlanCache(Generic[P]):
         if len(self._cache) > _KEPT_PLANS:
             # Its memory goes with the last graph that still needs it.
             self._cache.popitem(last=False)
-        return plan, GradientNeeds(
-            *(any(both) for both in zip(*(f.needs for f in facts.values()), strict=True))
-        )
+        return plan, GradientNeeds.of_any([fact.needs for fact in facts.values()])
 
     def agree(
         self,
@@ -300,7 +334,7 @@ class PlanCache(Generic[P]):
         problem: str = "",
     ) -> tuple[P, GradientNeeds]:
         """Begin and settle at once, for layers that have nothing to compute in between."""
-        self.begin(x, weight, call_arguments, idle, problem)
+        self.begin((x,), weight, call_arguments, (idle,), problem)
         return self.settle()
 
 
@@ -316,6 +350,4 @@ def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
     for rank, dtype in others:
         if dtype != expected:
             raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
-    if expected is None:
-        raise ShapeError(f"rank {first} passes an unsupported dtype")
     return expected

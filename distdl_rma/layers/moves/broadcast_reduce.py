@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
+from collections.abc import Sequence
 from typing import Unpack
 
-from distdl_rma.errors import PartitionError, ShapeError
+import torch
+
+from distdl_rma.errors import PartitionError
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import Groups, groups_along, groups_onto
-from distdl_rma.geometry.trees import Stage, all_reduction, broadcast, reduction
+from distdl_rma.geometry.rank_groups import groups_along, groups_onto
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import input_dtype
-from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
 from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.grid_axes import Axes, chosen_axes
-from distdl_rma.ops.movement import movements_through
-from distdl_rma.ops.tensors import sum_dtype
-
-# Movements for groups whose vectors have so many elements, given the node of a rank.
-_Stages = Callable[[list[int], Callable[[int], int]], list[Stage]]
+from distdl_rma.ops.moves.staged import StagedMove
+from distdl_rma.ops.moves.sums import all_sum_reduce, broadcast, sum_reduce
 
 
-def _move(
-    layer: MovementLayer, facts: dict[int, InputFacts], givers: Groups, takers: Groups, stages: _Stages
-) -> MovementPlan:
-    # Givers and takers are the ranks that have, and that get, the subtensor of each group.
-    dtype = input_dtype(layer.P_x, facts)
-    shapes = [_common_shape(group, facts) for group in givers]
-    rank = layer.machine.rank
-    mine = next((shape for group, shape in zip(takers, shapes, strict=True) if rank in group), (0,))
-    nodes = layer.machine.segments.segment.nodes
-    node_of = {member: number for number, node in enumerate(nodes) for member in node}
-    found = stages([prod(shape) for shape in shapes], node_of.__getitem__)
-    # Where sums are summed again, short types travel in a longer one: they are rounded once, at the end.
-    sums = len(found) > (2 if givers is takers else 1)
-    movements = movements_through(layer.site, found, sum_dtype(dtype) if sums else dtype)
-    return MovementPlan(movements, dtype, flat=mine)
+class _OfSubtensors(MovementLayer[StagedMove]):
+    # Subtensors may have any shape, whatever the grids are.
+    def subtensors(self, facts: dict[int, InputFacts]) -> tuple[dict[int, tuple[int, ...]], torch.dtype]:
+        """Local shape of each rank that has a subtensor, and the type of all."""
+        return {rank: facts[rank].shape for rank in self.P_x.ranks}, input_dtype(self.P_x, facts)
+
+    def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
+        """Subtensors of this shape."""
+        return Decomposition.replicated(P_x, shape)
 
 
-def _common_shape(group: tuple[int, ...], facts: dict[int, InputFacts]) -> tuple[int, ...]:
-    first, *others = group
-    for rank in others:
-        if facts[rank].shape != facts[first].shape:
-            raise ShapeError(
-                f"subtensors that are summed must be equal in shape: rank {first} passes"
-                f" {facts[first].shape} but rank {rank} {facts[rank].shape}"
-            )
-    return facts[first].shape
-
-
-class _Between(MovementLayer):
+class _Between(_OfSubtensors):
     """What sum-reduction and broadcast share: groups of ranks on one side, one rank each on the other."""
 
     _sums = True
@@ -116,16 +97,9 @@ class SumReduce(_Between):
     Sum-reduce document; requirement B3.
     """
 
-    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Groups of ranks to one rank each."""
-        roots, rank = self.P_y.ranks, self.machine.rank
-        return _move(
-            self,
-            facts,
-            self._groups,
-            tuple((root,) for root in roots),
-            lambda lengths, node_of: reduction(self._groups, roots, lengths, node_of, rank),
-        )
+        return sum_reduce(self.site, self._groups, self.P_y.ranks, *self.subtensors(facts))
 
 
 class Broadcast(_Between):
@@ -164,19 +138,12 @@ class Broadcast(_Between):
 
     _sums = False
 
-    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """One rank each to groups of ranks."""
-        roots, rank = self.P_x.ranks, self.machine.rank
-        return _move(
-            self,
-            facts,
-            tuple((root,) for root in roots),
-            self._groups,
-            lambda lengths, node_of: broadcast(roots, self._groups, lengths, node_of, rank),
-        )
+        return broadcast(self.site, self.P_x.ranks, self._groups, *self.subtensors(facts))
 
 
-class AllSumReduce(MovementLayer):
+class AllSumReduce(_OfSubtensors):
     """Sum the subtensors of ranks that differ in some grid dimensions only; each of them gets the sum.
 
     Subtensors that are summed are equal in shape; else they may have any shape, whatever the grid is. The
@@ -226,13 +193,6 @@ class AllSumReduce(MovementLayer):
         """The partition, and the summed dimensions."""
         return f"P_x={self.P_x.shape}, axes_reduce={self.axes}"
 
-    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Groups of ranks to themselves."""
-        groups, rank = self._groups, self.machine.rank
-        return _move(
-            self,
-            facts,
-            groups,
-            groups,
-            lambda lengths, node_of: all_reduction(groups, lengths, node_of, rank),
-        )
+        return all_sum_reduce(self.site, self._groups, *self.subtensors(facts))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
 from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.grid_axes import Axes, chosen_axes
-from distdl_rma.ops.movement import movements_through
+from distdl_rma.ops.moves.redistribute import all_gather, reduce_scatter
+from distdl_rma.ops.moves.staged import StagedMove
 
 
-class AllGather(MovementLayer):
+class AllGather(MovementLayer[StagedMove]):
     """Every rank gets what all ranks have that differ from it in some grid dimensions only.
 
     A tensor that P_x cuts along all grid dimensions becomes one that it cuts along the others only. Local
@@ -61,17 +62,13 @@ class AllGather(MovementLayer):
         """The partition, and the gathered dimensions."""
         return f"P_x={self.P_x.shape}, axes_all_gather={self.axes}"
 
-    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Blocks to blocks that are whole along the gathered dimensions."""
         source, dtype = source_of(self.P_x, facts)
-        whole: dict[int, Split] = {d: Balanced(source.shape[d], 1) for d in self.axes}
-        splits = tuple(whole.get(d, split) for d, split in enumerate(source.splits))
-        axes = tuple(None if d in self.axes else d for d in range(self.P_x.dim))
-        target = Decomposition(self.P_x, splits, axes)
-        return MovementPlan(movements_through(self.site, [(source, target)], dtype), dtype)
+        return all_gather(self.site, source, self.axes, dtype)
 
 
-class ReduceScatter(MovementLayer):
+class ReduceScatter(MovementLayer[StagedMove]):
     """Sum what ranks have that differ in some grid dimensions only, and cut the sum along these.
 
     Local input: whole along the scattered dimensions, equal in shape on the ranks that are summed. Local
@@ -118,10 +115,11 @@ class ReduceScatter(MovementLayer):
         """The partition, and the scattered dimensions."""
         return f"P_x={self.P_x.shape}, axes_reduce_scatter={self.axes}"
 
-    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Copies along the scattered dimensions to balanced blocks."""
         source, dtype = source_of(self.P_x, facts, replicate=self.axes)
-        cut: dict[int, Split] = {d: Balanced(source.shape[d], self.P_x.shape[d]) for d in self.axes}
-        splits = tuple(cut.get(d, split) for d, split in enumerate(source.splits))
-        target = Decomposition(self.P_x, splits, tuple(range(self.P_x.dim)))
-        return MovementPlan(movements_through(self.site, [(source, target)], dtype), dtype)
+        return reduce_scatter(self.site, source, self.axes, dtype)
+
+    def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
+        """Whole along the scattered dimensions."""
+        return Decomposition.balanced(P_x, shape, self.axes)

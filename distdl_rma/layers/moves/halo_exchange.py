@@ -9,16 +9,15 @@ from typing import Unpack
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.stencil import Stencil, Window
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
 from distdl_rma.layers.core.plan_cache import InputFacts
-from distdl_rma.ops.movement import movements_through
-from distdl_rma.ops.window_gather import MODES, WindowGather
+from distdl_rma.layers.moves.base import MovementLayer
+from distdl_rma.ops.moves import halo_exchange
+from distdl_rma.ops.window_gather import MODES
 
 
-class HaloExchange(MovementLayer):
+class HaloExchange(MovementLayer[halo_exchange.HaloExchange]):
     """Own shard with the elements of other ranks around it, corners included.
 
     The global tensor (batch, channel, *spatial) is padded as torch pads it; each rank gets its own part of
@@ -74,7 +73,6 @@ class HaloExchange(MovementLayer):
             raise ShapeError(f"{kind}: padding_mode is one of {MODES}, got {padding_mode!r}")
         self.width = _pairs(kind, width, P_x.dim - LEADING)
         self.padding_mode, self.value = padding_mode, value
-        self._stencil = Stencil(tuple(Window(a + b + 1, left=a, right=b) for a, b in self.width))
         super().__init__(P_x, P_x, name=name, **callbacks)
 
     def extra_repr(self) -> str:
@@ -82,15 +80,11 @@ class HaloExchange(MovementLayer):
         padding = f"padding_mode={self.padding_mode!r}, value={self.value}"
         return f"P_x={self.P_x.shape}, width={self.width}, {padding}"
 
-    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
+    def plan(self, facts: dict[int, InputFacts]) -> halo_exchange.HaloExchange:
         """What windows as wide as both halos read, where every element has a window of its own."""
         source, dtype = source_of(self.P_x, facts)
-        reading = WindowGather(self.site, self._stencil, source, source, dtype, self.padding_mode, self.value)
-        stay = [(source, source)]
-        movements = (
-            movements_through(self.site, stay, dtype) if reading.movement is None else [reading.movement]
-        )
-        return MovementPlan(movements, dtype, finish=reading.add_padding)
+        mode, value = self.padding_mode, self.value
+        return halo_exchange.HaloExchange(self.site, source, dtype, self.width, mode, value)
 
 
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:

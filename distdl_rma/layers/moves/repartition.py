@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Unpack
 
 from distdl_rma.errors import PartitionError
-from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.movement_layer import MovementLayer, MovementPlan
 from distdl_rma.layers.core.plan_cache import InputFacts
-from distdl_rma.ops.movement import movements_through
+from distdl_rma.layers.moves.base import MovementLayer
+from distdl_rma.ops.moves.redistribute import repartition
+from distdl_rma.ops.moves.staged import StagedMove
 
 
-class Repartition(MovementLayer):
+class Repartition(MovementLayer[StagedMove]):
     """Move a tensor from one Cartesian partition to another; the result is balanced.
 
     Collective to construct over the machine; a call involves the ranks of both partitions and blocks.
@@ -58,11 +58,10 @@ class Repartition(MovementLayer):
             )
         super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
 
-    def plan(self, facts: dict[int, InputFacts]) -> MovementPlan:
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Blocks as they are to balanced ones."""
         source, dtype = source_of(self.P_x, facts)
-        target = Decomposition.balanced(self.P_y, source.shape)
-        return MovementPlan(movements_through(self.site, [(source, target)], dtype), dtype)
+        return repartition(self.site, source, self.P_y, dtype)
 
 
 # The name by which this movement is known as well.

@@ -1,0 +1,48 @@
+"""Every rank's block with the elements around it."""
+
+from __future__ import annotations
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.ops.autograd import GradientNeeds
+from distdl_rma.ops.movement import CallSite, movements_through
+from distdl_rma.ops.moves.staged import StagedMove
+from distdl_rma.ops.window_gather import WindowGather
+
+
+class HaloExchange(StagedMove):
+    """What windows as wide as both halos read, where every element has a window of its own.
+
+    The results of the ranks overlap: they are no blocks of one tensor.
+
+    Parameters
+    ----------
+    site, source, dtype
+        Where the call is, who owns what of the input, and its type.
+    width
+        Elements before and behind a block, for each spatial dimension.
+    mode, value
+        What lies beyond the domain, as of :class:`WindowGather`.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        source: Decomposition,
+        dtype: torch.dtype,
+        width: tuple[tuple[int, int], ...],
+        mode: str,
+        value: float,
+    ) -> None:
+        stencil = Stencil(tuple(Window(a + b + 1, left=a, right=b) for a, b in width))
+        self._gather = WindowGather(site, stencil, source, source, dtype, mode, value)
+        gather = self._gather.movement
+        # Where a rank keeps what it has, its result is memory of its own all the same.
+        movements = [gather] if gather is not None else movements_through(site, [(source, source)], dtype)
+        super().__init__(movements, dtype, None)
+
+    def __call__(self, needs: GradientNeeds, x: torch.Tensor) -> torch.Tensor:
+        """Own block and what is around it; blocking."""
+        return self._gather.add_padding(super().__call__(needs, x))

@@ -1,0 +1,43 @@
+"""Tensors cut into blocks that become tensors cut otherwise: repartition, all-gather, reduce-scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.movement import CallSite, movements_through
+from distdl_rma.ops.moves.staged import StagedMove
+
+
+def redistribution(
+    site: CallSite, source: Decomposition, target: Decomposition, dtype: torch.dtype
+) -> StagedMove:
+    """From any blocks to any others; what several ranks own is summed, what several need is copied."""
+    return StagedMove(movements_through(site, [(source, target)], dtype), dtype, target)
+
+
+def repartition(site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype) -> StagedMove:
+    """To balanced blocks on another grid."""
+    return redistribution(site, source, Decomposition.balanced(P_y, source.shape), dtype)
+
+
+def all_gather(
+    site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
+) -> StagedMove:
+    """To blocks that are whole along some dimensions; grid and tensor have the same ones."""
+    kept = tuple(None if d in axes else d for d in range(source.partition.dim))
+    splits = tuple(Balanced(s.extent, 1) if d in axes else s for d, s in enumerate(source.splits))
+    return redistribution(site, source, Decomposition(source.partition, splits, kept), dtype)
+
+
+def reduce_scatter(
+    site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
+) -> StagedMove:
+    """Sum what is copied along some dimensions, and cut the sum along them; dimensions as above."""
+    P = source.partition
+    splits = tuple(Balanced(s.extent, P.shape[d]) if d in axes else s for d, s in enumerate(source.splits))
+    return redistribution(site, source, Decomposition(P, splits, tuple(range(P.dim))), dtype)
