@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import GradientSync, PartitionError, ShapeError, UnsupportedError, layers, zero_volume_tensor
+from distdl_rma import (
+    ArgumentError,
+    GradientSync,
+    PartitionError,
+    ShapeError,
+    UnsupportedError,
+    layers,
+    zero_volume_tensor,
+)
 from tests.fuzz.embedding import check
 from tests.layers.sequential import agree, shard
 from tests.matrix import check_each, over_seeds
@@ -115,7 +123,19 @@ def test_what_cannot_be_exact_is_refused(P_world):
         layers.DistributedEmbedding(P_x, 3, 2, sparse=True)
     with pytest.raises(UnsupportedError, match=r"DistributedEmbedding: max_norm=1\.0"):
         layers.DistributedEmbedding(P_x, 3, 2, max_norm=1.0)
-    with pytest.raises(ShapeError, match="DistributedEmbedding: Padding_idx must be within num_embeddings"):
+    with pytest.raises(
+        ArgumentError, match="DistributedEmbedding: Padding_idx must be within num_embeddings"
+    ):
         layers.DistributedEmbedding(P_x, 3, 2, padding_idx=3)
     with pytest.raises(PartitionError, match="P_y has 2 dimensions"):
         layers.DistributedEmbedding(P_x, 3, 2, P_y=P_x)
+
+
+def test_a_layer_is_an_embedding_of_torch_and_is_initialised_as_one(P_world):
+    layer, module = twins(tokens(P_world), padding_idx=2)
+    assert isinstance(layer, nn.Embedding)
+    assert (layer.placement, layer.weights) == ("replicated", "replicated")
+    for twin in (layer, module):
+        torch.manual_seed(5)
+        twin.reset_parameters()
+    agree(layer.weight.detach(), module.weight.detach())

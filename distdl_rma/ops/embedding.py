@@ -1,0 +1,99 @@
+"""Embedding of split indices: every rank looks its own up in the whole table."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.autograd import first_derivative
+from distdl_rma.ops.movement import CallSite, movement_or_none
+from distdl_rma.ops.operation import GatherComputeScatter
+from distdl_rma.segments.collectives.allreduce import Allreduce
+
+INDICES = (torch.int64, torch.int32)
+
+
+class IndexFrequencies:
+    """How often each index occurs on all ranks of the input: what ``scale_grad_by_freq`` divides by."""
+
+    def __init__(self, site: CallSite, P_x: Partition, num_embeddings: int) -> None:
+        name = f"{site.name} (frequencies)"
+        self._sum = Allreduce(site.machine.segments, P_x.ranks, num_embeddings, np.float64, name=name)
+        weakref.finalize(self, self._sum.close)
+
+    def scale(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``y``, the vectors of ``x``, whose gradients will be divided; blocking."""
+        counts = self._sum.active
+        counts[:] = np.bincount(x.detach().flatten().numpy(), minlength=len(counts))
+        self._sum.start()
+        total = torch.from_numpy(self._sum.wait().copy())
+        scaled: torch.Tensor = _Scale.apply(y, total[x.to(torch.int64)].unsqueeze(-1))  # type: ignore[no-untyped-call]
+        return scaled
+
+
+class _Scale(torch.autograd.Function):
+    # Identity whose backward divides: by how often the index of each vector occurs.
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(counts)
+        return y.view_as(y)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (counts,) = ctx.saved_tensors
+        return gradient / counts.to(gradient.dtype), None
+
+
+class Embedding(GatherComputeScatter):
+    """The vectors are where their indices are, and go to the ranks of ``P_y`` if one is given.
+
+    Parameters
+    ----------
+    site, source, dtype
+        Where the call is, who owns what of the indices, and their type.
+    embedding_dim, padding_idx
+        As in torch.
+    weight_dtype
+        Type of the table.
+    P_y
+        Partition of the balanced output; None where it stays.
+    frequencies
+        What gradients are divided by; None if nothing, and on ranks without indices.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        source: Decomposition,
+        dtype: torch.dtype,
+        embedding_dim: int,
+        padding_idx: int | None,
+        weight_dtype: torch.dtype,
+        P_y: Partition | None = None,
+        frequencies: IndexFrequencies | None = None,
+    ) -> None:
+        if dtype not in INDICES:
+            raise ShapeError(f"indices are {dtype}, wanted one of {INDICES}")
+        self.padding_idx, self.frequencies = padding_idx, frequencies
+        P_x = source.partition
+        P_own = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
+        vectors = Balanced(embedding_dim, 1)
+        own = Decomposition(P_own, (*source.splits, vectors), (*source.axes, len(source.splits)))
+        output = own if P_y is None else Decomposition.balanced(P_y, own.shape)
+        super().__init__(site, P_x.active, P_x.active, output)
+        if P_y is not None:
+            self.scatter = movement_or_none(site, own, output, weight_dtype, "vectors")
+
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Vectors of this rank's indices."""
+        y = F.embedding(x, weights["weight"], self.padding_idx)
+        return y if self.frequencies is None else self.frequencies.scale(y, x)
