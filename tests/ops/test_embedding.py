@@ -40,5 +40,5 @@ def test_gradients_are_divided_by_how_often_an_index_occurs_anywhere(P_world, co
 
 def test_what_are_no_indices_is_refused(P_world, comm):
     source = Decomposition.balanced(P_world.create_cartesian_topology_partition((comm.size,)), (4,))
-    with pytest.raises(ShapeError, match="indices are torch.float32"):
+    with pytest.raises(ShapeError, match=r"indices are torch\.float32"):
         Embedding(CallSite(Machine.of(P_world), "words"), source, torch.float32, 3, None, torch.float32)

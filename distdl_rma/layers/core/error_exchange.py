@@ -1,4 +1,4 @@
-"""What ranks have to say of each other's input, so that an error reads the same everywhere."""
+"""Rows of all ranks of a layer to all, and texts in them, so that an error reads the same everywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.machine import Machine
@@ -15,24 +16,37 @@ _NBYTES = 512
 _PROBLEM, _FACTS = "!", "="
 
 
+def rows_of_all(
+    owner: object, machine: Machine, ranks: Sequence[int], count: int, dtype: npt.DTypeLike, title: str
+) -> AllPush:
+    """A row from every rank to every rank, whose memory goes with its owner: all by which ranks agree."""
+    rows = AllPush(machine.segments, ranks, count, dtype, title)
+    weakref.finalize(owner, rows.close)
+    return rows
+
+
+def text_row(text: str, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Row with a text, cut if it does not fit."""
+    row = np.zeros(nbytes, np.uint8)
+    words = text.encode()[:nbytes]
+    row[: len(words)] = np.frombuffer(words, np.uint8)
+    return row
+
+
+def row_text(row: npt.NDArray[np.uint8]) -> str:
+    """Text of a row; empty if there is none."""
+    return row.tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
 class ErrorExchange:
-    """Short texts of all ranks to all ranks, once all of them know that something does not fit.
+    """Short texts of all ranks of a layer to all, once all of them know that something does not fit.
 
     Nothing is allocated before the first time.
-
-    Parameters
-    ----------
-    machine
-        The machine.
-    ranks
-        Rank ids that take part, this one included.
-    name
-        Name of the layer.
     """
 
     def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
         self._machine, self._ranks, self._name = machine, tuple(ranks), name
-        self._round: AllPush | None = None
+        self._rows: AllPush | None = None
 
     def refuse(self, problem: str, facts: str) -> ShapeError:
         """Error to raise, the same on all ranks; blocking until all of them have called.
@@ -44,7 +58,12 @@ class ErrorExchange:
         facts
             What this rank passes, which is to be alike on all ranks.
         """
-        texts = self._exchange(_PROBLEM + problem if problem else _FACTS + facts)
+        if self._rows is None:
+            title = f"{self._name} (complaints)"
+            self._rows = rows_of_all(self, self._machine, self._ranks, _NBYTES, np.uint8, title)
+        said = _PROBLEM + problem if problem else _FACTS + facts
+        self._rows.start(text_row(" ".join(said.split()), _NBYTES))
+        texts = dict(zip(self._ranks, map(row_text, self._rows.wait()), strict=True))
         problems = {rank: text[1:] for rank, text in texts.items() if text.startswith(_PROBLEM)}
         if problems:
             rank, text = next(iter(problems.items()))
@@ -57,18 +76,3 @@ class ErrorExchange:
                     f"{self._name!r}: rank {first} passes {expected[1:]} but rank {rank} {text[1:]}"
                 )
         return ShapeError(f"{self._name!r}: the ranks' inputs do not fit together; each passes {facts}")
-
-    def _exchange(self, text: str) -> dict[int, str]:
-        if self._round is None:
-            title = f"{self._name} (complaints)"
-            self._round = AllPush(self._machine.segments, self._ranks, _NBYTES, np.uint8, title)
-            weakref.finalize(self, self._round.close)
-        row = np.zeros(_NBYTES, np.uint8)
-        words = " ".join(text.split()).encode()[:_NBYTES]
-        row[: len(words)] = np.frombuffer(words, np.uint8)
-        self._round.start(row)
-        rows = self._round.wait()
-        return {
-            rank: rows[at].tobytes().rstrip(b"\0").decode(errors="ignore")
-            for at, rank in enumerate(self._ranks)
-        }

@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.call_outcome import CallOutcome, OutcomeListeners
+from distdl_rma.layers.core.call_outcome import CallOutcome
 from distdl_rma.layers.core.callbacks import Callbacks, answer, check_answers
 from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
@@ -257,11 +257,10 @@ class DistributedLayer(nn.Module):
         return self.members
 
     @cached_property
-    def _audience(self) -> OutcomeListeners | None:
-        placed, inside = self.placed, self.agreeing()
-        if placed is None or set(placed.holders) <= set(inside):
-            return None
-        return OutcomeListeners(self.machine, inside, placed.summed_over, self.name)
+    def _outcomes(self) -> dict[tuple[int, ...], CallOutcome | None] | None:
+        # By the ranks that gradients are summed over; None where all that keep copies take part in calls.
+        placed = self.placed
+        return None if placed is None or set(placed.holders) <= set(self.agreeing()) else {}
 
     def outcome(self) -> CallOutcome | None:
         """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
@@ -270,11 +269,16 @@ class DistributedLayer(nn.Module):
         backward may follow: while gradients are recorded, in ``train()`` and ``eval()`` alike, but not again
         in a recomputation.
         """
-        audience = self._audience
-        if audience is None or not torch.is_grad_enabled():
+        placed, outcomes = self.placed, self._outcomes
+        if placed is None or outcomes is None or not torch.is_grad_enabled():
             return None
         learns = any(p.requires_grad and p.numel() for p in self.parameters())
-        return audience.outcome() if learns and torch._C._current_graph_task_id() < 0 else None
+        if not learns or torch._C._current_graph_task_id() >= 0:
+            return None
+        ranks = tuple(placed.summed_over())
+        if ranks not in outcomes:
+            outcomes[ranks] = CallOutcome.among(self.machine, self.agreeing(), ranks, self.name)
+        return outcomes[ranks]
 
     def connect_parameters(self) -> None:
         """Exchange addresses for parameters that travel, and in training with who keeps them; blocking."""

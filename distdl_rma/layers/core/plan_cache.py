@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.core.call_outcome import CallOutcome
-from distdl_rma.layers.core.error_exchange import ErrorExchange
+from distdl_rma.layers.core.error_exchange import ErrorExchange, rows_of_all
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.tensors import DTYPES, MAX_DIMS, trouble_with
@@ -152,21 +151,18 @@ P = TypeVar("P", bound=Plan)
 
 
 class PlanCache(Generic[P]):
-    """Plans of one layer, cached by what all its ranks say of their inputs.
+    """Plans of one layer by what all its ranks say of their inputs: an agreement that costs a message a call.
 
-    Every call, every rank tells the others its local shape in one small round, hidden behind the local
-    compute: a rank whose own input looks as before goes ahead with the last plan and learns afterwards
-    whether that was right. So a change that only some ranks see (a smaller last batch, another image
-    size) reaches all of them in the same call.
+    In every call each rank tells the others what it passes, in one small row, hidden behind the local
+    compute: a rank whose own input looks as before starts on the last plan (``guess``) and learns afterwards
+    whether that was right (``settle``). So a change that only some ranks see (a smaller last batch, another
+    image size) reaches all of them in the same call. What does not fit is told in words, in a second round
+    that takes place only then.
 
     Parameters
     ----------
-    machine
-        The machine.
-    ranks
-        Rank ids that must agree.
-    name
-        Name of the layer.
+    machine, ranks, name
+        The machine, the rank ids that must agree, the name of the layer.
     build
         Makes a plan from the facts of all ranks, by rank id; alike on all ranks, errors included. Called
         outside of inference mode: what a plan keeps is used in training too.
@@ -194,25 +190,21 @@ class PlanCache(Generic[P]):
         outcome: Callable[[], CallOutcome | None] | None = None,
         inputs: int = 1,
     ) -> None:
-        self._ranks, self._name, self._inputs = tuple(ranks), name, inputs
+        self._machine, self._ranks, self._name, self._inputs = machine, tuple(ranks), name, inputs
         self._build, self._arguments = weakly_bound(build), weakly_bound(arguments)
-        self._trace, self._segments = machine.trace, machine.segments
-        self._round: AllPush | None = None
-        self._complaints = ErrorExchange(machine, self._ranks, name)
         # Asked for when a call begins: within an operation of autograd grad mode is off.
         self._ask_outcome = None if outcome is None else weakly_bound(outcome)
         self._outcome: CallOutcome | None = None
-        self._cache: OrderedDict[tuple[tuple[object, ...], ...], P] = OrderedDict()
-        self._last: tuple[InputFacts, P] | None = None
-        self._mine: InputFacts | None = None
-        # What was said last, and what came of it: most calls repeat it.
+        self._rows: AllPush | None = None
+        self._errors = ErrorExchange(machine, self._ranks, name)
+        self._plans: OrderedDict[tuple[object, ...], P] = OrderedDict()
+        # Plan of the last call, and what fitted it of this rank's facts.
+        self.last: P | None = None
+        self._last_key: object = None
+        self.guess: P | None = None
+        # What this rank said last, and what came of the rows: most calls repeat it.
         self._said: tuple[InputFacts, npt.NDArray[np.int64]] | None = None
         self._settled: tuple[bytes, tuple[P, GradientNeeds]] | None = None
-
-    @property
-    def last(self) -> P | None:
-        """Plan of the last call, if there was one."""
-        return self._last[1] if self._last else None
 
     def begin(
         self,
@@ -222,7 +214,7 @@ class PlanCache(Generic[P]):
         idle: Sequence[bool] = (False,),
         problem: str = "",
     ) -> P | None:
-        """Tell the other ranks about ``xs``; return the last plan if it fits as far as this rank can see.
+        """Tell the other ranks about ``xs``; returns the guess. Waits for them in the first call only.
 
         Parameters
         ----------
@@ -237,46 +229,39 @@ class PlanCache(Generic[P]):
         problem
             What else is wrong with the call on this rank, for all ranks to refuse; empty if nothing is.
         """
-        self._mine = mine = InputFacts.about(xs, weight, call_arguments, idle, problem)
+        mine = InputFacts.about(xs, weight, call_arguments, idle, problem)
         self._outcome = None if self._ask_outcome is None else self._ask_outcome()()
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode(self._inputs)
         if len(self._ranks) > 1:
-            if self._round is None:
+            if self._rows is None:
                 with self._telling():
-                    self._round = self._meet()
-            self._round.start(self._said[1])
+                    self._rows = self._meet()
+            self._rows.start(self._said[1])
+        self.guess = self.last if self._last_key == mine.key else None
         return self.guess
-
-    @property
-    def guess(self) -> P | None:
-        """The last plan, if it fits the call that has begun as far as this rank can see."""
-        if self._last is None or self._mine is None:
-            return None
-        before, plan = self._last
-        return plan if before.key == self._mine.key else None
 
     def _meet(self) -> AllPush:
         title = f"{self._name} (shapes, {fingerprint(self._arguments()()):014x})"
-        met = AllPush(self._segments, self._ranks, _HEAD + self._inputs * _PER_INPUT, np.int64, title)
-        weakref.finalize(self, met.close)
-        met.connect()
-        return met
+        count = _HEAD + self._inputs * _PER_INPUT
+        rows = rows_of_all(self, self._machine, self._ranks, count, np.int64, title)
+        rows.connect()
+        return rows
 
     def settle(self) -> tuple[P, GradientNeeds]:
         """Plan that holds for this call, and what any rank needs the gradient of.
 
-        Blocking until every rank has begun. If it is not the plan that ``begin`` returned, nothing was
-        moved: start again on this one. Facts that do not fit together raise the same error on every rank.
+        Blocking until every rank has begun. If it is not the guess, nothing was moved: start again on this
+        one. Facts that do not fit together raise the same error on every rank.
         """
-        mine, said = self._mine, self._said
-        if mine is None or said is None:
+        if self._said is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
-        if self._round is None:
-            rows = said[1][None]
+        mine, row = self._said
+        if self._rows is None:
+            rows = row[None]
         else:
-            with self._trace.span("agree", self._name):
-                rows = self._round.wait()
+            with self._machine.trace.span("agree", self._name):
+                rows = self._rows.wait()
         words = rows.tobytes()
         if self._settled is None or self._settled[0] != words:
             with self._telling():
@@ -300,30 +285,30 @@ class PlanCache(Generic[P]):
     def _conclude(self, mine: InputFacts, rows: list[list[int]]) -> tuple[P, GradientNeeds]:
         facts = {rank: InputFacts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
         key = tuple(fact.key for fact in facts.values())
-        last = self._last[1] if self._last else None
-        plan = self._cache.get(key)
-        if last is not None and plan is not last:
-            last.void()
+        plan = self._plans.get(key)
+        # Some rank may have started on its guess: that goes first, whatever comes now.
+        if self.last is not None and plan is not self.last:
+            self.last.void()
         if not all(fact.inputs for fact in facts.values()):
-            raise self._complaints.refuse(mine.problem, "")
+            raise self._errors.refuse(mine.problem, "")
         if plan is None:
+            plan = self._plans[key] = self._made(facts)
+        self._plans.move_to_end(key)
+        self.last, self._last_key = plan, mine.key
+        if len(self._plans) > _KEPT_PLANS:
+            # Its memory goes with the last graph that still needs it.
+            self._plans.popitem(last=False)
+        return plan, GradientNeeds.of_any([fact.needs for fact in facts.values()])
+
+    def _made(self, facts: dict[int, InputFacts]) -> P:
+        try:
             for rank, fact in facts.items():
                 if fact.given != self._inputs:
-                    raise ShapeError(
-                        f"{self._name!r}: takes {self._inputs} inputs, got {fact.given} on rank {rank}"
-                    )
-            try:
-                with torch.inference_mode(False):
-                    plan = self._build()(facts)
-            except DistdlError as error:
-                raise type(error)(f"{self._name!r}: {error}") from None
-            self._cache[key] = plan
-        self._cache.move_to_end(key)
-        self._last = (mine, plan)
-        if len(self._cache) > _KEPT_PLANS:
-            # Its memory goes with the last graph that still needs it.
-            self._cache.popitem(last=False)
-        return plan, GradientNeeds.of_any([fact.needs for fact in facts.values()])
+                    raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")
+            with torch.inference_mode(False):
+                return self._build()(facts)
+        except DistdlError as error:
+            raise type(error)(f"{self._name!r}: {error}") from None
 
     def agree(
         self,

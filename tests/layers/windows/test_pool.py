@@ -141,7 +141,7 @@ def test_global_average_moves_one_vector_per_rank(P_world, comm):
     P_x = rows(P_world)
     layer = layers.DistributedAdaptiveAvgPool2d(P_x, 1)
     layer(shard(P_x, image(shape=(2, 3, 40, 40))))
-    (flow,) = layer._plans._cache.values()
+    (flow,) = layer._plans._plans.values()
     assert flow.gather is None
     exchange = flow.scatter.forward.exchange
     assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)
