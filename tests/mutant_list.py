@@ -195,9 +195,9 @@ _PROTOCOL = [
 _ADJOINTS = [
     Mutant(
         "what neighbours send back replaces the own gradient",
-        "distdl_rma/ops/conv/halo_plan.py",
-        "gradient[piece.box.slices(channel.exchange.need)] += as_tensor",
-        "gradient[piece.box.slices(channel.exchange.need)] = as_tensor",
+        "distdl_rma/ops/conv/convolution.py",
+        "total[piece.box.slices(channel.exchange.need)] += as_tensor",
+        "total[piece.box.slices(channel.exchange.need)] = as_tensor",
         _CONV,
     ),
     Mutant(
@@ -209,14 +209,14 @@ _ADJOINTS = [
     ),
     Mutant(
         "a strip adds nothing to the gradient of the weight",
-        "distdl_rma/ops/conv/split_convolution.py",
-        "total[patch.weight] += part",
-        "total[patch.weight] += 0 * part",
+        "distdl_rma/ops/conv/convolution.py",
+        "mine[strip.weight] += taps",
+        "mine[strip.weight] += 0 * taps",
         _CONV,
     ),
     Mutant(
         "a halo is sent back only where this rank needs its gradient",
-        "distdl_rma/ops/conv/split_convolution.py",
+        "distdl_rma/ops/conv/convolution.py",
         "        epoch = 0\n        if ctx.needs_halo:",
         "        epoch = 0\n        if ctx.needs_halo and needs_x:",
         _on(3, "layers/conv/test_conv.py", "layers/conv/test_conv_general.py"),

@@ -173,8 +173,11 @@ class Stencil:
             )
         )
 
-    def splits(self, outputs: Sequence[Split], shape: Sequence[int]) -> tuple[WindowSplit, ...]:
-        """What each part of the outputs reads of an input of the given shape, dimension by dimension."""
+    def with_halo(self, outputs: Sequence[Split], shape: Sequence[int]) -> tuple[WindowSplit, ...]:
+        """What each part of the outputs reads of an input of the given shape, dimension by dimension.
+
+        How wide the halo around a rank's own inputs is follows from this alone: ``Window.reads``.
+        """
         return tuple(WindowSplit(s, w, n) for s, w, n in zip(outputs, self.windows, shape, strict=True))
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:

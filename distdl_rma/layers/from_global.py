@@ -111,7 +111,7 @@ def Conv(  # noqa: N802
         P_x, channels, filters, kernel_size, P_y=P_y, weights=weights, name=name, **arguments, **callbacks
     )
     try:
-        outputs = layer.local.stencil.outputs(tuple(space))
+        outputs = layer.stencil.outputs(tuple(space))
     except ShapeError as error:
         raise ShapeError(f"{who}: {error}") from None
     layer.announce(

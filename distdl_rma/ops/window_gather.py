@@ -56,7 +56,7 @@ class WindowGather:
         extents = source.shape[LEADING:]
         _check(stencil, extents, mode)
         self.mode, self.value, self.extents = mode, value, extents
-        reads = dict(enumerate(stencil.splits(outputs.splits[LEADING:], extents), LEADING))
+        reads = dict(enumerate(stencil.with_halo(outputs.splits[LEADING:], extents), LEADING))
         inner = mode in ("constant", "reflect", "replicate")
         needs: dict[int, Split] = {d: InnerSplit(r, mode) if inner else r for d, r in reads.items()}
         rank = site.machine.rank

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
-from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.conv.worker_grid import IN, OUT
 
-_PATTERNS = ("replicated", "root")
+F = TypeVar("F", bound=Callable[..., None])
+Extents = int | Sequence[int]
+
+
+class Options(Callbacks, total=False):
+    """What a convolution takes by name alone, beside what torch's takes."""
+
+    P_w: Partition | None
+    placement: str | None
+    weights: str | None
+    name: str | None
 
 
 class Partitions(NamedTuple):
@@ -25,38 +37,21 @@ class Partitions(NamedTuple):
     P_W: Partition | None
 
     @classmethod
-    def of(
-        cls,
-        kind: str,
-        dims: int,
-        P_x: Partition,
-        arguments: tuple[Any, ...],
-        named: dict[str, Partition | None],
+    def among(
+        cls, kind: str, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
     ) -> tuple[Partitions, tuple[Any, ...]]:
-        """Partitions among the arguments of a layer, and its other arguments.
-
-        Parameters
-        ----------
-        kind
-            Kind of the layer, for messages.
-        dims
-            Number of dimensions of its tensors.
-        P_x
-            Input partition.
-        arguments
-            Its other positional arguments; the first ones may be P_y and P_W.
-        named
-            The same given by name; ``P_w`` is another name for ``P_W``.
+        """Partitions among the arguments of a layer, P_x, P_y and P_W at first, and its other arguments.
 
         Raises
         ------
         PartitionError
             If one is given twice, is not a partition, or has another number of dimensions.
         """
-        count = next((i for i, a in enumerate(arguments) if not isinstance(a, Partition)), len(arguments))
+        P_x, *others = positional
+        count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
         if count > 2:
             raise PartitionError(f"{kind}: takes P_x, P_y and P_W, got {count + 1} partitions")
-        given = [("P_x", P_x), *zip(("P_y", "P_W"), arguments[:count], strict=False)]
+        given = [("P_x", P_x), *zip(("P_y", "P_W"), others[:count], strict=False)]
         given += [("P_W" if key == "P_w" else key, p) for key, p in named.items() if p is not None]
         found: dict[str, Partition] = {}
         for key, partition in given:
@@ -69,14 +64,7 @@ class Partitions(NamedTuple):
                     f"{kind}: {key} has {partition.dim} dimensions {partition.shape}, the tensor has {dims}"
                 )
             found[key] = partition
-        return cls(P_x, found.get("P_y"), found.get("P_W")), arguments[count:]
-
-    @property
-    def feature(self) -> bool:
-        """Whether only batch and space are split, and every rank computes what it owns."""
-        if self.P_x.shape[1] != 1 or self.P_y not in (None, self.P_x):
-            return False
-        return self.P_W is None or (self.P_x == self.P_W and self.P_x.shape[0] == 1)
+        return cls(P_x, found.get("P_y"), found.get("P_W")), tuple(others[count:])
 
     def workers(self, default: Partition, channels: int) -> Partition:
         """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
@@ -90,58 +78,56 @@ class Partitions(NamedTuple):
         return default.create_cartesian_topology_partition((batch, *both, *space))
 
 
-def check_input(
-    channels: int, source: Decomposition, dtype: torch.dtype, facts: dict[int, InputFacts]
-) -> None:
-    """Check an input against the layer that it is given to.
+def takes_arguments_of(twin: type[nn.Module]) -> Callable[[F], F]:
+    """Show a constructor's arguments: P_x, those of a torch layer, then the named ones."""
+    _, *torchs = inspect.signature(twin.__init__).parameters.values()
+    kinds = inspect.Parameter
+    first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
+    named = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in ("P_y", "P_W", *Options.__annotations__)]
 
-    Raises
-    ------
-    ShapeError
-        If it has another number of channels, no spatial extent, or another type than the weights.
-    UnsupportedError
-        If it is not of floating point.
-    """
-    if source.shape[1] != channels:
-        raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {channels}")
-    if 0 in source.shape[2:]:
-        raise ShapeError(f"the global input {source.shape} has no elements in space")
-    for rank, fact in facts.items():
-        if fact.weights != dtype:
-            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
-    if not dtype.is_floating_point:
-        raise UnsupportedError(f"input and weights are {dtype}, only floating point is supported")
+    def shown(constructor: F) -> F:
+        signature = inspect.Signature([*first, *torchs, *named])
+        vars(constructor)["__signature__"] = signature
+        return constructor
+
+    return shown
 
 
 def torch_layer(
-    kind: str,
-    cls: type[nn.Module],
-    dims: int,
-    weights: str,
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
+    kind: str, twin: type[nn.Module], dims: int, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """Build the torch layer of the same arguments: it checks them, and makes the initial weights.
 
     Raises
     ------
-    ShapeError
+    TypeError
+        If an argument is missing, or there is none of its name.
+    ArgumentError
         If an argument is refused by torch, or would be when the layer is called.
     UnsupportedError
         If the layer were complex, or not on the CPU.
     """
-    if weights not in _PATTERNS:
-        raise ShapeError(f"{kind}: weights is one of {_PATTERNS}, got {weights!r}")
     try:
-        like: Any = cls(*arguments, **options)
+        inspect.signature(twin).bind(*arguments, **options)
+    except TypeError as error:
+        raise TypeError(f"{kind}: {error}; it takes partitions, then {inspect.signature(twin)}") from None
+    try:
+        like: Any = twin(*arguments, **options)
     except (ValueError, RuntimeError) as error:
-        raise ShapeError(f"{kind}: {error}") from None
+        raise ArgumentError(f"{kind}: {error}") from None
     if min(like.in_channels, like.out_channels) < 1:
-        raise ShapeError(f"{kind}: needs channels, got {like.in_channels} in and {like.out_channels} out")
+        raise ArgumentError(f"{kind}: needs channels, got {like.in_channels} in and {like.out_channels} out")
     for key in ("kernel_size", "stride", "dilation", "padding", "output_padding"):
         value = getattr(like, key)
         if not isinstance(value, str) and len(value) != dims:
-            raise ShapeError(f"{kind}: {key} needs {dims} numbers, got {value}")
+            raise ArgumentError(f"{kind}: {key} needs {dims} numbers, got {value}")
+    for extra, stride, dilation in zip(like.output_padding, like.stride, like.dilation, strict=True):
+        # torch's own rule, at construction instead of in the first call.
+        if not 0 <= extra < max(stride, dilation):
+            raise ArgumentError(
+                f"{kind}: output_padding {like.output_padding} must be smaller than stride {like.stride} or"
+                f" dilation {like.dilation}"
+            )
     if not like.weight.dtype.is_floating_point:
         raise UnsupportedError(f"{kind}: dtype {like.weight.dtype} is not supported, only floating point is")
     if like.weight.device.type != "cpu":
@@ -150,17 +136,28 @@ def torch_layer(
 
 
 def stencil_of(kind: str, like: Any) -> Stencil:
-    """Sliding windows of a torch convolution.
-
-    Raises
-    ------
-    ShapeError
-        If an argument is out of range.
-    """
+    """Sliding windows of a torch convolution; ``ArgumentError`` if an argument is out of range."""
     # torch keeps (left, right) per dimension, last dimension first.
     sides = like._reversed_padding_repeated_twice
     padding = tuple(zip(sides[::2], sides[1::2], strict=True))[::-1]
     try:
         return Stencil.of(like.kernel_size, like.stride, like.dilation, padding)
-    except ShapeError as error:
-        raise ShapeError(f"{kind}: {error}") from None
+    except (ShapeError, ArgumentError) as error:
+        raise ArgumentError(f"{kind}: {error}") from None
+
+
+def check_dtypes(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
+    """Check the type of an input against the weights of all ranks.
+
+    Raises
+    ------
+    ShapeError
+        If it is another one.
+    UnsupportedError
+        If it is not of floating point.
+    """
+    for rank, fact in facts.items():
+        if fact.weights != dtype:
+            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+    if not dtype.is_floating_point:
+        raise UnsupportedError(f"input and weights are {dtype}, only floating point is supported")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.ops.tensors import sum_dtype
 from distdl_rma.ops.uncompiled import uncompiled
 
@@ -24,6 +25,13 @@ class ConvolutionSteps(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
     transposed: bool = False
+
+    @classmethod
+    def of(cls, stencil: Stencil, groups: int, transposed: bool = False) -> ConvolutionSteps:
+        """Steps of the windows in space, without any padding."""
+        windows = stencil.windows
+        stride, dilation = tuple(w.stride for w in windows), tuple(w.dilation for w in windows)
+        return cls(stride, (0,) * len(windows), dilation, groups, transposed)
 
     def fills(self, extents: Sequence[int], kernel: Sequence[int], short: bool) -> bool:
         """Whether a block is as wide as a window that starts in the padding, in every dimension.

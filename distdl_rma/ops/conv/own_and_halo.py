@@ -1,22 +1,33 @@
-"""How one rank's convolution falls apart into local data and remote strips."""
+"""How one rank's convolution falls apart: a patch of its own data, and one for each side of its halo."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
-from distdl_rma.geometry.box import Box
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.exchange import Piece
-from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution, convolution_adjoint
 
 Slices = tuple[slice, ...]
-# Batch and channels come before the spatial dimensions and are never cut here.
-_LEADING = (slice(None), slice(None))
+_ALL = slice(None)
+
+
+def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
+    """Windows of all tensor dimensions: an instance reads itself, and there is one window of channels.
+
+    Boxes of outputs accordingly have the interval (0, 1) of channels, whatever filters there are.
+    """
+    return Stencil((Window(1), Window(max(count, 1), left=-first), *stencil.windows))
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A block of input data and the outputs that it adds to; all boxes are spatial.
+    """A block of input data and the outputs that it adds to; boxes have batch, channel and space.
 
     A convolution is linear: the sum over disjoint blocks of data is the whole convolution.
 
@@ -25,90 +36,119 @@ class Patch:
     data
         Inputs that are given.
     outputs
-        Outputs that read any of them.
+        Outputs that read any of them, of those that lie ``within`` a box.
     taps
         Per dimension the taps of the kernel by which they do.
     region
         Inputs that these outputs read through these taps; zero where no data is.
+    held
+        Inputs in the tensor that is convolved: the region, or any box that has all of its data.
     """
 
+    stencil: Stencil
     data: Box
     outputs: Box
+    within: Box
     taps: tuple[tuple[int, int], ...]
     region: Box
+    held: Box
+    groups: int = 1
 
     @classmethod
-    def of(cls, stencil: Stencil, data: Box, within: Box) -> Patch | None:
+    def of(
+        cls, stencil: Stencil, data: Box, within: Box, held: Box | None = None, groups: int = 1
+    ) -> Patch | None:
         """Patch of a block of data and those outputs that lie ``within`` a box; None if there are none."""
-        if data.empty or within.empty:
-            return None
         outputs = stencil.readers(data) & within
-        if outputs.empty:
+        if data.empty or outputs.empty:
             return None
         taps, region = [], []
         for window, d, o in zip(stencil.windows, data.bounds, outputs.bounds, strict=True):
             low, high = window.taps(*d, *o)
+            if low == high:
+                return None
+            (start, _), (last, _) = window.reads(*o), window.reads(o[1] - 1, o[1])
             taps.append((low, high))
-            origin = -window.left
-            region.append(
-                (
-                    o[0] * window.stride + origin + low * window.dilation,
-                    max(
-                        o[0] * window.stride + origin + low * window.dilation,
-                        (o[1] - 1) * window.stride + origin + (high - 1) * window.dilation + 1,
-                    ),
-                )
-            )
-        if any(low == high for low, high in taps):
-            return None
-        return cls(data, outputs, tuple(taps), Box(tuple(region)))
+            region.append((start + low * window.dilation, last + (high - 1) * window.dilation + 1))
+        around = Box(tuple(region))
+        return cls(stencil, data, outputs, within, tuple(taps), around, held or around, groups)
 
     @cached_property
     def weight(self) -> Slices:
         """Slices of the weight tensor (out, in, *kernel)."""
-        return (*_LEADING, *(slice(low, high) for low, high in self.taps))
-
-    def place(self, within: Box) -> Slices:
-        """Slices of the outputs in a local tensor (batch, channel, *spatial) that holds ``within``."""
-        return (*_LEADING, *self.outputs.slices(within))
-
-    def crop(self, data: Box) -> Slices:
-        """Slices of the part of a block of data that lies in the region."""
-        return self._own_crop if data is self.data else (*_LEADING, *(data & self.region).slices(data))
+        return (_ALL, *(slice(low, high) for low, high in self.taps[1:]))
 
     @cached_property
-    def _own_crop(self) -> Slices:
-        return (*_LEADING, *(self.data & self.region).slices(self.data))
+    def place(self) -> Slices:
+        """Slices of the outputs in the local tensor of all outputs ``within``."""
+        batch, _, *space = self.outputs.slices(self.within)
+        return (batch, _ALL, *space)
+
+    @cached_property
+    def crop(self) -> Slices:
+        """Slices of the data of the region in the tensor that is held."""
+        return (self.data & self.region).slices(self.held)
 
     @cached_property
     def margins(self) -> tuple[tuple[int, int], ...]:
         """Per dimension the zeros before and behind the data in the region."""
-        inside = self.data & self.region
-        return tuple(
-            (i[0] - r[0], r[1] - i[1]) for i, r in zip(inside.bounds, self.region.bounds, strict=True)
-        )
-
-    def native_padding(self, stencil: Stencil) -> tuple[int, ...] | None:
-        """Symmetric padding that gives exactly these outputs, or None if only explicit zeros do."""
-        if stencil not in self._native:
-            self._native[stencil] = self._native_padding(stencil)
-        return self._native[stencil]
+        inside = (self.data & self.region).bounds
+        return tuple((i[0] - r[0], r[1] - i[1]) for i, r in zip(inside, self.region.bounds, strict=True))
 
     @cached_property
-    def _native(self) -> dict[Stencil, tuple[int, ...] | None]:
-        return {}
-
-    def _native_padding(self, stencil: Stencil) -> tuple[int, ...] | None:
-        padding = []
-        inside = self.data & self.region
+    def native_padding(self) -> tuple[int, ...] | None:
+        """Symmetric padding that gives exactly these outputs, or None if only explicit zeros do."""
+        inside, padding = self.data & self.region, []
         for window, (low, high), n, (before, _), outputs in zip(
-            stencil.windows, self.taps, inside.shape, self.margins, self.outputs.shape, strict=True
+            self.stencil.windows, self.taps, inside.shape, self.margins, self.outputs.shape, strict=True
         ):
             span = window.dilation * (high - low - 1) + 1
             if (n + 2 * before - span) // window.stride + 1 != outputs:
                 return None
             padding.append(before)
-        return tuple(padding)
+        return tuple(padding[LEADING:])
+
+    @cached_property
+    def _whole(self) -> bool:
+        return self.held == self.region
+
+    @cached_property
+    def _steps(self) -> ConvolutionSteps:
+        steps = ConvolutionSteps.of(Stencil(self.stencil.windows[LEADING:]), self.groups)
+        padding = None if self._whole else self.native_padding
+        return steps if padding is None else steps._replace(padding=padding)
+
+    def _operand(self, block: torch.Tensor) -> torch.Tensor:
+        # What torch convolves with the padding of the steps, exact for the outputs of the patch.
+        if self._whole:
+            return block
+        inside = block[self.crop]
+        if self.native_padding is not None:
+            return inside
+        return F.pad(inside, [n for pair in reversed(self.margins[LEADING:]) for n in pair])
+
+    def convolve(
+        self, block: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Outputs of the patch, from the tensor that is held."""
+        return convolution(self._operand(block), weight[self.weight], bias, self._steps)
+
+    def convolve_adjoint(
+        self, gradient: torch.Tensor, block: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of the tensor that is held, in its shape, and of the patch's part of the weight."""
+        inner, taps = convolution_adjoint(
+            gradient, self._operand(block), weight[self.weight], self._steps, needs
+        )
+        if inner is None or self._whole:
+            return inner, taps
+        if self.native_padding is None:
+            inner = inner[(self.data & self.region).slices(self.region)]
+        if inner.shape == block.shape:
+            return inner, taps
+        outer = torch.zeros_like(block)
+        outer[self.crop] = inner
+        return outer, taps
 
 
 @dataclass(frozen=True)
@@ -118,27 +158,30 @@ class OwnAndHalo:
     Parameters
     ----------
     stencil
-        The sliding windows.
+        The windows, of all tensor dimensions.
     domain
-        All inputs there are; beyond lies the padding.
+        All inputs there are; beyond lies the padding, which is zero.
     own
         Inputs of this rank.
     outputs
         Outputs of this rank.
+    groups
+        As in torch; where there are several, no rank's channels differ from another's.
     """
 
     stencil: Stencil
     domain: Box
     own: Box
     outputs: Box
+    groups: int = 1
 
     @cached_property
     def core(self) -> Patch | None:
         """What own data adds."""
-        return Patch.of(self.stencil, self.own, self.outputs)
+        return Patch.of(self.stencil, self.own, self.outputs, self.own, self.groups)
 
     @cached_property
-    def sides(self) -> tuple[Box, ...]:
+    def halo(self) -> tuple[Box, ...]:
         """Disjoint boxes that make up all inputs of the domain that are read beyond the own ones.
 
         The two sides of the first dimension take the corners, those of the next what is left.
@@ -153,22 +196,15 @@ class OwnAndHalo:
 
     @cached_property
     def strips(self) -> tuple[Patch, ...]:
-        """What remote data adds, one patch per side that any output reads."""
-        patches = (Patch.of(self.stencil, side, self.outputs) for side in self.sides)
+        """What remote data adds, one patch per side of the halo that any output reads."""
+        patches = (Patch.of(self.stencil, side, self.outputs, groups=self.groups) for side in self.halo)
         return tuple(patch for patch in patches if patch is not None)
 
     def landing(self, piece: Piece) -> list[tuple[int, Slices, Slices]]:
         """Where a received piece goes: strip number, slices in its region, slices in the piece."""
-        spatial = Box(piece.box.bounds[2:])
-        found = []
-        for number, strip in enumerate(self.strips):
-            common = spatial & strip.data & strip.region
-            if not common.empty:
-                found.append(
-                    (
-                        number,
-                        (*_LEADING, *common.slices(strip.region)),
-                        (*_LEADING, *common.slices(spatial)),
-                    )
-                )
-        return found
+        common = [piece.box & strip.data & strip.region for strip in self.strips]
+        return [
+            (number, box.slices(strip.region), box.slices(piece.box))
+            for number, (strip, box) in enumerate(zip(self.strips, common, strict=True))
+            if not box.empty
+        ]

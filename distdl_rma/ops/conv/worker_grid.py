@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -36,6 +37,12 @@ class WorkerGrid:
     rows: int
     groups: int
     weight: tuple[int, ...]
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Global channels of the input and of the output."""
+        rows, columns = self.weight[0], self.weight[1] * self.groups
+        return (columns, rows) if self.rows == OUT else (rows, columns)
 
     @property
     def columns(self) -> int:
@@ -75,6 +82,20 @@ class WorkerGrid:
 
     def _axes(self, cuts: dict[int, int]) -> tuple[int | None, ...]:
         return tuple(cuts.get(d) for d in range(self.grid.dim))
+
+
+def check_shape(source: Decomposition, channels: int) -> None:
+    """Refuse an input of other channels than a convolution takes, or without any extent in space.
+
+    Raises
+    ------
+    ShapeError
+        If it is one.
+    """
+    if source.shape[1] != channels:
+        raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {channels}")
+    if 0 in source.shape[LEADING:]:
+        raise ShapeError(f"the global input {source.shape} has no elements in space")
 
 
 def group_runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:

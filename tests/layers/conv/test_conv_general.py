@@ -187,31 +187,33 @@ def test_padding_wider_than_the_input_is_refused_as_torch_does(P_world, comm, mo
         nn.Conv1d(1, 1, 9, padding=4, padding_mode=mode)(torch.zeros(1, 1, 3))
 
 
-def test_plain_feature_form_takes_the_fused_way(P_world, comm):
+def test_only_made_up_padding_and_cut_groups_do_not_overlap(P_world, comm):
     P_x = grid(P_world, (1, 1, comm.size))
-    fused = [
+    overlap = [
         DistributedConv1d(P_x, 1, 1, 3, padding=1),
         DistributedConv1d(P_x, P_x, P_x, 1, 1, 3, padding=1),
         DistributedConv1d(P_x, 1, 1, 3, padding_mode="circular"),
+        DistributedConv1d(P_x, 1, 1, 3, P_W=grid(P_world, (1, comm.size, 1))),
+        DistributedConv1d(P_x, 2, 2, 3, groups=2),
     ]
-    composed = [
+    gathered = [
         DistributedConv1d(P_x, 1, 1, 3, padding=1, padding_mode="circular"),
-        DistributedConv1d(P_x, 1, 1, 3, P_W=grid(P_world, (1, comm.size, 1))) if comm.size > 1 else None,
+        DistributedConv1d(P_x, 2, 2, 3, groups=2, P_W=grid(P_world, (comm.size, 1, 1))),
     ]
-    assert all(layer.plans is not None for layer in fused)
-    assert all(layer is None or layer.plans is None for layer in composed)
+    assert all(layer._overlaps for layer in overlap)
+    assert not any(layer._overlaps for layer in gathered[: min(2, comm.size)])
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("weights", ["replicated", "root"])
-def test_fused_way_equals_the_composed_one(P_world, comm, weights):
+def test_overlapping_way_equals_the_gathered_one(P_world, comm, weights):
     P_x = grid(P_world, (1, 1, *halves(comm.size)))
     arguments = {"stride": (1, 2), "padding": (3, 1), "dilation": (2, 1), "groups": 2, "weights": weights}
     pair = []
-    for fused in (True, False):
+    for overlaps in (True, False):
         torch.manual_seed(2)
         pair.append(DistributedConv2d(P_x, 4, 6, (3, 4), **arguments, dtype=torch.float64))
-        pair[-1]._fused = fused
+        pair[-1]._overlaps = overlaps
     for shape in ((2, 4, 9, 11), (1, 4, 3, 2)):
         x = torch.randn(shape, dtype=torch.float64)
         given = [shard(P_x, x).requires_grad_() for _ in pair]

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from distdl_rma import Machine, PartitionError, ShapeError, UnsupportedError
+from distdl_rma import ArgumentError, Machine, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d
-from distdl_rma.ops.conv.halo_plan import HaloPlan
+from distdl_rma.ops.conv.convolution import Convolution
 
 pytestmark = pytest.mark.mpi
 
@@ -18,17 +18,19 @@ def test_rules_are_checked_at_construction(P_world, comm):
     line = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     with pytest.raises(PartitionError, match=r"P_x has 3 dimensions .* the tensor has 4"):
         DistributedConv2d(line, 1, 1, 3)
-    with pytest.raises(ShapeError, match="weights is one of"):
+    with pytest.raises(ArgumentError, match="placement is one of"):
         DistributedConv1d(line, 1, 1, 3, weights="sharded")
-    with pytest.raises(ShapeError, match="DistributedConv1d: in_channels must be divisible by groups"):
+    with pytest.raises(ArgumentError, match="DistributedConv1d: in_channels must be divisible by groups"):
         DistributedConv1d(line, 3, 3, 3, groups=2)
-    with pytest.raises(ShapeError, match="DistributedConv1d: padding_mode must be one of"):
+    with pytest.raises(ArgumentError, match="DistributedConv1d: padding_mode must be one of"):
         DistributedConv1d(line, 1, 1, 3, padding_mode="mirror")
-    with pytest.raises(ShapeError, match="DistributedConv1d: kernel, stride and dilation must be at least 1"):
+    with pytest.raises(
+        ArgumentError, match="DistributedConv1d: kernel, stride and dilation must be at least 1"
+    ):
         DistributedConv1d(line, 1, 1, 3, stride=0)
-    with pytest.raises(ShapeError, match="DistributedConv1d: stride needs 1 numbers"):
+    with pytest.raises(ArgumentError, match="DistributedConv1d: stride needs 1 numbers"):
         DistributedConv1d(line, 1, 1, 3, stride=(1, 2))
-    with pytest.raises(ShapeError, match="needs channels, got 1 in and 0 out"):
+    with pytest.raises(ArgumentError, match="needs channels, got 1 in and 0 out"):
         DistributedConv1d(line, 1, 0, 3)
     with pytest.raises(PartitionError, match="P_W is given twice"):
         DistributedConv1d(line, line, line, 1, 1, 3, P_w=line)
@@ -110,18 +112,18 @@ def test_a_layer_dropped_after_a_refused_call_keeps_its_memory_until_late_edges_
 ):
     # With two taps each rank reads the edge of the next one. The last has told its shape, and is late.
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    segments, start = Machine.of(P_x).segments, HaloPlan.start
+    segments, start = Machine.of(P_x).segments, Convolution.start
     layer = DistributedConv1d(P_x, 1, 1, 2, name="dropped")
     x = torch.randn(1, 1, 8)
     layer(x)
 
-    def late(plan, shard):
+    def late(operation, shard):
         comm.Barrier()
-        return start(plan, shard)
+        return start(operation, shard)
 
     with monkeypatch.context() as patched:
         if comm.rank == comm.size - 1:
-            patched.setattr(HaloPlan, "start", late)
+            patched.setattr(Convolution, "start", late)
         was_refused = refused(layer, x.double() if comm.rank == 0 else x)
     del layer
     gc.collect()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import PartitionError, ShapeError, UnsupportedError
+from distdl_rma import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.layers import (
     DistributedConvTranspose1d,
     DistributedConvTranspose2d,
@@ -123,11 +123,11 @@ def test_rules_are_checked_at_construction(P_world, comm):
     line = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     with pytest.raises(PartitionError, match="DistributedConvTranspose2d: P_x has 3 dimensions"):
         DistributedConvTranspose2d(line, 1, 1, 3)
-    with pytest.raises(ShapeError, match="DistributedConvTranspose1d: output_padding"):
+    with pytest.raises(ArgumentError, match="DistributedConvTranspose1d: output_padding"):
         DistributedConvTranspose1d(line, 1, 1, 3, 2, output_padding=2)
-    with pytest.raises(ShapeError, match=r"DistributedConvTranspose1d: .*padding"):
+    with pytest.raises(ArgumentError, match=r"DistributedConvTranspose1d: .*padding"):
         DistributedConvTranspose1d(line, 1, 1, 3, padding=-1)
-    with pytest.raises(ShapeError, match='Only "zeros" padding mode'):
+    with pytest.raises(ArgumentError, match='Only "zeros" padding mode'):
         DistributedConvTranspose1d(line, 1, 1, 3, padding_mode="circular")
     with pytest.raises(UnsupportedError, match="dtype"):
         DistributedConvTranspose1d(line, 1, 1, 3, dtype=torch.complex64)

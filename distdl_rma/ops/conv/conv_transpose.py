@@ -1,0 +1,143 @@
+"""Transposed convolution of split tensors: own data first, outputs that overlap summed on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced, Split
+from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
+from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape, group_runs
+from distdl_rma.ops.idle_ranks import tied
+from distdl_rma.ops.movement import CallSite, movement_or_none
+from distdl_rma.ops.operation import GatherComputeScatter
+
+
+class TransposedConvolution(GatherComputeScatter):
+    """Transposed convolution of an input that is split in any way; its output in blocks on any partition.
+
+    Weights are this rank's block of the grid of workers, or whole; the bias is where the output is.
+
+    Parameters
+    ----------
+    workers
+        Who computes with which block of the weight.
+    source
+        Who owns which part of the input (batch, channel, *spatial).
+    target
+        Who gets the output, in balanced blocks; the batch as in the source if that is the same partition, and
+        the data do not move.
+    output_padding
+        As in torch.
+    in_place
+        Whether the workers are the owners of the input, and work on their own data.
+
+    Raises
+    ------
+    ShapeError
+        If the input has other channels, or is too small.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        stencil: Stencil,
+        workers: WorkerGrid,
+        source: Decomposition,
+        target: Partition,
+        dtype: torch.dtype,
+        *,
+        output_padding: Sequence[int],
+        in_place: bool,
+    ) -> None:
+        in_channels, out_channels = workers.channels
+        check_shape(source, in_channels)
+        inputs, grid, rank = source.shape[LEADING:], workers.grid, site.machine.rank
+        least = least_outputs(stencil, inputs)
+        extents = tuple(n + extra for n, extra in zip(least, output_padding, strict=True))
+        if min(extents) < 1:
+            raise ShapeError(f"global input {inputs} is too small: the output would be {extents}")
+        rows: Split | None = None
+        batch: Split = Balanced(source.shape[0], grid.shape[0])
+        space: Sequence[Split] = [Balanced(n, p) for n, p in zip(inputs, grid.shape[3:], strict=True)]
+        if in_place:
+            batch, rows, *space = source.splits
+        output = Decomposition.balanced(target, (source.shape[0], out_channels, *extents))
+        if in_place and target == source.partition:
+            output = output.with_splits({0: batch})
+        own = workers.by_rows(batch, space, rows)
+        computed = workers.by_columns(batch, stencil.with_halo(space, extents), rows)
+        super().__init__(site, source.partition.active, grid.active, output)
+        self.gather = None if in_place else movement_or_none(site, source, own, dtype, "input")
+        self.scatter = movement_or_none(site, computed, output, dtype, "output")
+        self._shape, self._block = computed.box(rank).shape, workers.blocks(rows).box(rank)
+        self._channels = output.box(rank).bounds[1]
+        self._workers, self._steps = workers, ConvolutionSteps.of(stencil, workers.groups, transposed=True)
+
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Partial outputs of the data of this rank."""
+        weight, bias, shape = weights["weight"], weights.get("bias"), self._block.shape
+        if 0 in (*self._shape, *shape):
+            return tied(weight.new_zeros(self._shape), (x, weight, bias))
+        (start, stop), (low, high) = self._block.bounds[:2]
+        rows, width, *_ = self._workers.weight
+        block = weight if weight.shape == shape else weight[start:stop, low:high]
+        parts = [
+            convolution(
+                x[:, a - start : b - start],
+                block[a - start : b - start],
+                None,
+                self._steps._replace(groups=groups),
+            )
+            for a, b, groups in group_runs(start, stop, rows // self._workers.groups)
+        ]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if self._workers.groups > 1 and high - low < width:
+            # Each group's channels, those of other columns too, which are zero here.
+            sides = (0, 0) * (y.dim() - LEADING) + (low, width - high)
+            y = F.pad(y.unflatten(1, (-1, high - low)), sides).flatten(1, 2)
+        return y if bias is None else y + bias.flatten()[:0].sum()
+
+    def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Add the bias, once."""
+        if "bias" not in weights:
+            return y
+        bias, (start, stop) = weights["bias"], self._channels
+        block = bias if len(bias) == stop - start else bias[start:stop]
+        return y + block.view(-1, *(1,) * (y.dim() - LEADING))
+
+
+def least_outputs(stencil: Stencil, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Extents of the output without any output padding."""
+    return tuple(
+        (n - 1) * w.stride + w.span - w.left - w.right for n, w in zip(inputs, stencil.windows, strict=True)
+    )
+
+
+def output_padding_for(
+    stencil: Stencil, inputs: Sequence[int], output_size: Sequence[int]
+) -> tuple[int, ...]:
+    """What makes the output as large as it is asked for, in space or in all dimensions.
+
+    Raises
+    ------
+    ShapeError
+        If nothing does.
+    """
+    dims = len(stencil.windows)
+    if len(output_size) not in (dims, dims + LEADING):
+        raise ShapeError(f"output_size has {len(output_size)} numbers, it needs {dims} or {dims + LEADING}")
+    wanted, least = tuple(output_size[-dims:]), least_outputs(stencil, inputs)
+    most = tuple(low + w.stride - 1 for low, w in zip(least, stencil.windows, strict=True))
+    if any(not low <= n <= high for low, n, high in zip(least, wanted, most, strict=True)):
+        raise ShapeError(
+            f"output_size {wanted} is not between {least} and {most}, for a global input of {tuple(inputs)}"
+        )
+    return tuple(n - low for n, low in zip(wanted, least, strict=True))
