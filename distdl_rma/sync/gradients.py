@@ -10,8 +10,9 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
-from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
@@ -131,7 +132,11 @@ class GradientSync(Uncopyable):
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
         refusal = "register between steps, with no gradients from no_sync left" if busy else ""
-        admission = self._roster.admit(module, name, callbacks, refusal)
+        try:
+            admission = self._roster.admit(module, name, callbacks, refusal)
+        except DistdlError as error:
+            self._machine.make_readable(error)
+            raise
         leaving = [b for b in self._buckets if any(id(s.parameter) in admission.moved for s in b.slots)]
         try:
             rows = [_travelling(self._left_of(leaving, admission.moved)), _travelling(admission.groups)]
@@ -147,7 +152,7 @@ class GradientSync(Uncopyable):
             self.release()
             raise
         warn_of_shortsighted(module, self._machine)
-        warn_of_drift(admission.drifted, self._machine)
+        warn_of_drift([self._machine.readable(name) for name in admission.drifted], self._machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -213,7 +218,7 @@ class GradientSync(Uncopyable):
                 "ranks": bucket.kind.ranks,
                 "dtype": bucket.kind.dtype,
                 "divisor": bucket.kind.divisor,
-                "parameters": [slot.entry.name for slot in bucket.slots],
+                "parameters": [self._label(slot) for slot in bucket.slots],
                 "nbytes": bucket.nbytes,
                 "in_place_nbytes": bucket.in_place_nbytes,
                 "copied_nbytes": bucket.copied_nbytes,
@@ -257,6 +262,9 @@ class GradientSync(Uncopyable):
         yield from self._alone
         for bucket in self._buckets:
             yield from bucket.slots
+
+    def _label(self, slot: GradientSlot) -> str:
+        return self._machine.readable(slot.entry.name)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -318,7 +326,7 @@ class GradientSync(Uncopyable):
                 )
             return
         self._in_backward = True
-        ending = partial(uncompiled(self._finish))
+        ending = partial(uncompiled(self._end))
         # torch drops it without a call if this backward fails.
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -335,7 +343,7 @@ class GradientSync(Uncopyable):
         gradient = slot.parameter.grad
         if slot.parameter.dtype != slot.dtype:
             raise ProtocolError(
-                f"{slot.entry.name!r} was {slot.dtype} when its GradientSync was made and is now"
+                f"{self._label(slot)!r} was {slot.dtype} when its GradientSync was made and is now"
                 f" {slot.parameter.dtype}; make a new one"
             )
         if gradient is None:
@@ -351,7 +359,7 @@ class GradientSync(Uncopyable):
         self._begin()
         if slot.ready:
             raise ProtocolError(
-                f"the gradient of {slot.entry.name!r} came twice in one backward:"
+                f"the gradient of {self._label(slot)!r} came twice in one backward:"
                 " use checkpoint(use_reentrant=False)"
             )
         slot.seen = True
@@ -368,6 +376,17 @@ class GradientSync(Uncopyable):
             bucket.launch()
         # What travels advances while backward computes the next gradients.
         self._machine.segments.progress()
+
+    def _end(self) -> None:
+        try:
+            if profiler._is_profiler_enabled:
+                with profiler.record_function("GradientSync"):
+                    self._finish()
+            else:
+                self._finish()
+        except DistdlError as error:
+            self._machine.make_readable(error)
+            raise
 
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.

@@ -43,7 +43,7 @@ def test_gradients_that_do_not_fit_into_the_segment_are_refused_on_all_ranks(com
         if way == "register":
             # What was synchronised still is.
             assert [row["parameters"] for row in sync.describe()] == [
-                [f"{small.name}.weight", f"{small.name}.bias"]
+                [f"{small.label}.weight", f"{small.label}.bias"]
             ]
             small(torch.ones(1, 1, 4)).sum().backward()
             assert small.bias.grad == 4 * comm.size

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from distdl_rma import Machine, ShapeError
+from distdl_rma import ConfigurationError, GradientSync, Machine, ShapeError
 from distdl_rma.layers import DistributedAvgPool2d, DistributedConv2d, DistributedInstanceNorm2d
 from tests.layers.every_layer import local, rows
 
@@ -100,3 +100,18 @@ def test_profiles_have_a_range_for_each_layer(P_world):
         net(local())
     names = [event.key for event in profiled.key_averages()]
     assert {"down2.conv.0", "the norm", "pool"} <= set(names)
+
+
+def test_a_synchronisation_calls_parameters_by_their_paths(P_world, comm):
+    net = Net(rows(P_world))
+    model = wrapped(net, comm.rank)
+    with GradientSync(model, P_world) as sync:
+        prefix = "0." if comm.rank else ""
+        named = [name for row in sync.describe() for name in row["parameters"]]
+        wanted = [f"{prefix}down2.conv.0.weight", f"{prefix}down2.conv.0.bias"]
+        assert named == (wanted if comm.size > 1 else [])
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            model(local()).sum().backward()
+        assert "GradientSync" in {event.key for event in profiled.key_averages()}
+        with pytest.raises(ConfigurationError, match=f"'{prefix}down2.conv.0.weight' already belongs"):
+            GradientSync(model, P_world)
