@@ -17,8 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from distdl_rma import GradientSync, Machine
-from distdl_rma.geometry import Decomposition
+from distdl_rma import GradientSync, Machine, shard
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.engine.double_buffered import Collective
@@ -134,7 +133,7 @@ def measure_on(machine: Machine, progress: str, measured: Measured) -> None:
     P_x = machine.partition((1, 1, machine.size, 1))
     model = network(partial(DistributedConv2d, P_x))
     sync = GradientSync(model, machine)
-    x = torch.randn(SHAPE)[Decomposition.balanced(P_x, SHAPE).slices()]
+    x = shard(P_x, torch.randn(SHAPE))
     step = training(model, DistributedMSELoss(P_x, name="loss"), x)
     variants = {f"{progress}, {name}": (step, switch) for name, switch in SWITCHES.items()}
     time_in_turn(measured, variants)

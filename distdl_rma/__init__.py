@@ -7,85 +7,58 @@ geometry works without MPI and segments without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from distdl_rma import errors
+from distdl_rma.errors import ArgumentError as ArgumentError
+from distdl_rma.errors import ClosedError as ClosedError
+from distdl_rma.errors import ConfigurationError as ConfigurationError
+from distdl_rma.errors import DistdlError as DistdlError
+from distdl_rma.errors import ExchangeTimeout as ExchangeTimeout
+from distdl_rma.errors import MismatchError as MismatchError
+from distdl_rma.errors import PartitionError as PartitionError
+from distdl_rma.errors import PeerFailedError as PeerFailedError
+from distdl_rma.errors import ProtocolError as ProtocolError
+from distdl_rma.errors import SegmentError as SegmentError
+from distdl_rma.errors import ShapeError as ShapeError
+from distdl_rma.errors import UnsupportedError as UnsupportedError
+
 if TYPE_CHECKING:
-    from distdl_rma.errors import (
-        ArgumentError,
-        ClosedError,
-        ConfigurationError,
-        DistdlError,
-        ExchangeTimeout,
-        MismatchError,
-        PartitionError,
-        PeerFailedError,
-        ProtocolError,
-        SegmentError,
-        ShapeError,
-        UnsupportedError,
-    )
-    from distdl_rma.geometry.distribution import Distribution
-    from distdl_rma.geometry.partition import Partition
-    from distdl_rma.machine import Machine, MPIPartition
-    from distdl_rma.ops.tensors import zero_volume_tensor
-    from distdl_rma.state import gather_state_dict, load_global_state_dict, whole_parameters
-    from distdl_rma.sync import DistributedGradScaler, GradientSync
+    # The table below, for editors and type checkers.
+    from distdl_rma.geometry.distribution import Distribution as Distribution
+    from distdl_rma.geometry.partition import Partition as Partition
+    from distdl_rma.machine import Machine as Machine
+    from distdl_rma.machine import MPIPartition as MPIPartition
+    from distdl_rma.ops.shards import shard as shard
+    from distdl_rma.ops.tensors import zero_volume_tensor as zero_volume_tensor
+    from distdl_rma.state import gather_state_dict as gather_state_dict
+    from distdl_rma.state import load_global_state_dict as load_global_state_dict
+    from distdl_rma.state import whole_parameters as whole_parameters
+    from distdl_rma.sync import DistributedGradScaler as DistributedGradScaler
+    from distdl_rma.sync import GradientSync as GradientSync
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "errors": (
-        "ArgumentError",
-        "ClosedError",
-        "ConfigurationError",
-        "DistdlError",
-        "ExchangeTimeout",
-        "MismatchError",
-        "PartitionError",
-        "PeerFailedError",
-        "ProtocolError",
-        "SegmentError",
-        "ShapeError",
-        "UnsupportedError",
-    ),
-    "geometry.distribution": ("Distribution",),
-    "geometry.partition": ("Partition",),
-    "ops.tensors": ("zero_volume_tensor",),
-    "machine": ("Machine", "MPIPartition"),
-    "state": ("gather_state_dict", "load_global_state_dict", "whole_parameters"),
-    "sync": ("DistributedGradScaler", "GradientSync"),
+    "Distribution": "geometry.distribution",
+    "DistributedGradScaler": "sync",
+    "GradientSync": "sync",
+    "MPIPartition": "machine",
+    "Machine": "machine",
+    "Partition": "geometry.partition",
+    "gather_state_dict": "state",
+    "load_global_state_dict": "state",
+    "shard": "ops.shards",
+    "whole_parameters": "state",
+    "zero_volume_tensor": "ops.tensors",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = [
-    "ArgumentError",
-    "ClosedError",
-    "ConfigurationError",
-    "DistdlError",
-    "DistributedGradScaler",
-    "Distribution",
-    "ExchangeTimeout",
-    "GradientSync",
-    "MPIPartition",
-    "Machine",
-    "MismatchError",
-    "Partition",
-    "PartitionError",
-    "PeerFailedError",
-    "ProtocolError",
-    "SegmentError",
-    "ShapeError",
-    "UnsupportedError",
-    "__version__",
-    "gather_state_dict",
-    "load_global_state_dict",
-    "whole_parameters",
-    "zero_volume_tensor",
-]
+__all__ = ["__version__"]
+__all__ += errors.__all__
+__all__ += list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -16,8 +16,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from distdl_rma import GradientSync, Machine
-from distdl_rma.geometry import Decomposition, Partition
+from distdl_rma import GradientSync, Machine, Partition, shard
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
 from distdl_rma.trace import chrome_trace
 from overlap_picture import draw
@@ -59,7 +58,7 @@ def main() -> None:
         sync = GradientSync(model, machine, bucket_nbytes=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         image = torch.rand(1, 3, SIDE, SIDE)
-        x = image[Decomposition.balanced(P_x, image.shape).slices()]
+        x = shard(P_x, image)
 
         def step() -> None:
             optimizer.zero_grad()

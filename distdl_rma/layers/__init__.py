@@ -1,161 +1,96 @@
 """PyTorch layers whose tensors are split over ranks."""
 
-from distdl_rma.layers.conv.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from distdl_rma.layers.conv.conv_transpose import (
-    DistributedConvTranspose1d,
-    DistributedConvTranspose2d,
-    DistributedConvTranspose3d,
-)
-from distdl_rma.layers.embedding import (
-    DistributedEmbedding,
-)
-from distdl_rma.layers.from_global import Concat, Conv, InstanceNorm
+from distdl_rma.layers.conv.conv import DistributedConv1d as DistributedConv1d
+from distdl_rma.layers.conv.conv import DistributedConv2d as DistributedConv2d
+from distdl_rma.layers.conv.conv import DistributedConv3d as DistributedConv3d
+from distdl_rma.layers.conv.conv_transpose import DistributedConvTranspose1d as DistributedConvTranspose1d
+from distdl_rma.layers.conv.conv_transpose import DistributedConvTranspose2d as DistributedConvTranspose2d
+from distdl_rma.layers.conv.conv_transpose import DistributedConvTranspose3d as DistributedConvTranspose3d
+from distdl_rma.layers.embedding import DistributedEmbedding as DistributedEmbedding
+from distdl_rma.layers.from_global import Concat as Concat
+from distdl_rma.layers.from_global import Conv as Conv
+from distdl_rma.layers.from_global import InstanceNorm as InstanceNorm
+from distdl_rma.layers.linear.linear import DistributedLinear as DistributedLinear
+from distdl_rma.layers.linear.linear import DistributedLinearAllGather as DistributedLinearAllGather
+from distdl_rma.layers.linear.linear import DistributedLinearAllGatherZero as DistributedLinearAllGatherZero
+from distdl_rma.layers.linear.linear import DistributedLinearReduceScatter as DistributedLinearReduceScatter
 from distdl_rma.layers.linear.linear import (
-    DistributedLinear,
-    DistributedLinearAllGather,
-    DistributedLinearAllGatherZero,
-    DistributedLinearReduceScatter,
-    DistributedLinearReduceScatterZero,
+    DistributedLinearReduceScatterZero as DistributedLinearReduceScatterZero,
 )
-from distdl_rma.layers.loss.classification import DistributedCrossEntropyLoss, DistributedNLLLoss
-from distdl_rma.layers.loss.elementwise import (
-    DistributedBCELoss,
-    DistributedBCEWithLogitsLoss,
-    DistributedHuberLoss,
-    DistributedKLDivLoss,
-    DistributedL1Loss,
-    DistributedMSELoss,
-    DistributedPoissonNLLLoss,
-    DistributedSmoothL1Loss,
-)
-from distdl_rma.layers.moves.broadcast_reduce import AllSumReduce, Broadcast, SumReduce
-from distdl_rma.layers.moves.concat import DistributedConcat
-from distdl_rma.layers.moves.gather_scatter import AllGather, ReduceScatter
-from distdl_rma.layers.moves.halo_exchange import HaloExchange
-from distdl_rma.layers.moves.repartition import DistributedTranspose, Repartition
-from distdl_rma.layers.norm.batch_instance_group import (
-    DistributedBatchNorm1d,
-    DistributedBatchNorm2d,
-    DistributedBatchNorm3d,
-    DistributedGroupNorm,
-    DistributedInstanceNorm1d,
-    DistributedInstanceNorm2d,
-    DistributedInstanceNorm3d,
-)
-from distdl_rma.layers.norm.layer_rms import DistributedLayerNorm, DistributedRMSNorm
+from distdl_rma.layers.loss.classification import DistributedCrossEntropyLoss as DistributedCrossEntropyLoss
+from distdl_rma.layers.loss.classification import DistributedNLLLoss as DistributedNLLLoss
+from distdl_rma.layers.loss.elementwise import DistributedBCELoss as DistributedBCELoss
+from distdl_rma.layers.loss.elementwise import DistributedBCEWithLogitsLoss as DistributedBCEWithLogitsLoss
+from distdl_rma.layers.loss.elementwise import DistributedHuberLoss as DistributedHuberLoss
+from distdl_rma.layers.loss.elementwise import DistributedKLDivLoss as DistributedKLDivLoss
+from distdl_rma.layers.loss.elementwise import DistributedL1Loss as DistributedL1Loss
+from distdl_rma.layers.loss.elementwise import DistributedMSELoss as DistributedMSELoss
+from distdl_rma.layers.loss.elementwise import DistributedPoissonNLLLoss as DistributedPoissonNLLLoss
+from distdl_rma.layers.loss.elementwise import DistributedSmoothL1Loss as DistributedSmoothL1Loss
+from distdl_rma.layers.moves.broadcast_reduce import AllSumReduce as AllSumReduce
+from distdl_rma.layers.moves.broadcast_reduce import Broadcast as Broadcast
+from distdl_rma.layers.moves.broadcast_reduce import SumReduce as SumReduce
+from distdl_rma.layers.moves.concat import DistributedConcat as DistributedConcat
+from distdl_rma.layers.moves.gather_scatter import AllGather as AllGather
+from distdl_rma.layers.moves.gather_scatter import ReduceScatter as ReduceScatter
+from distdl_rma.layers.moves.halo_exchange import HaloExchange as HaloExchange
+from distdl_rma.layers.moves.repartition import DistributedTranspose as DistributedTranspose
+from distdl_rma.layers.moves.repartition import Repartition as Repartition
+from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm1d as DistributedBatchNorm1d
+from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm2d as DistributedBatchNorm2d
+from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm3d as DistributedBatchNorm3d
+from distdl_rma.layers.norm.batch_instance_group import DistributedGroupNorm as DistributedGroupNorm
+from distdl_rma.layers.norm.batch_instance_group import DistributedInstanceNorm1d as DistributedInstanceNorm1d
+from distdl_rma.layers.norm.batch_instance_group import DistributedInstanceNorm2d as DistributedInstanceNorm2d
+from distdl_rma.layers.norm.batch_instance_group import DistributedInstanceNorm3d as DistributedInstanceNorm3d
+from distdl_rma.layers.norm.layer_rms import DistributedLayerNorm as DistributedLayerNorm
+from distdl_rma.layers.norm.layer_rms import DistributedRMSNorm as DistributedRMSNorm
 from distdl_rma.layers.windows.adaptive_pool import (
-    DistributedAdaptiveAvgPool1d,
-    DistributedAdaptiveAvgPool2d,
-    DistributedAdaptiveAvgPool3d,
-    DistributedAdaptiveMaxPool1d,
-    DistributedAdaptiveMaxPool2d,
-    DistributedAdaptiveMaxPool3d,
+    DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d,
 )
-from distdl_rma.layers.windows.pad import (
-    DistributedCircularPad1d,
-    DistributedCircularPad2d,
-    DistributedCircularPad3d,
-    DistributedConstantPad1d,
-    DistributedConstantPad2d,
-    DistributedConstantPad3d,
-    DistributedReflectionPad1d,
-    DistributedReflectionPad2d,
-    DistributedReflectionPad3d,
-    DistributedReplicationPad1d,
-    DistributedReplicationPad2d,
-    DistributedReplicationPad3d,
-    DistributedZeroPad1d,
-    DistributedZeroPad2d,
-    DistributedZeroPad3d,
+from distdl_rma.layers.windows.adaptive_pool import (
+    DistributedAdaptiveAvgPool2d as DistributedAdaptiveAvgPool2d,
 )
-from distdl_rma.layers.windows.pool import (
-    DistributedAvgPool1d,
-    DistributedAvgPool2d,
-    DistributedAvgPool3d,
-    DistributedMaxPool1d,
-    DistributedMaxPool2d,
-    DistributedMaxPool3d,
+from distdl_rma.layers.windows.adaptive_pool import (
+    DistributedAdaptiveAvgPool3d as DistributedAdaptiveAvgPool3d,
+)
+from distdl_rma.layers.windows.adaptive_pool import (
+    DistributedAdaptiveMaxPool1d as DistributedAdaptiveMaxPool1d,
+)
+from distdl_rma.layers.windows.adaptive_pool import (
+    DistributedAdaptiveMaxPool2d as DistributedAdaptiveMaxPool2d,
+)
+from distdl_rma.layers.windows.adaptive_pool import (
+    DistributedAdaptiveMaxPool3d as DistributedAdaptiveMaxPool3d,
+)
+from distdl_rma.layers.windows.pad import DistributedCircularPad1d as DistributedCircularPad1d
+from distdl_rma.layers.windows.pad import DistributedCircularPad2d as DistributedCircularPad2d
+from distdl_rma.layers.windows.pad import DistributedCircularPad3d as DistributedCircularPad3d
+from distdl_rma.layers.windows.pad import DistributedConstantPad1d as DistributedConstantPad1d
+from distdl_rma.layers.windows.pad import DistributedConstantPad2d as DistributedConstantPad2d
+from distdl_rma.layers.windows.pad import DistributedConstantPad3d as DistributedConstantPad3d
+from distdl_rma.layers.windows.pad import DistributedReflectionPad1d as DistributedReflectionPad1d
+from distdl_rma.layers.windows.pad import DistributedReflectionPad2d as DistributedReflectionPad2d
+from distdl_rma.layers.windows.pad import DistributedReflectionPad3d as DistributedReflectionPad3d
+from distdl_rma.layers.windows.pad import DistributedReplicationPad1d as DistributedReplicationPad1d
+from distdl_rma.layers.windows.pad import DistributedReplicationPad2d as DistributedReplicationPad2d
+from distdl_rma.layers.windows.pad import DistributedReplicationPad3d as DistributedReplicationPad3d
+from distdl_rma.layers.windows.pad import DistributedZeroPad1d as DistributedZeroPad1d
+from distdl_rma.layers.windows.pad import DistributedZeroPad2d as DistributedZeroPad2d
+from distdl_rma.layers.windows.pad import DistributedZeroPad3d as DistributedZeroPad3d
+from distdl_rma.layers.windows.pool import DistributedAvgPool1d as DistributedAvgPool1d
+from distdl_rma.layers.windows.pool import DistributedAvgPool2d as DistributedAvgPool2d
+from distdl_rma.layers.windows.pool import DistributedAvgPool3d as DistributedAvgPool3d
+from distdl_rma.layers.windows.pool import DistributedMaxPool1d as DistributedMaxPool1d
+from distdl_rma.layers.windows.pool import DistributedMaxPool2d as DistributedMaxPool2d
+from distdl_rma.layers.windows.pool import DistributedMaxPool3d as DistributedMaxPool3d
+from distdl_rma.layers.windows.upsample import DistributedUpsample as DistributedUpsample
+from distdl_rma.layers.windows.upsample import (
+    DistributedUpsamplingBilinear2d as DistributedUpsamplingBilinear2d,
 )
 from distdl_rma.layers.windows.upsample import (
-    DistributedUpsample,
-    DistributedUpsamplingBilinear2d,
-    DistributedUpsamplingNearest2d,
+    DistributedUpsamplingNearest2d as DistributedUpsamplingNearest2d,
 )
-from distdl_rma.ops.movement import Movement
+from distdl_rma.ops.movement import Movement as Movement
 
-__all__ = [
-    "AllGather",
-    "AllSumReduce",
-    "Broadcast",
-    "Concat",
-    "Conv",
-    "DistributedAdaptiveAvgPool1d",
-    "DistributedAdaptiveAvgPool2d",
-    "DistributedAdaptiveAvgPool3d",
-    "DistributedAdaptiveMaxPool1d",
-    "DistributedAdaptiveMaxPool2d",
-    "DistributedAdaptiveMaxPool3d",
-    "DistributedAvgPool1d",
-    "DistributedAvgPool2d",
-    "DistributedAvgPool3d",
-    "DistributedBCELoss",
-    "DistributedBCEWithLogitsLoss",
-    "DistributedBatchNorm1d",
-    "DistributedBatchNorm2d",
-    "DistributedBatchNorm3d",
-    "DistributedCircularPad1d",
-    "DistributedCircularPad2d",
-    "DistributedCircularPad3d",
-    "DistributedConcat",
-    "DistributedConstantPad1d",
-    "DistributedConstantPad2d",
-    "DistributedConstantPad3d",
-    "DistributedConv1d",
-    "DistributedConv2d",
-    "DistributedConv3d",
-    "DistributedConvTranspose1d",
-    "DistributedConvTranspose2d",
-    "DistributedConvTranspose3d",
-    "DistributedCrossEntropyLoss",
-    "DistributedEmbedding",
-    "DistributedGroupNorm",
-    "DistributedHuberLoss",
-    "DistributedInstanceNorm1d",
-    "DistributedInstanceNorm2d",
-    "DistributedInstanceNorm3d",
-    "DistributedKLDivLoss",
-    "DistributedL1Loss",
-    "DistributedLayerNorm",
-    "DistributedLinear",
-    "DistributedLinearAllGather",
-    "DistributedLinearAllGatherZero",
-    "DistributedLinearReduceScatter",
-    "DistributedLinearReduceScatterZero",
-    "DistributedMSELoss",
-    "DistributedMaxPool1d",
-    "DistributedMaxPool2d",
-    "DistributedMaxPool3d",
-    "DistributedNLLLoss",
-    "DistributedPoissonNLLLoss",
-    "DistributedRMSNorm",
-    "DistributedReflectionPad1d",
-    "DistributedReflectionPad2d",
-    "DistributedReflectionPad3d",
-    "DistributedReplicationPad1d",
-    "DistributedReplicationPad2d",
-    "DistributedReplicationPad3d",
-    "DistributedSmoothL1Loss",
-    "DistributedTranspose",
-    "DistributedUpsample",
-    "DistributedUpsamplingBilinear2d",
-    "DistributedUpsamplingNearest2d",
-    "DistributedZeroPad1d",
-    "DistributedZeroPad2d",
-    "DistributedZeroPad3d",
-    "HaloExchange",
-    "InstanceNorm",
-    "Movement",
-    "ReduceScatter",
-    "Repartition",
-    "SumReduce",
-]
+__all__ = [name for name in sorted(globals()) if name[0].isupper()]

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import GradientSync
-from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma import GradientSync, shard
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
 from distdl_rma.ops.conv.own_and_halo import Patch
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -28,7 +27,7 @@ def P_x(machine):  # noqa: N802
 
 @pytest.fixture
 def x(P_x):
-    return torch.randn(SHAPE)[Decomposition.balanced(P_x, SHAPE).slices()]
+    return shard(P_x, torch.randn(SHAPE))
 
 
 def of(recording, name, *kinds, backward=False, travels=False):

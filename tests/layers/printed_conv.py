@@ -3,8 +3,7 @@
 SCRIPT = """
 import torch
 from mpi4py import MPI
-from distdl_rma import MPIPartition
-from distdl_rma.geometry import Decomposition
+from distdl_rma import MPIPartition, shard
 from distdl_rma.layers import DistributedConv1d
 
 comm = MPI.COMM_WORLD
@@ -13,21 +12,16 @@ P_world = MPIPartition(comm)
 def grid(ranks, shape):
     return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
 
-def cut(P, tensor):
-    if not P.active:
-        return tensor.new_empty(0)
-    return tensor[Decomposition.balanced(P, tensor.shape).slices()].detach().clone()
-
 def check(layer, P_x, P_y, sequential):
     x = torch.randn(2, 8, 13, dtype=torch.float64, requires_grad=True)
-    local = cut(P_x, x).requires_grad_()
+    local = shard(P_x, x).requires_grad_()
     y, out = sequential(x), layer(local)
     y.square().sum().backward()
     out.square().sum().backward()
     if P_y.active:
-        torch.testing.assert_close(out, cut(P_y, y))
+        torch.testing.assert_close(out, shard(P_y, y))
     if P_x.active:
-        torch.testing.assert_close(local.grad, cut(P_x, x.grad))
+        torch.testing.assert_close(local.grad, shard(P_x, x.grad))
     for key, parameter in sequential.named_parameters():
         store = layer.placed.placements[key].store
         if store.partition.active:
