@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from torch import nn
 
-from distdl_rma.errors import ConfigurationError
+from distdl_rma.errors import ConfigurationError, ProtocolError
 
 
 class Callbacks(TypedDict, total=False):
@@ -28,6 +28,87 @@ class Callbacks(TypedDict, total=False):
     get_sizeof_output_tensor: Callable[[], int]
 
 
+NAMES = frozenset(Callbacks.__annotations__)
+
+
+class AnsweringModule(nn.Module):
+    """A module that answers all callbacks but that for weights; its user's answers are attributes of it."""
+
+    # Bytes of this rank's input and output; of the last call, or as announced before the first.
+    shard_nbytes: tuple[int, int] | None = None
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        raise NotImplementedError
+
+    def get_sizeof_gradients(self) -> int:
+        """Bytes of all parameter gradients of this layer on this rank."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed."""
+        return []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics; 0 without any."""
+        return 0
+
+    def get_sizeof_input_tensor(self) -> int:
+        """Bytes of this rank's shard of the input, 0 on idle ranks; of the last call.
+
+        Before the first call known of layers that were built from global parameters, otherwise a
+        ``ProtocolError``.
+        """
+        return self._known_nbytes()[0]
+
+    def get_sizeof_output_tensor(self) -> int:
+        """Bytes of this rank's shard of the output, known as those of the input are."""
+        return self._known_nbytes()[1]
+
+    def get_sizeof_tensor(self) -> int:
+        """Bytes of this rank's shard of a layer whose output is as large as its input.
+
+        Raises
+        ------
+        ProtocolError
+            If it is not, or before the first call.
+        """
+        before, after = self._known_nbytes()
+        if before != after:
+            raise ProtocolError(
+                f"{self.label!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
+                " or get_sizeof_output_tensor()"
+            )
+        return before
+
+    def _known_nbytes(self) -> tuple[int, int]:
+        if self.shard_nbytes is None:
+            raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
+        return self.shard_nbytes
+
+    def check_answers(self, who: str, names: Sequence[str], **sizes: int) -> None:
+        """Compare answers of the user with what the module itself says, or with sizes in their place; local.
+
+        Raises
+        ------
+        ConfigurationError
+            If an answer is another one, or none.
+        """
+        for name in (*names, *sizes):
+            if name not in vars(self):
+                continue
+            try:
+                said = _plain(vars(self)[name]())
+                true = sizes[name] if name in sizes else _plain(getattr(type(self), name)(self))
+            except Exception as error:
+                raise ConfigurationError(f"{who}: {name}() gives no such thing: {error!r}") from error
+            if said != true:
+                raise ConfigurationError(
+                    f"{who}: {name}() gave {said}, it is {true}; leave it out, or correct it"
+                )
+
+
 def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
     """Have a module answer by the given callbacks instead of its own methods; local.
 
@@ -39,46 +120,11 @@ def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
         If one of them cannot be called.
     """
     for name, callback in callbacks.items():
-        if name not in Callbacks.__annotations__:
+        if name not in NAMES:
             raise TypeError(f"{who} got an unexpected keyword argument {name!r}")
         if not callable(callback):
             raise ConfigurationError(f"{who}: {name} is a function without arguments, got {callback!r}")
         setattr(module, name, callback)
-
-
-def check_answers(module: nn.Module, who: str, truths: Mapping[str, Callable[[], object]]) -> None:
-    """Ask the callbacks that the user of a module gave, and compare with what is true; local.
-
-    Parameters
-    ----------
-    module
-        The module.
-    who
-        For messages.
-    truths
-        Name to what holds: a number, or ranks in any order. Asked for what the user gave only.
-
-    Raises
-    ------
-    ConfigurationError
-        If an answer is another one, or none.
-    """
-    given = vars(module)
-    for name in truths:
-        if name not in given:
-            continue
-        try:
-            said, true = _plain(given[name]()), _plain(truths[name]())
-        except Exception as error:
-            raise ConfigurationError(f"{who}: {name}() gives no such thing: {error!r}") from error
-        if said != true:
-            raise ConfigurationError(
-                f"{who}: {name}() gave {said}, it is {true}; leave it out, or correct it"
-            )
-
-
-def _plain(said: Any) -> int | list[int]:
-    return as_int(said) if hasattr(said, "__index__") else sorted(as_int(rank) for rank in said)
 
 
 def callbacks_among(options: dict[str, Any]) -> Callbacks:
@@ -86,3 +132,7 @@ def callbacks_among(options: dict[str, Any]) -> Callbacks:
     found: Any = {name: options.pop(name) for name in Callbacks.__annotations__ if name in options}
     callbacks: Callbacks = found
     return callbacks
+
+
+def _plain(said: Any) -> int | list[int]:
+    return as_int(said) if hasattr(said, "__index__") else sorted(as_int(rank) for rank in said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from typing import Any, Self, Unpack
 
@@ -16,7 +16,7 @@ from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError,
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.call_outcome import CallOutcome
-from distdl_rma.layers.core.callbacks import Callbacks, answer, check_answers
+from distdl_rma.layers.core.callbacks import NAMES, AnsweringModule, Callbacks, answer
 from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.paths import path_of
@@ -30,10 +30,9 @@ from distdl_rma.ops.tensors import trouble_with
 from distdl_rma.ops.uncompiled import uncompiled
 
 _COPY = " (copy "
-_CALLBACKS = frozenset(Callbacks.__annotations__)
 
 
-class DistributedLayer(nn.Module):
+class DistributedLayer(AnsweringModule):
     """Base of the distributed layers: what holds for all of them; their own pages say what differs.
 
     **Construction** is collective over the machine: all its ranks build the same layers in the same order,
@@ -115,8 +114,6 @@ class DistributedLayer(nn.Module):
         self.placements: dict[str, Placement] | None = None
         # Which box of a buffer a rank keeps, by key, for those that are cut.
         self.buffer_layouts: dict[str, Decomposition] = {}
-        # Bytes of this rank's input and output; of the last call, or as announced before the first.
-        self.shard_nbytes: tuple[int, int] | None = None
         self.announced: DeclaredTensors | None = None
         answer(self, kind, callbacks)
 
@@ -162,34 +159,33 @@ class DistributedLayer(nn.Module):
         ``ConfigurationError``; the other ranks hear of it.
         """
         before = self.nbytes_in((*inputs, *named.values()))
-        self._check_answers(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
+        # In every call, since the user may give a callback at any time: one look for all of them.
+        stated = not NAMES.isdisjoint(vars(self))
+        if stated:
+            self._check_stated(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
         if profiler._is_profiler_enabled:
             with profiler.record_function(self.label):
                 y = super().__call__(*inputs, **named)
         else:
             y = super().__call__(*inputs, **named)
         self.shard_nbytes = before, nbytes_of(y)
-        self._check_answers(get_sizeof_output_tensor=self.shard_nbytes[1])
+        if stated:
+            self._check_stated(get_sizeof_output_tensor=self.shard_nbytes[1])
         return y
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """As of every module; training can use the buffer, wherever the layer is built."""
         super().register_buffer(name, None if tensor is None else lasting(tensor), persistent)
 
-    def _check_answers(self, **sizes: int) -> None:
-        # In every call: a look for each callback, not for all that a layer has.
-        if vars(self).keys().isdisjoint(_CALLBACKS):
-            return
-        truths: dict[str, Any] = {name: partial(int, nbytes) for name, nbytes in sizes.items()}
-        truths["get_sizeof_gradients"] = partial(type(self).get_sizeof_gradients, self)
-        if not self.statistics_told:
-            truths["get_ranks_synch_norm"] = partial(type(self).get_ranks_synch_norm, self)
-            truths["get_sizeof_norm"] = partial(type(self).get_sizeof_norm, self)
+    def _check_stated(self, **sizes: int) -> None:
         if self.placed is None:
             # Without weights any ranks of the machine will do; those that have some ask in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
+        told = () if self.statistics_told else ("get_ranks_synch_norm", "get_sizeof_norm")
         try:
-            check_answers(self, f"{self.label!r} on rank {self.machine.rank}", truths)
+            self.check_answers(
+                f"{self.label!r} on rank {self.machine.rank}", ("get_sizeof_gradients", *told), **sizes
+            )
         except ConfigurationError as error:
             if not self.machine.closed:
                 self.machine.fail(error)
@@ -335,60 +331,10 @@ class DistributedLayer(nn.Module):
             fn(self)
         return self
 
-    @property
-    def replica(self) -> Parameters | None:
-        """The same as ``placed``."""
-        return self.placed
-
     def get_ranks_synch_weights(self) -> list[int]:
         """Rank ids that hold copies of this rank's weights, itself included; empty if none is needed."""
         ranks = () if self.placed is None else self.placed.holders
         return list(ranks) if len(ranks) > 1 else []
-
-    def get_sizeof_gradients(self) -> int:
-        """Bytes of all parameter gradients of this layer on this rank."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
-
-    def get_ranks_synch_norm(self) -> list[int]:
-        """Rank ids that share statistics with this one, itself included; empty if none is needed."""
-        return []
-
-    def get_sizeof_norm(self) -> int:
-        """Bytes of one message of statistics; 0 without any."""
-        return 0
-
-    def get_sizeof_input_tensor(self) -> int:
-        """Bytes of this rank's shard of the input, 0 on idle ranks; of the last call.
-
-        Before the first call known of layers that were built from global parameters, otherwise a
-        ``ProtocolError``.
-        """
-        return self._shard_nbytes()[0]
-
-    def get_sizeof_output_tensor(self) -> int:
-        """Bytes of this rank's shard of the output, known as those of the input are."""
-        return self._shard_nbytes()[1]
-
-    def get_sizeof_tensor(self) -> int:
-        """Bytes of this rank's shard of a layer whose output is as large as its input.
-
-        Raises
-        ------
-        ProtocolError
-            If it is not, or before the first call.
-        """
-        before, after = self._shard_nbytes()
-        if before != after:
-            raise ProtocolError(
-                f"{self.label!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
-                " or get_sizeof_output_tensor()"
-            )
-        return before
-
-    def _shard_nbytes(self) -> tuple[int, int]:
-        if self.shard_nbytes is None:
-            raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
-        return self.shard_nbytes
 
 
 def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:

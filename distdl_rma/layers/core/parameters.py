@@ -108,8 +108,6 @@ class Parameters:
         taken = self.taken_over.get(key)
         return None if taken is None else taken.offer()
 
-    sink = offered
-
     def fill(self, key: str, gradient: torch.Tensor) -> torch.Tensor:
         """Gradient in the place that it is wanted: in the segment if that is offered."""
         place = self.offered(key)
