@@ -1,4 +1,11 @@
-"""Layers from global parameters: global shape, machine, and how the tensors are distributed over it."""
+"""Layers from global parameters: global shape, machine, and how the tensors are distributed over it.
+
+Local inputs and output are the balanced shards of the global tensors, without elements on idle ranks. The
+global shape is announced, not prescribed: calls with another batch or image size remain possible. ``machine``
+is M, or a partition of its ranks in the order of M, such as ``P_world``. A distribution that does not fit the
+dimensions or the machine is a ``PartitionError``, which quotes the inequality; extents out of range are a
+``ShapeError``. Everything else is as of :class:`DistributedLayer`.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +20,15 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.distribution import INPUT, NORM, OUTPUT, Distribution
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.conv.conv import (
-    DistributedConv,
-    DistributedConv1d,
-    DistributedConv2d,
-    DistributedConv3d,
-)
+from distdl_rma.layers.conv import conv
+from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.moves.concat import DistributedConcat
-from distdl_rma.layers.norm.batch_instance_group import (
-    DistributedInstanceNorm,
-    DistributedInstanceNorm1d,
-    DistributedInstanceNorm2d,
-    DistributedInstanceNorm3d,
-)
+from distdl_rma.layers.norm import batch_instance_group as norm
 from distdl_rma.machine import Machine
 
-_CONVS: tuple[type[DistributedConv], ...] = (DistributedConv1d, DistributedConv2d, DistributedConv3d)
-_NORMS: tuple[type[DistributedInstanceNorm], ...] = (
-    DistributedInstanceNorm1d,
-    DistributedInstanceNorm2d,
-    DistributedInstanceNorm3d,
-)
+_CONVS = conv.DistributedConv1d, conv.DistributedConv2d, conv.DistributedConv3d
+_NORMS = norm.DistributedInstanceNorm1d, norm.DistributedInstanceNorm2d, norm.DistributedInstanceNorm3d
 _MOST_SPACE = len(_CONVS)
 
 
@@ -53,15 +47,12 @@ def Conv(  # noqa: N802
     padding_mode: str = "zeros",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    weights: str = "replicated",
+    placement: str | None = None,
+    weights: str | None = None,
     name: str | None = None,
     **callbacks: Unpack[Callbacks],
-) -> DistributedConv:
+) -> conv.DistributedConv:
     """Convolution from global parameters; a ``DistributedConv1d``, ``2d`` or ``3d``.
-
-    Local input and output: the balanced shards of the global tensors, without elements on idle ranks.
-    Weights are on all ranks of the machine. The global shape is announced, not prescribed: calls with
-    another batch or image size remain possible. Collective over the machine.
 
     Parameters
     ----------
@@ -73,21 +64,11 @@ def Conv(  # noqa: N802
         Distribution of the tensors, over C and over F; the output as the input if None.
     kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         As in torch.
-    weights
-        ``"replicated"``, the only pattern of the interface document.
-    name
-        For messages.
-    callbacks
-        See :class:`Callbacks`.
-
-    Raises
-    ------
-    PartitionError
-        If a distribution does not fit the dimensions or the machine; quotes the inequality.
-    ShapeError
-        If an extent or another argument is out of range.
-    UnsupportedError
-        If another pattern of weights is asked for.
+    placement, weights
+        ``"replicated"``, the only pattern of the interface document: weights are on all ranks of the machine.
+        Others are an ``UnsupportedError``.
+    name, callbacks
+        As of :class:`DistributedLayer`.
 
     Notes
     -----
@@ -98,18 +79,17 @@ def Conv(  # noqa: N802
     if min(channels, filters) < 1:
         raise ShapeError(f"{who}: needs channels, got {channels} in and {filters} out")
     output = input if output is None else output
-    P_x = _place(f"{who}: input", machine, input, INPUT, len(space))
-    P_y = _place(f"{who}: output", machine, output, OUTPUT, len(space))
-    if weights != "replicated":
+    P_x = _partition_for(f"{who}: input", machine, input, INPUT, len(space))
+    P_y = _partition_for(f"{who}: output", machine, output, OUTPUT, len(space))
+    pattern = chosen_placement(who, placement, weights, ("replicated", "root", "cut"))
+    if pattern != "replicated":
+        given = "weights" if placement is None else "placement"
         raise UnsupportedError(
-            f'{who}: weights={weights!r}: from global parameters weights are "replicated", the only pattern'
+            f'{who}: {given}={pattern!r}: from global parameters weights are "replicated", the only pattern'
             " of the interface document; build the layer from partitions for others"
         )
-    arguments: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    arguments |= {"bias": bias, "padding_mode": padding_mode, "device": device, "dtype": dtype}
-    layer = _CONVS[len(space) - 1](
-        P_x, channels, filters, kernel_size, P_y=P_y, weights=weights, name=name, **arguments, **callbacks
-    )
+    arguments = (channels, filters, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
+    layer = _CONVS[len(space) - 1](P_x, *arguments, device, dtype, P_y=P_y, name=name, **callbacks)
     try:
         outputs = layer.stencil.outputs(tuple(space))
     except ShapeError as error:
@@ -136,13 +116,10 @@ def InstanceNorm(  # noqa: N802
     bias: bool = True,
     name: str | None = None,
     **callbacks: Unpack[Callbacks],
-) -> DistributedInstanceNorm:
+) -> norm.DistributedInstanceNorm:
     """Instance normalisation from global parameters; a ``DistributedInstanceNorm1d``, ``2d`` or ``3d``.
 
-    Local input and output: the balanced shard of the global tensor, without elements on idle ranks.
-    Weights and running statistics are whole on all ranks of the machine. The global shape is announced, not
-    prescribed. Collective over
-    the machine.
+    Weights and running statistics are whole on all ranks of the machine.
 
     Parameters
     ----------
@@ -154,17 +131,8 @@ def InstanceNorm(  # noqa: N802
         Distribution of input and output.
     eps, momentum, affine, track_running_stats, device, dtype, bias
         As in torch.
-    name
-        For messages.
-    callbacks
-        See :class:`Callbacks`.
-
-    Raises
-    ------
-    PartitionError
-        If the distribution does not fit the dimensions or the machine; quotes the inequality.
-    ShapeError
-        If an extent is out of range.
+    name, callbacks
+        As of :class:`DistributedLayer`.
 
     Notes
     -----
@@ -172,21 +140,9 @@ def InstanceNorm(  # noqa: N802
     """
     who = name or "InstanceNorm"
     batch, channels, *space = _extents(who, "(N, C, H, W)", extents, LEADING)
-    P_x = _place(who, machine, distribution, NORM, len(space))
-    layer = _NORMS[len(space) - 1](
-        P_x,
-        channels,
-        eps,
-        momentum,
-        affine,
-        track_running_stats,
-        device,
-        dtype,
-        bias=bias,
-        weights="replicated",
-        name=name,
-        **callbacks,
-    )
+    P_x = _partition_for(who, machine, distribution, NORM, len(space))
+    arguments = (channels, eps, momentum, affine, track_running_stats, device, dtype)
+    layer = _NORMS[len(space) - 1](P_x, *arguments, bias=bias, weights="replicated", name=name, **callbacks)
     blocks = Decomposition.balanced(P_x, (batch, channels, *space))
     layer.announce((blocks,), blocks, dtype or torch.get_default_dtype())
     return layer
@@ -204,9 +160,6 @@ def Concat(  # noqa: N802
 ) -> DistributedConcat:
     """Concatenation along channels from global parameters; a ``DistributedConcat``.
 
-    Local inputs and output: the balanced shards of the global tensors, without elements on idle ranks. The
-    global shapes are announced, not prescribed. Collective over the machine.
-
     Parameters
     ----------
     machine
@@ -214,22 +167,13 @@ def Concat(  # noqa: N802
     extents
         (N, (C1, C2, ...), H, W), or with one or three spatial extents: the channels of each input.
     inputs
-        Distribution of each input.
+        Distribution of each input; as many as there are channels, else a ``ShapeError``.
     output
         Distribution of the output; that of the first input if None.
     dtype
         Type of the tensors that is announced; torch's default if None.
-    name
-        For messages.
-    callbacks
-        See :class:`Callbacks`.
-
-    Raises
-    ------
-    PartitionError
-        If a distribution does not fit the dimensions or the machine; quotes the inequality.
-    ShapeError
-        If an extent is out of range, or there are not as many distributions as inputs.
+    name, callbacks
+        As of :class:`DistributedLayer`.
 
     Notes
     -----
@@ -251,11 +195,11 @@ def Concat(  # noqa: N802
     if len(inputs) != len(parts) or not parts or min(parts) < 0:
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r} for {len(inputs)} distributions")
     P_xs = [
-        _place(f"{who}: input {at}", machine, distribution, INPUT, len(space))
+        _partition_for(f"{who}: input {at}", machine, distribution, INPUT, len(space))
         for at, distribution in enumerate(inputs)
     ]
     chosen = inputs[0] if output is None else output
-    P_y = _place(f"{who}: output", machine, chosen, OUTPUT, len(space))
+    P_y = _partition_for(f"{who}: output", machine, chosen, OUTPUT, len(space))
     layer = DistributedConcat(P_xs, P_y, name=name, **callbacks)
     layer.announce(
         [Decomposition.balanced(P_x, (batch, count, *space)) for P_x, count in zip(P_xs, parts, strict=True)],
@@ -277,12 +221,8 @@ def _extents(who: str, wanted: str, extents: Sequence[int], leading: int) -> tup
     return found
 
 
-def _place(
-    who: str,
-    machine: Machine | Partition,
-    distribution: Distribution,
-    equations: Sequence[str],
-    space: int,
+def _partition_for(
+    who: str, machine: Machine | Partition, distribution: Distribution, equations: Sequence[str], space: int
 ) -> Partition:
     if not isinstance(distribution, Distribution):
         raise PartitionError(f"{who}: needs a Distribution, got {distribution!r}")
