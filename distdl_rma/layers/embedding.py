@@ -14,7 +14,7 @@ from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.layers.core.placement import as_whole, whole_placement
+from distdl_rma.layers.core.placement import whole_placement
 from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.embedding import INDICES, Embedding, IndexFrequencies
 from distdl_rma.ops.tensors import trouble_with
@@ -119,11 +119,6 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
             return ""
         wrong = least if least < 0 else most
         return f"index {wrong} is out of range of {self.num_embeddings} embeddings"
-
-    def reset_parameters(self) -> None:
-        """As in torch, from the same random numbers; on all ranks alike. Local."""
-        with as_whole(self, self.scattered):
-            nn.Embedding.reset_parameters(self)
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

@@ -24,3 +24,37 @@ def test_forward_takes_the_arguments_of_torch(name):
     assert list(inspect.signature(mine.forward).parameters) == list(
         inspect.signature(torchs.forward).parameters
     )
+
+
+def constructor(kind):
+    """Arguments of a class of layers, in order, but those that torch itself has given up."""
+    return [name for name in inspect.signature(kind).parameters if name not in ("size_average", "reduce")]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_constructors_take_the_arguments_of_torch_after_the_partitions(name):
+    mine, torchs = getattr(layers, name), getattr(nn, name.removeprefix("Distributed"))
+    names, wanted = constructor(mine), constructor(torchs)
+    shared = [name for name in names if name in wanted]
+    assert shared == wanted
+    partitions = [name for name in names[: names.index(wanted[0])] if name.startswith("P_")] if wanted else []
+    assert partitions == names[: len(partitions)] != []
+    # By position as far as torch's have not changed their places.
+    kinds = inspect.signature(mine).parameters
+    given_up = list(inspect.signature(torchs).parameters) != wanted
+    for key in [] if given_up else wanted:
+        assert kinds[key].kind == inspect.signature(torchs).parameters[key].kind, key
+        assert kinds[key].default == inspect.signature(torchs).parameters[key].default, key
+
+
+LAYERS = [name for name in layers.__all__ if isinstance(getattr(layers, name), type) and name != "Movement"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_where_parameters_are_kept_is_called_placement_everywhere(name):
+    parameters = inspect.signature(getattr(layers, name)).parameters
+    assert ("placement" in parameters) == ("weights" in parameters)
+    if "placement" in parameters:
+        both = [parameters[key] for key in ("placement", "weights")]
+        assert all(p.kind is p.KEYWORD_ONLY and p.default in (None, p.empty) for p in both)
+    assert "name" in parameters

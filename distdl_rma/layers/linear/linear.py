@@ -17,7 +17,7 @@ from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.initial_weights import linear_values
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.layers.core.placement import Placement, as_whole, block_placement
+from distdl_rma.layers.core.placement import Placement, block_placement
 from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, IN, OUT, ROWS, LinearGrid, grid_of_workers
 from distdl_rma.ops.linear.split_linear import SplitLinear
@@ -113,11 +113,6 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         placed = self.placed
         places = None if placed is None else lambda: placed.offered if placed.taken_over else None
         return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places)
-
-    def reset_parameters(self) -> None:
-        """As in torch, from the same random numbers; on all ranks alike. Local."""
-        with as_whole(self, self.scattered):
-            nn.Linear.reset_parameters(self)
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
