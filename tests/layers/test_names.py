@@ -5,7 +5,8 @@ import inspect
 import pytest
 from torch import nn
 
-from distdl_rma import layers
+from distdl_rma import ArgumentError, layers
+from tests.layers.every_layer import EVERY_LAYER
 
 TWINS = [
     name
@@ -47,6 +48,8 @@ def test_constructors_take_the_arguments_of_torch_after_the_partitions(name):
         assert kinds[key].default == inspect.signature(torchs).parameters[key].default, key
 
 
+PLACED = {"placement", "weights"}
+BOTH = {"placement": "replicated", "weights": "root"}
 LAYERS = [name for name in layers.__all__ if isinstance(getattr(layers, name), type) and name != "Movement"]
 
 
@@ -58,3 +61,32 @@ def test_where_parameters_are_kept_is_called_placement_everywhere(name):
         both = [parameters[key] for key in ("placement", "weights")]
         assert all(p.kind is p.KEYWORD_ONLY and p.default in (None, p.empty) for p in both)
     assert "name" in parameters
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1)
+def test_where_parameters_are_kept_is_said_in_three_words(P_world, monkeypatch):
+    seen = set()
+    for make in EVERY_LAYER.values():
+        layer, _ = make(P_world)
+        kind = type(layer)
+        if "placement" not in inspect.signature(kind).parameters or kind in seen:
+            continue
+        seen.add(kind)
+        assert layer.placement in ("replicated", "root", "cut")
+        with monkeypatch.context() as patch:
+            for given in ({"placement": "sideways"}, {"weights": ""}, {"placement": 0}, BOTH):
+                patch.setattr(kind, "__init__", _told(kind.__init__, given))
+                with pytest.raises(ArgumentError, match=f"^{kind.__name__}: placement"):
+                    make(P_world)
+                patch.undo()
+    assert {kind.__name__ for kind in seen} == {
+        name for name in LAYERS if PLACED & set(inspect.signature(getattr(layers, name)).parameters)
+    }
+
+
+def _told(build, given):
+    def told(layer, *arguments, **options):
+        build(layer, *arguments, **{key: options[key] for key in options if key not in PLACED} | given)
+
+    return told

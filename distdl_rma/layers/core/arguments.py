@@ -31,16 +31,9 @@ def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple
 
 
 def chosen_placement(kind: str, placement: str | None, weights: str | None, allowed: Sequence[str]) -> str:
-    """Where a layer keeps its parameters: one of ``"replicated"``, ``"root"`` and ``"cut"``.
+    """Where a layer keeps its parameters: one of ``allowed``, the first one unless it is told.
 
-    Parameters
-    ----------
-    kind
-        Class of the layer.
-    placement, weights
-        The argument, and the one that was in its place before; None where it is not given.
-    allowed
-        What the layer can do; the first one is what it does unless told.
+    ``weights`` is another name of the argument ``placement``; both are None where they are not given.
 
     Raises
     ------
@@ -51,7 +44,7 @@ def chosen_placement(kind: str, placement: str | None, weights: str | None, allo
         raise ArgumentError(
             f"{kind}: placement={placement!r} and weights={weights!r} mean the same; give one"
         )
-    chosen = placement or weights or allowed[0]
+    chosen = next((word for word in (placement, weights) if word is not None), allowed[0])
     if chosen not in allowed:
         raise ArgumentError(f"{kind}: placement is one of {tuple(allowed)}, got {chosen!r}")
     return chosen
