@@ -24,10 +24,7 @@ Block = npt.NDArray[np.uint8]
 class ResultPool:
     """Blocks of memory, kept from when the last tensor in them dies until one of the same size is made.
 
-    Parameters
-    ----------
-    limit
-        Bytes that are kept idle at most; what was idle for longest goes first.
+    Of more than ``limit`` bytes what was idle for longest goes.
     """
 
     def __init__(self, limit: int = IDLE_NBYTES) -> None:

@@ -58,10 +58,7 @@ _SUM_DTYPES: dict[torch.dtype, torch.dtype] = {
 def numpy_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
     """Numpy type of the words that carry a torch type between ranks.
 
-    Raises
-    ------
-    UnsupportedError
-        If the type has no elements of its own on a CPU; names ``what`` it was for.
+    ``UnsupportedError`` if the type has no elements of its own on a CPU; names ``what`` it was for.
     """
     if dtype not in DTYPES:
         raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
@@ -101,15 +98,7 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Tensor view of an array, for instance of a segment buffer; no copy.
-
-    Parameters
-    ----------
-    array
-        The array.
-    dtype
-        Type of the same size to see its elements as; as they are if None.
-    """
+    """Tensor view of an array, for instance of a segment buffer, as a type of the same size; no copy."""
     tensor = torch.from_numpy(array)
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 

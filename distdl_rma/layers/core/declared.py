@@ -11,17 +11,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 
 @dataclass(frozen=True)
 class DeclaredTensors:
-    """Inputs and output that a layer will have; calls with others remain possible.
-
-    Parameters
-    ----------
-    inputs
-        Who owns what of each input.
-    output
-        Who owns what of the output.
-    dtype
-        Type of all of them.
-    """
+    """Who owns what of the inputs and the output of a layer; calls with others remain possible."""
 
     inputs: tuple[Decomposition, ...]
     output: Decomposition

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import sqrt
 
 import torch
@@ -12,23 +13,18 @@ from distdl_rma.geometry.decomposition import Decomposition
 _DRAWN_AT_ONCE = 1 << 16
 
 
+@dataclass(frozen=True)
 class Uniform:
-    """Uniformly random numbers in [-bound, bound], drawn as torch draws them for the whole parameter.
+    """Uniformly random numbers in [-bound, bound], drawn as torch draws them for the whole parameter."""
 
-    Parameters
-    ----------
-    shape
-        Global shape.
-    bound
-        Largest magnitude.
-    dtype
-        Type of the elements.
-    """
+    shape: tuple[int, ...]  # of the whole parameter
+    bound: float
+    dtype: torch.dtype
 
-    requires_grad = True
-
-    def __init__(self, shape: tuple[int, ...], bound: float, dtype: torch.dtype) -> None:
-        self.shape, self.bound, self.dtype = shape, bound, dtype
+    @property
+    def requires_grad(self) -> bool:
+        """As of every parameter at first."""
+        return True
 
     def cut(self, store: Decomposition) -> torch.Tensor:
         """This rank's box; without elements on ranks outside.

@@ -287,12 +287,7 @@ class DistributedLayer(AnsweringModule):
     def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
 
-        Raises
-        ------
-        ShapeError
-            If ``x`` is no tensor that a layer takes.
-        DistdlError
-            What the ranks of the layer refuse, if this one would wait for their backward.
+        Raises what the ranks of the layer refuse, if this one would wait for their backward.
         """
         outcome = self.outcome()
         if outcome is not None:
@@ -356,10 +351,7 @@ def nbytes_of(tensors: Any) -> int:
 def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
     """Type of an input.
 
-    Raises
-    ------
-    ShapeError
-        If a rank outside of P_x passes elements, or two ranks of it pass different types.
+    ``ShapeError`` if a rank outside of P_x passes elements, or two ranks of it pass different types.
     """
     for rank, fact in facts.items():
         if rank not in P_x and 0 not in fact.shape:
@@ -370,22 +362,10 @@ def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
 def source_of(
     P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
 ) -> tuple[Decomposition, torch.dtype]:
-    """Who owns what of an input, and its type.
+    """Who owns what of an input, by what all ranks say of it, and its type.
 
-    Parameters
-    ----------
-    P_x
-        The ranks that have the input.
-    facts
-        What all ranks say of theirs.
-    replicate
-        Grid dimensions along which the ranks have the same part of it.
-
-    Raises
-    ------
-    ShapeError
-        If a rank outside of P_x passes elements, two ranks pass different types, or local shapes do not
-        form a grid.
+    Along the dimensions ``replicate`` of the grid the ranks have the same part. ``ShapeError`` as of
+    ``input_dtype``, or if local shapes do not form a grid.
     """
     dtype = input_dtype(P_x, facts)
     shapes = {rank: facts[rank].shape for rank in P_x.ranks}

@@ -30,14 +30,9 @@ class InitialValues(Protocol):
 class Placement:
     """Where one parameter lives and where it is used; both cut its global shape.
 
-    Parameters
-    ----------
-    store
-        Which box each rank keeps. Ranks with the same box keep equal copies, whose gradients are summed;
-        ranks outside keep none of it.
-    use
-        Which box each rank needs in a forward; None where it is the one that it keeps. Otherwise the
-        values travel in every forward, and their gradients back in every backward.
+    Ranks with the same box in ``store`` keep equal copies, whose gradients are summed; ranks outside keep
+    none of it. Where ``use`` is given, which box each rank needs in a forward, the values travel in every
+    forward, and their gradients back in every backward.
     """
 
     store: Decomposition
@@ -47,11 +42,6 @@ class Placement:
     def everywhere(cls, machine: Machine, shape: torch.Size) -> Placement:
         """A copy on every rank of the machine."""
         return cls(Decomposition.replicated(machine.partition(), shape))
-
-    @property
-    def moves(self) -> bool:
-        """Whether the values travel to where they are used."""
-        return self.use is not None
 
 
 def whole_placement(
@@ -76,15 +66,8 @@ def register(
 ) -> None:
     """Give a layer this rank's parts of its parameters, which training can use wherever they are made; local.
 
-    Parameters
-    ----------
-    layer
-        The module that gets the parameters.
-    values
-        Name to global initial value, alike on all ranks, or to what makes this rank's part of it; None for
-        a parameter that the layer lacks.
-    placements
-        Name to placement, of all that are not None.
+    A value is the global one, alike on all ranks, or makes this rank's part of it; None for a parameter that
+    the layer lacks.
     """
     for key, value in values.items():
         if value is None:
@@ -116,14 +99,8 @@ def as_whole(layer: nn.Module, stores: Mapping[str, Decomposition]) -> Iterator[
     """Context in which parameters and buffers have their global shape, on every rank; local.
 
     What this rank keeps is in its place, the rest is zero. Afterwards each rank keeps its part of what is
-    there then, in the memory that it was in. Takes the memory of the whole tensors meanwhile.
-
-    Parameters
-    ----------
-    layer
-        The module that has them.
-    stores
-        Which box of each a rank keeps, by key.
+    there then, in the memory that it was in. Takes the memory of the whole tensors meanwhile. ``stores`` says
+    by key which box a rank keeps.
     """
     parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for key, store in stores.items():

@@ -1,0 +1,118 @@
+"""Which ranks keep which box of a parameter: simulated, all ranks in one process."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import Partition
+from distdl_rma.geometry import Decomposition
+from distdl_rma.layers.core.placement import (
+    Placement,
+    as_whole,
+    block_placement,
+    copies_of,
+    cut,
+    lasting,
+    one_copy,
+    register,
+)
+
+RANKS = (4, 1, 3, 0, 5, 2)
+
+
+def stores(me):
+    """Layouts of a 7 x 5 tensor on a grid of 3 x 2, seen by a rank: which grid dimensions cut which axis."""
+    P = Partition(RANKS, (3, 2), me)
+    whole = Decomposition.balanced(P, (7, 5))
+    for axes in itertools.product((0, None), (1, None)):
+        splits = [
+            split if d in axes else Decomposition.replicated(P, (7, 5)).splits[d]
+            for d, split in enumerate(whole.splits)
+        ]
+        yield Decomposition(P, tuple(splits), axes)
+
+
+def everywhere(at):
+    """One of the layouts as each rank sees it."""
+    return {rank: list(stores(rank))[at] for rank in RANKS}
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_copies_are_where_the_box_is_the_same(at):
+    seen = everywhere(at)
+    for rank, store in seen.items():
+        same = [other for other in RANKS if store.box(other) == store.box(rank)]
+        assert list(copies_of(store)) == same
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_one_copy_covers_the_tensor_exactly_once(at):
+    counts = torch.zeros(7, 5)
+    for store in everywhere(at).values():
+        single = one_copy(store)
+        if single.partition.active:
+            counts[single.slices()] += 1
+            assert single.partition.me == copies_of(store)[0]
+    assert torch.equal(counts, torch.ones(7, 5))
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_parts_are_registered_and_become_whole_for_a_while(at):
+    values = torch.arange(35.0).reshape(7, 5)
+    for store in everywhere(at).values():
+        module = nn.Module()
+        register(module, {"w": nn.Parameter(values, False), "b": None}, {"w": Placement(store)})
+        part, memory = module.w.detach().clone(), module.w.data_ptr()
+        assert module.b is None and not module.w.requires_grad
+        assert torch.equal(part, values[store.slices()])
+        with as_whole(module, {"w": store}):
+            assert module.w.shape == (7, 5)
+            assert torch.equal(module.w[store.slices()], part)
+            assert module.w.sum() == part.sum()
+            module.w.data.copy_(-values)
+        assert torch.equal(module.w, -part) and module.w.data_ptr() == memory
+
+
+def test_ranks_outside_keep_nothing():
+    for store in stores(77):
+        assert cut(store, torch.ones(7, 5)).shape == (0,)
+        module = nn.Module()
+        register(module, {"w": nn.Parameter(torch.ones(7, 5))}, {"w": Placement(store)})
+        with as_whole(module, {"w": store}):
+            assert not module.w.any() and module.w.shape == (7, 5)
+        assert module.w.shape == (0,)
+
+
+def test_another_tensor_in_the_place_of_a_whole_one_is_cut_too():
+    store = next(stores(4))
+    module = nn.Module()
+    register(module, {"w": nn.Parameter(torch.ones(7, 5))}, {"w": Placement(store)})
+    with as_whole(module, {"w": store}):
+        module.w = nn.Parameter(torch.full((7, 5), 3.0))
+    assert torch.equal(module.w, torch.full(store.box(4).shape, 3.0))
+
+
+def test_a_part_changes_its_type_as_the_whole_does():
+    store = next(stores(4))
+    module = nn.Module()
+    register(module, {"w": nn.Parameter(torch.ones(7, 5))}, {"w": Placement(store)})
+    with as_whole(module, {"w": store}):
+        module.w.data = module.w.data.double()
+    assert module.w.dtype == torch.float64 and module.w.shape == store.box(4).shape
+
+
+def test_blocks_are_on_all_their_users_or_on_the_first():
+    store = list(stores(4))[1]
+    assert block_placement(store, "replicated") == Placement(store)
+    rooted = block_placement(store, "root")
+    assert rooted.use == store and rooted.store == one_copy(store)
+
+
+def test_what_was_made_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        made = torch.ones(3)
+    kept = lasting(made)
+    assert not kept.is_inference() and torch.equal(kept, made)
+    assert lasting(kept) is kept

@@ -1,0 +1,88 @@
+"""What autograd operations share: graphs of ranks that need no gradient, refusals, failures."""
+
+import pytest
+import torch
+
+from distdl_rma import ShapeError, UnsupportedError
+from distdl_rma.ops.autograd import GradientNeeds, anchor, anchored, first_derivative, tells_peers
+
+
+class Machine:
+    """What is told of failures."""
+
+    closed = False
+
+    def __init__(self):
+        self.failures = []
+
+    def fail(self, error):
+        self.failures.append(error)
+
+    def make_readable(self, error):
+        error.args = (error.args[0].replace("Kind#1", "down.0"),)
+
+
+class Layer:
+    def __init__(self):
+        self.machine = Machine()
+
+    @tells_peers
+    def forward(self, error):
+        raise error
+
+
+@pytest.mark.parametrize(("kind", "told"), [(ShapeError, 0), (ValueError, 1)])
+def test_peers_are_told_of_what_not_all_ranks_refuse(kind, told):
+    layer, error = Layer(), kind("'Kind#1': no")
+    with pytest.raises(kind, match=r"^'down\.0': no$"):
+        layer.forward(error)
+    assert layer.machine.failures == [error][:told]
+    layer.machine.closed = True
+    with pytest.raises(kind):
+        layer.forward(error)
+    assert len(layer.machine.failures) == told
+
+
+class Double(torch.autograd.Function):
+    machine = None
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.machine = Double.machine
+        return 2 * x
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, gradient):
+        if gradient.sum() < 0:
+            raise ValueError("negative")
+        return 2 * gradient
+
+
+def test_a_backward_is_refused_in_a_graph_and_fails_for_all():
+    Double.machine = Machine()
+    x = torch.ones(2, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.grad(Double.apply(x).sum(), x, create_graph=True)
+    assert not Double.machine.failures
+    with pytest.raises(ValueError, match="negative"):
+        (-Double.apply(x)).sum().backward()
+    assert len(Double.machine.failures) == 1
+
+
+def test_a_result_is_in_a_graph_where_any_rank_needs_a_gradient():
+    y = torch.rand(2)
+    assert anchored(y, needed=False) is y
+    tied = anchored(y)
+    assert tied.requires_grad and torch.equal(tied, y)
+    tied.sum().backward()
+    assert anchored(tied) is tied
+    assert not anchored(torch.arange(2)).requires_grad
+    with torch.no_grad():
+        assert anchored(y) is y and anchor(True) is None
+
+
+def test_needs_of_any_kind_are_needs():
+    assert [GradientNeeds(*both).any for both in ((0, 0), (1, 0), (0, 1))] == [0, 1, 1]
