@@ -21,6 +21,7 @@ from distdl_rma import GradientSync, Machine, shard
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.engine.double_buffered import Collective
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 from distdl_rma.trace import chrome_trace
 
 COMM = MPI.COMM_WORLD
@@ -44,7 +45,8 @@ def waiting_at_once() -> Iterator[None]:
 
     def channel_start(channel: Channel, parts: Any) -> int:
         epoch = start_channel(channel, parts)
-        channel._manager.waiter.until(lambda: channel.ready(epoch), lambda: channel.missing(epoch))
+        reason = WaitReason((), f"to send in {channel.name!r}")
+        channel._manager.waiter.until(lambda: channel.ready(epoch), lambda: reason)
         return epoch
 
     def collective_start(collective: Collective) -> None:

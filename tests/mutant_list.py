@@ -116,15 +116,15 @@ _PROTOCOL = [
     Mutant(
         "a slot is written again before it was read",
         "distdl_rma/segments/channel.py",
-        "                epoch - SLOTS,\n",
-        "                epoch - SLOTS - 1,\n",
+        "[lane.notification] < epoch - SLOTS:",
+        "[lane.notification] < epoch - SLOTS - 1:",
         _CHANNEL,
     ),
     Mutant(
         "a receive takes what the epoch before left",
         "distdl_rma/segments/channel.py",
-        "lane.risen(epoch, step),\n                    lambda",
-        "lane.risen(epoch - 1, step),\n                    lambda",
+        "[lane.notification] < lane.risen(epoch, step):",
+        "[lane.notification] < lane.risen(epoch - 1, step):",
         _CHANNEL,
     ),
     Mutant(

@@ -12,7 +12,6 @@ from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
 from distdl_rma.segments.lanes import SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 Array = npt.NDArray[Any]
@@ -49,25 +48,21 @@ class Channel:
     """
 
     def __init__(self, manager: SegmentManager, exchange: Exchange, dtype: npt.DTypeLike, name: str) -> None:
-        self.exchange = exchange
-        self.dtype = np.dtype(dtype)
-        self.name = name
+        self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
         self._manager = manager
-        own = exchange.own
-        self._own_shape = own.shape
-        lanes = Lanes(
-            exchange, self.dtype.itemsize, lambda peer: manager.segment.link(peer).memory is not None
-        )
+        link = manager.segment.link
+        lanes = Lanes(exchange, self.dtype.itemsize, lambda peer: link(peer).memory is not None)
         self.sends, self.receives = lanes.sends, lanes.receives
-        self._sends, self._receives = lanes.outgoing, lanes.incoming
-        self._sent = [piece.box.slices(own) for piece in self.sends]
-        self._buffer: SegmentBuffer = manager.get_segment_buffer(lanes.nbytes, lanes.flags, name)
+        self._outgoing, self._incoming = lanes.outgoing, lanes.incoming
+        self._own_shape = exchange.own.shape
+        self._cuts = [piece.box.slices(exchange.own) for piece in self.sends]
+        self._buffer = manager.get_segment_buffer(lanes.nbytes, lanes.flags, name)
+        self._flags, self._acquire = self._buffer.flags, manager.segment.acquire
         self._connected = self.idle
         self._operation = manager.operation(name)
         # Of a recording: epochs under way, and what to call when everything of one has arrived.
-        self._flights: dict[int, Callable[[], bool]] = {}
-        self._started = 0
-        self._finished = 0
+        self._recorded: dict[int, Callable[[], bool]] = {}
+        self._started = self._finished = 0
         self._closed = False
 
     @property
@@ -78,7 +73,7 @@ class Channel:
     @property
     def idle(self) -> bool:
         """Whether this rank has nothing to exchange with anyone."""
-        return not self._receives and not self._sends
+        return not self._incoming and not self._outgoing
 
     def count(self, pieces: int) -> int:
         """Number of pieces that the first so many of the exchange arrive in."""
@@ -101,20 +96,15 @@ class Channel:
         self._check()
         if self._connected:
             return
-        receive = {lane.peer: lane for lane in self._receives}
-        send = {lane.peer: lane for lane in self._sends}
         # Of types that are not built in, such as those of foreign byte order, the number says too little.
         kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
         # What a peer must know: where its data goes, which flag announces it, which flag acknowledges.
-        notes: dict[int, tuple[int, ...]] = {
-            peer: (
-                receive[peer].offset if peer in receive else -1,
-                receive[peer].notification if peer in receive else -1,
-                send[peer].notification if peer in send else -1,
-                kind,
-            )
-            for peer in self.exchange.peers
-        }
+        facts = {peer: [-1, -1, -1, kind] for peer in self.exchange.peers}
+        for lane in self._incoming:
+            facts[lane.peer][:2] = lane.offset, lane.notification
+        for lane in self._outgoing:
+            facts[lane.peer][2] = lane.notification
+        notes = {peer: tuple(numbers) for peer, numbers in facts.items()}
         remotes = self._buffer.exchange(notes, self.name, self.exchange.fingerprint, timeout)
         others = sorted(peer for peer, remote in remotes.items() if remote.note[3] != kind)
         if others:
@@ -122,9 +112,9 @@ class Channel:
                 f"{self.name!r}: rank {self._manager.rank} moves {self.dtype}, but rank(s) {others} another"
                 " dtype: it must be the same on all ranks of a channel"
             )
-        for lane in self._sends:
+        for lane in self._outgoing:
             lane.tie_target(remotes[lane.peer], self._buffer, self.dtype)
-        for lane in self._receives:
+        for lane in self._incoming:
             lane.tie_source(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
 
@@ -132,7 +122,7 @@ class Channel:
         """Views of ``x``, the local tensor of shape ``exchange.own.shape``: one per send, in order."""
         if x.shape != self._own_shape:
             raise ShapeError(f"{self.name!r}: local shape is {x.shape}, the plan has {self._own_shape}")
-        return [x[slices] for slices in self._sent]
+        return [x[slices] for slices in self._cuts]
 
     def start(self, parts: Iterable[Array]) -> int:
         """Put one array per send into the peers' slots and notify; return the epoch.
@@ -159,16 +149,14 @@ class Channel:
         self._manager.begin(self._operation, epoch)
         # A slot is free again when its reader has acknowledged the epoch before the last. All are, before
         # the first is written: who gives up waiting has told nobody of this epoch.
-        for lane in self._sends:
-            self._buffer.wait_flag(
-                lane.notification,
-                epoch - SLOTS,
-                lambda lane=lane: self._about(lane, epoch, "acknowledge"),  # type: ignore[misc]
-            )
-        if self._manager.trace.recording is not None and self._receives:
+        for lane in self._outgoing:
+            if self._flags[lane.notification] < epoch - SLOTS:
+                self._wait(lane, epoch - SLOTS, epoch, "acknowledge")
+        self._acquire()
+        if self._manager.trace.recording is not None and self._incoming:
             self._record(epoch)
         source, counters = iter(parts), self._manager.counters
-        for lane in self._sends:
+        for lane in self._outgoing:
             step = 0
             for at, view in enumerate(lane.views[epoch % SLOTS]):
                 np.copyto(view, next(source), casting="equiv")
@@ -184,7 +172,7 @@ class Channel:
 
     def ready(self, epoch: int) -> bool:
         """Whether everything of an epoch has arrived; does not block."""
-        return all(self._buffer.flag(lane.notification) >= lane.risen(epoch) for lane in self._receives)
+        return all(self._buffer.flag(lane.notification) >= lane.risen(epoch) for lane in self._incoming)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
@@ -201,29 +189,19 @@ class Channel:
             If a peer does not send in time, or does not take what was put for it.
         """
         self._check_next(epoch)
-        for lane in self._receives:
+        for lane in self._incoming:
             begin, views = 0, lane.views[epoch % SLOTS]
             for step, end in enumerate(lane.ends, 1):
-                self._buffer.wait_flag(
-                    lane.notification,
-                    lane.risen(epoch, step),
-                    lambda lane=lane: self._about(lane, epoch, "send"),  # type: ignore[misc]
-                    timeout,
-                )
-                if epoch in self._flights:
-                    self._flights[epoch]()
+                if self._flags[lane.notification] < lane.risen(epoch, step):
+                    self._wait(lane, lane.risen(epoch, step), epoch, "send", timeout)
+                self._acquire()
+                if epoch in self._recorded:
+                    self._recorded[epoch]()
                 yield from zip(lane.pieces[begin : end + 1], views[begin : end + 1], strict=True)
                 begin = end + 1
                 # Not by two: an iterator that was left may be taken up again after its epoch is over.
                 self._check_next(epoch)
         self._finish(epoch, timeout)
-
-    def missing(self, epoch: int) -> WaitReason:
-        """Which peer an epoch still waits for; for messages."""
-        for lane in self._receives:
-            if self._buffer.flag(lane.notification) < lane.risen(epoch):
-                return self._about(lane, epoch, "send")
-        return WaitReason((), f"in {self.name!r} (epoch {epoch}): everything has arrived")
 
     def void(self) -> None:
         """Give up one epoch, started or not, on all ranks of the exchange alike.
@@ -237,7 +215,7 @@ class Channel:
         if self._connected:
             if self._started < epoch:
                 # Receivers keep their memory until they know that nothing more comes.
-                for lane in self._sends:
+                for lane in self._outgoing:
                     lane.announce_nothing(epoch)
             self._finish(epoch)
         self._started, self._finished = max(self._started, epoch), epoch
@@ -275,39 +253,44 @@ class Channel:
         flag = self._buffer.flag
         return not self._connected or (
             self._finished == self._started
-            and all(flag(lane.notification) >= self._started for lane in self._sends)
-            and all(flag(lane.notification) >= lane.risen(self._finished) for lane in self._receives)
+            and all(flag(lane.notification) >= self._started for lane in self._outgoing)
+            and all(flag(lane.notification) >= lane.risen(self._finished) for lane in self._incoming)
         )
 
     def _finish(self, epoch: int, timeout: float | None = None) -> None:
         # Nothing would send this rank's notification on if it now left for something else. And what a peer
         # acknowledged unread, in a void, must be over before the slot is written again.
-        for lane in self._sends:
+        for lane in self._outgoing:
             if lane.staged:
                 lane.there.flush(timeout)
         # Last: until here everything can be handed out once more.
-        for lane in self._receives:
+        for lane in self._incoming:
             lane.acknowledge(epoch)
         self._finished = epoch
-        self._flights.pop(epoch, None)
+        self._recorded.pop(epoch, None)
 
     def _record(self, epoch: int) -> None:
         # Every wait and the progress engine look whether it is there; ``receive`` at the latest.
         def over() -> bool:
             return self._closed or self._finished >= epoch or self.ready(epoch)
 
-        self._flights[epoch] = self._manager.trace.watched("exchange", self.name, over)
-        self._manager.defer(self._flights[epoch])
+        self._recorded[epoch] = self._manager.trace.watched("exchange", self.name, over)
+        self._manager.defer(self._recorded[epoch])
 
-    def _about(self, lane: Lane, epoch: int, verb: str) -> WaitReason:
+    def _wait(self, lane: Lane, value: int, epoch: int, verb: str, timeout: float | None = None) -> None:
+        """Wait until the flag of a lane has a value; the peer is to ``verb`` something of the epoch."""
+        flags, at = self._flags, lane.notification
         # Of the data flag only whole epochs count; the flag of an acknowledgement counts nothing else.
         steps = len(lane.ends) if verb == "send" else 1
-        seen = self._buffer.flag(lane.notification) // steps
-        return WaitReason(
-            (lane.peer,),
-            f"to {verb} in {self.name!r} (epoch {epoch}, last seen {seen})",
-            "did every rank call the same layers?",
-        )
+
+        def reason() -> WaitReason:
+            return WaitReason(
+                (lane.peer,),
+                f"to {verb} in {self.name!r} (epoch {epoch}, last seen {flags[at] // steps})",
+                "did every rank call the same layers?",
+            )
+
+        self._manager.waiter.until(lambda: flags[at] >= value, reason, timeout)
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:

@@ -32,7 +32,7 @@ class Lane:
     offset
         Of the first slot, or of the staging area, in this rank's buffer.
     notification
-        Of this rank's buffer: the data flag of what is received, or the ack flag of what is sent.
+        Of this rank's buffer: the data flag of what is received, or the acknowledge flag of what is sent.
     ends
         Behind which pieces the data flag rises, the last one included.
     views
@@ -58,7 +58,7 @@ class Lane:
 
     @property
     def there(self) -> RemoteBuffer:
-        """The peer's buffer."""
+        """The peer's buffer; its note says where its slots are, its data flag, and its acknowledge flag."""
         if self.remote is None:
             raise ProtocolError(f"not connected to rank {self.peer}")
         return self.remote
@@ -71,16 +71,17 @@ class Lane:
     def tie_source(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Read what the peer puts into the slots of this rank's buffer."""
         self.remote = remote
-        self._see([self._here(buffer, dtype, parity) for parity in range(SLOTS)])
+        self._cut([self._own_slot(buffer, dtype, parity) for parity in range(SLOTS)])
 
     def tie_target(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Write to the peer's slots, or else to a staging area in this rank's buffer."""
         self.remote = remote
-        length, offset = self.nbytes // dtype.itemsize, remote.note[0]
-        direct = [remote.direct(dtype, length, offset + parity * self.stride) for parity in range(SLOTS)]
-        slots = [self._here(buffer, dtype, p) if slot is None else slot for p, slot in enumerate(direct)]
-        self._see(slots)
-        self.staged = () if direct[0] is not None else tuple(slots)
+        length, slots = self.nbytes // dtype.itemsize, []
+        for parity in range(SLOTS):
+            slot = remote.direct(dtype, length, remote.note[0] + parity * self.stride)
+            slots.append(self._own_slot(buffer, dtype, parity) if slot is None else slot)
+            self.staged = (*self.staged, slots[-1]) if slot is None else ()
+        self._cut(slots)
 
     def announce(self, epoch: int) -> None:
         """Raise the peer's data flag behind a whole message, which leaves the staging area now."""
@@ -100,35 +101,28 @@ class Lane:
         self.there.raise_flag(self.there.note[1], self.risen(epoch))
 
     def acknowledge(self, epoch: int) -> None:
-        """Raise the peer's ack flag: its slot may be written again."""
+        """Raise the peer's acknowledge flag: the slot of that epoch was read, and may be written again."""
         self.there.acknowledge(self.there.note[2], epoch)
 
-    def _here(self, buffer: SegmentBuffer, dtype: np.dtype[Any], parity: int) -> Array:
+    def _own_slot(self, buffer: SegmentBuffer, dtype: np.dtype[Any], parity: int) -> Array:
         return buffer.view(dtype, (self.nbytes // dtype.itemsize,), self.offset + parity * self.stride)
 
-    def _see(self, slots: list[Array]) -> None:
+    def _cut(self, slots: list[Array]) -> None:
         # A slot holds the pieces of one message one behind the other, each row-major.
-        views: list[tuple[Array, ...]] = []
-        for slot in slots:
-            at, cut = 0, []
-            for piece in self.pieces:
-                cut.append(slot[at : at + piece.box.volume].reshape(piece.box.shape))
-                at += piece.box.volume
-            views.append(tuple(cut))
-        self.views = tuple(views)
+        begins = np.cumsum([0, *(piece.box.volume for piece in self.pieces)]).tolist()
+        self.views = tuple(
+            tuple(
+                slot[begin : begin + piece.box.volume].reshape(piece.box.shape)
+                for begin, piece in zip(begins, self.pieces, strict=False)
+            )
+            for slot in slots
+        )
 
 
 class Lanes:
     """All lanes of a channel on one rank, and how they lie in its buffer; planned without any peer.
 
-    Parameters
-    ----------
-    exchange
-        The rank's part of the movement.
-    itemsize
-        Bytes of an element.
-    near
-        Whether a peer's memory can be stored to, so that no staging area is needed.
+    ``near`` tells whether a peer's memory can be stored to, so that no staging area is needed.
 
     Attributes
     ----------
@@ -161,10 +155,10 @@ def in_steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
     found = []
     for piece in pieces:
         parts = -(-piece.box.volume * itemsize // _STEP_NBYTES)
-        dim = next((d for d, extent in enumerate(piece.box.shape) if extent > 1), 0)
         if parts <= 1:
             found.append(piece)
             continue
+        dim = next((d for d, extent in enumerate(piece.box.shape) if extent > 1), 0)
         start, stop = piece.box.bounds[dim]
         blocks = Balanced(stop - start, min(parts, stop - start))
         for part in range(blocks.parts):
@@ -174,13 +168,11 @@ def in_steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
 
 
 def _ends(pieces: tuple[Piece, ...], itemsize: int) -> tuple[int, ...]:
-    """Last piece of each step of a message."""
+    # Last piece of each step of a message.
     ends, nbytes = [], 0
     for at, piece in enumerate(pieces):
         nbytes += piece.box.volume * itemsize
-        if nbytes >= _STEP_NBYTES:
+        if nbytes >= _STEP_NBYTES or at == len(pieces) - 1:
             ends.append(at)
             nbytes = 0
-    if not ends or ends[-1] != len(pieces) - 1:
-        ends.append(len(pieces) - 1)
     return tuple(ends)

@@ -243,15 +243,6 @@ class SegmentBuffer:
         except TypeError:
             raise self._wrong(index) from None
 
-    def wait_flag(
-        self, index: int, epoch: int, reason: Callable[[], WaitReason], timeout: float | None = None
-    ) -> None:
-        """Wait until a word is at least ``epoch``; what was put before it is then visible. Blocking."""
-        words = self._words
-        if words[index] < epoch:
-            self._context.waiter.until(lambda: words[index] >= epoch, reason, timeout)
-        self._segment.acquire()
-
     def exchange(
         self,
         notes: Mapping[int, tuple[int, ...]] | Iterable[int],
