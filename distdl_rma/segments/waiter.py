@@ -22,20 +22,11 @@ _LOOK_SECONDS = 0.1
 
 
 class Waiter:
-    """How a rank waits for something that another rank does.
+    """How a rank waits for something that another rank does: it advances all work, looks, and gives up.
 
-    Parameters
-    ----------
-    timeout
-        Default deadline of a wait in seconds.
-    spins
-        Turns of the busy loop at the start; 0 where ranks outnumber cores or MPI must make progress.
-    work
-        Steps of everything under way, taken on every turn after the busy loop.
-    watch
-        Looks at the other ranks when a wait takes long.
-    counters
-        Where time spent waiting is added up.
+    ``timeout`` is the default deadline in seconds. ``spins`` are turns of the busy loop at the start, 0 where
+    ranks outnumber cores or MPI must make progress; on every turn after it the steps of ``work`` are taken,
+    and now and then ``watch`` looks at the other ranks. ``counters`` add up the time.
     """
 
     def __init__(
@@ -52,21 +43,10 @@ class Waiter:
     ) -> None:
         """Return as soon as ``ready()`` is true; blocking.
 
-        Parameters
-        ----------
-        ready
-            Cheap test without side effects, or one that advances what is waited for.
-        reason
-            Says who is waited for; called only when the wait takes long.
-        timeout
-            Seconds, 0 to look once; None for the default.
-
-        Raises
-        ------
-        ExchangeTimeout
-            At the deadline; the wait can be repeated.
-        PeerFailedError
-            If a rank of the machine failed, or one that is waited for has left.
+        ``ready`` is a cheap test without side effects, or one that advances what is waited for. ``reason``
+        says who is waited for, and is called only when the wait takes long. ``timeout`` is in seconds, 0 to
+        look once. ``ExchangeTimeout`` at the deadline, after which the wait can be repeated;
+        ``PeerFailedError`` if a rank of the machine failed, or one that is waited for has left.
         """
         if ready():
             return

@@ -16,7 +16,6 @@ from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduce import Reduce
 from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.memory.flush import flush
 from distdl_rma.segments.uncopyable import Shared
 
 
@@ -95,7 +94,7 @@ class Group(Shared):
         ExchangeTimeout
             At the deadline, naming the ranks that have not taken theirs; the call can be repeated.
         """
-        flush(self._manager, self.ranks, timeout)
+        self._manager.flush(self.ranks, timeout)
 
     def allreduce(
         self, count: int, dtype: npt.DTypeLike | str = np.float32, op: str = "sum", name: str = "allreduce"

@@ -25,19 +25,6 @@ class Closing:
     Freeing windows cannot be interrupted, so that nobody begins before all are here. And MPI has no way to
     take back that a rank came. So the ranks meet twice: one that gave up waiting for the first meeting does
     not come to the second, unless it calls again.
-
-    Parameters
-    ----------
-    comm
-        Communicator of the machine.
-    segment
-        Its segment.
-    notices
-        Of ranks that failed.
-    watch
-        Tells others that this rank leaves, and knows which of them do.
-    waiter
-        How this rank waits.
     """
 
     def __init__(
@@ -55,13 +42,8 @@ class Closing:
     def gather(self, timeout: float | None = None) -> None:
         """Wait until all ranks are about to close; blocking, collective.
 
-        Raises
-        ------
-        ExchangeTimeout
-            If not all ranks come; names those that do not. This rank has not left then, and the call can be
-            repeated.
-        PeerFailedError
-            If a rank failed, or its process has ended, also while it was closing.
+        ``ExchangeTimeout`` names those that do not come: this rank has not left then, and the call can be
+        repeated. ``PeerFailedError`` if a rank failed, or its process has ended, also while it was closing.
         """
         try:
             self._meet(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import count
 
 from mpi4py import MPI
@@ -11,7 +12,8 @@ from distdl_rma.errors import ClosedError
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiter import Waiter
+from distdl_rma.segments.waiter import Waiter, check_timeout
+from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 
 class SegmentContext:
@@ -39,3 +41,20 @@ class SegmentContext:
         """Raise ``ClosedError`` after the close."""
         if self.closed:
             raise ClosedError("segment manager: already closed")
+
+    def flush(self, ranks: Sequence[int], timeout: float | None) -> None:
+        """Wait until all puts and notifications from here to some ranks have arrived there; blocking.
+
+        What is under way to different ranks goes on together. After ``ExchangeTimeout``, which names the
+        ranks that have not taken theirs, the call can be repeated.
+        """
+        check_timeout(timeout)
+        self.check_open()
+        links = {rank: self.segment.link(rank) for rank in ranks}
+        for link in links.values():
+            link.close_delivery()
+
+        def late() -> tuple[int, ...]:
+            return tuple(rank for rank, link in links.items() if not link.advance())
+
+        self.waiter.until(lambda: not late(), lambda: WaitReason(late(), "to take its puts"), timeout)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_target
 from distdl_rma.segments.memory.context import SegmentContext
-from distdl_rma.segments.memory.flush import flush
 from distdl_rma.segments.memory.queue import Queue, check_queue
 from distdl_rma.segments.memory.remote_array import RemoteArray
 from distdl_rma.segments.memory.remote_memory import RemoteMemory
@@ -209,7 +208,7 @@ class RemoteBuffer(RemoteWords):
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
-        flush(self._memory.context, (self.peer,), timeout)
+        self._context.flush((self.peer,), timeout)
 
     # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
 

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 
 class Atomics:
-    """Operations on one word; atomic towards each other on all ranks of a machine.
+    """Operations on one word at a byte offset of a rank's segment; each returns what the word was before.
 
-    All ranks go through the same window: two kinds of atomic operation on one word would not be atomic
-    towards each other. Plain loads and stores of such a word are no part of this.
+    Atomic towards each other on all ranks of a machine, since all go through the same window: two kinds of
+    atomic operation on one word would not be. Plain loads and stores of such a word are no part of this.
 
     Parameters
     ----------
@@ -35,10 +35,7 @@ class Atomics:
         immediate: bool,
         lock: AbstractContextManager[Any],
     ) -> None:
-        self._window = window
-        self._positions = positions
-        self._immediate = immediate
-        self._lock = lock
+        self._window, self._positions, self._immediate, self._lock = window, positions, immediate, lock
         self._asked: list[tuple[MPI.Request, object]] = []
 
     def responding(self, rank: int) -> Callable[[], bool] | None:
@@ -63,15 +60,15 @@ class Atomics:
         return answered
 
     def fetch_add(self, rank: int, offset: int, value: int) -> int:
-        """Add to the word at a byte offset of a rank's segment; return what it was before."""
+        """Add to the word."""
         return self._fetch(rank, offset, value, MPI.SUM)
 
     def swap(self, rank: int, offset: int, value: int) -> int:
-        """Set the word; return what it was before."""
+        """Set the word."""
         return self._fetch(rank, offset, value, MPI.REPLACE)
 
     def load(self, rank: int, offset: int) -> int:
-        """Return the word."""
+        """Leave the word as it is."""
         return self._fetch(rank, offset, 0, MPI.NO_OP)
 
     def _fetch(self, rank: int, offset: int, value: int, op: MPI.Op) -> int:
@@ -83,13 +80,9 @@ class Atomics:
         return int(before[0])
 
     def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
-        """Set the word to ``desired`` if it is ``expected``; return what it was before."""
+        """Set the word to ``desired`` if it is ``expected``."""
         target, begin = self._positions[rank]
-        new, old, before = (
-            np.array([desired], np.int64),
-            np.array([expected], np.int64),
-            np.empty(1, np.int64),
-        )
+        new, old, before = (np.array([value], np.int64) for value in (desired, expected, 0))
         with self._lock:
             self._window.Compare_and_swap(new, old, before, target, begin + offset)
             self._window.Flush(target)

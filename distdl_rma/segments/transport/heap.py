@@ -18,20 +18,15 @@ def aligned(nbytes: int) -> int:
 class Heap:
     """Best-fit allocator of offsets into a block of ``nbytes`` bytes; freed neighbours coalesce.
 
-    It hands out numbers and touches no memory.
-
-    Attributes
-    ----------
-    used, peak
-        Bytes handed out, alignment included, and the most that they ever were.
+    It hands out numbers and touches no memory. ``used`` are the bytes handed out, alignment included, and
+    ``peak`` the most that they ever were.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._gaps: list[tuple[int, int]] = [(0, nbytes)]  # (offset, nbytes), by offset
         self._blocks: dict[int, tuple[int, str]] = {}  # offset: (nbytes, owner)
-        self.used = 0
-        self.peak = 0
+        self.used = self.peak = 0
 
     def owners(self) -> dict[str, tuple[int, int]]:
         """Number of blocks and bytes by owner."""
@@ -52,20 +47,14 @@ class Heap:
         return max((nbytes for _, nbytes in self._gaps), default=0)
 
     def allocate(self, nbytes: int, owner: str = "") -> int:
-        """Offset of a new block of at least ``nbytes`` bytes (at least one cache line).
-
-        Raises
-        ------
-        SegmentError
-            If no gap is large enough.
-        """
+        """Offset of a new block of at least so many bytes and a cache line; ``SegmentError`` if none fits."""
         size = aligned(max(nbytes, 1))
         fitting = [gap for gap in self._gaps if gap[1] >= size]
         if not fitting:
             raise SegmentError(
                 f"segment exhausted: asked for {nbytes} bytes, {self.free_bytes} of {self.nbytes} are free,"
-                f" largest block {self.largest_gap}; raise DISTDL_RMA_SEGMENT_SIZE or"
-                f" Machine(segment_size=...)"
+                f" largest block {self.largest_gap};"
+                " raise DISTDL_RMA_SEGMENT_SIZE or Machine(segment_size=...)"
             )
         offset, available = min(fitting, key=lambda gap: gap[1])
         self._gaps.remove((offset, available))

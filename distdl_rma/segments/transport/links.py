@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
@@ -110,21 +111,39 @@ class SharedLink:
 _Transfer = tuple[MPI.Request, Any]
 
 
+class _Stage(Enum):
+    OPEN = "takes more puts"
+    LEAVING = "its puts may still be read at this end"
+    TRAVELLING = "all of it has left, and may not be at the peer yet"
+    ARRIVED = "its notification may be set"
+
+
 @dataclass
 class _Delivery:
-    # What remains of some puts: transfers in flight, what must have arrived, the notification.
+    """Some puts, the notification behind them, and how far both have come."""
+
     transfers: list[_Transfer] = field(default_factory=list)
     # Whether there was any: complete at this end is not yet complete at the peer.
     begun: bool = False
     notice: tuple[int, int] | None = None
     # Whether that one waits for the notifications before it, too.
     last: bool = False
-    upto: int | None = None
+    stage: _Stage = _Stage.OPEN
+    # Of the operations begun to that peer, so many must have arrived.
+    upto: int = 0
+
+    def leave(self, begun: int) -> None:
+        """Travel as soon as nothing is read here any more; so many operations have begun until now."""
+        if self.stage is _Stage.LEAVING:
+            self.transfers = _under_way(self.transfers)
+            if not self.transfers:
+                self.upto, self.stage = begun if self.begun else 0, _Stage.TRAVELLING
 
 
 @dataclass
 class _Get:
-    # What remains of a get, and what is called when nothing does.
+    """What remains of a get, and what is called when nothing does."""
+
     transfers: list[_Transfer]
     then: Callable[[], None] | None
 
@@ -146,30 +165,17 @@ class RemoteLink:
     notifications are under way at once: one waits for the puts before it, and for other notifications only
     if it is to be the last of them. The memory of puts is kept here until MPI is done with it.
 
-    Parameters
-    ----------
-    wire
-        Carries the bytes.
-    lock
-        Held by whoever calls in; the progress engine is another thread.
-    busy
-        Links that have something pending; this one adds itself, whoever advances them all takes it out.
+    ``lock`` is held by whoever calls in: the progress engine is another thread. ``busy`` are the links that
+    have something pending: this one adds itself, whoever advances them all takes it out.
     """
 
-    def __init__(
-        self,
-        wire: RmaPeer,
-        lock: AbstractContextManager[Any],
-        busy: set[RemoteLink],
-    ) -> None:
-        self._wire = wire
-        self._lock = lock
-        self._busy = busy
+    def __init__(self, rma: RmaPeer, lock: AbstractContextManager[Any], busy: set[RemoteLink]) -> None:
+        self._rma, self._lock, self._busy = rma, lock, busy
         self._open = _Delivery()
-        self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
         self._pending: deque[_Delivery] = deque()
         self._notices: list[_Transfer] = []
         self._gets: list[_Get] = []
+        self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
 
     @property
     def memory(self) -> Bytes | None:
@@ -180,7 +186,7 @@ class RemoteLink:
         """Begin to copy contiguous bytes into the peer's segment."""
         with self._lock:
             self._busy.add(self)
-            requests = self._wire.put(runs, data) if runs.total else []
+            requests = self._rma.put(runs, data) if runs.total else []
             opened = self._open
             opened.begun |= bool(requests)
             opened.transfers += [(request, data) for request in requests]
@@ -195,7 +201,7 @@ class RemoteLink:
     ) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment."""
         with self._lock:
-            requests = self._wire.get(runs, out)
+            requests = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
                 self._gets.append(_Get([(request, out) for request in requests], then))
@@ -205,12 +211,12 @@ class RemoteLink:
         """Set a word of the peer, at once or when what must be there before it has arrived."""
         with self._lock:
             self._busy.add(self)
-            behind = self._open.begun or self._pending or (last and self._noticing())
-            if not ordered or not behind:
+            behind = self._open.begun or self._pending or (last and self._notices_under_way())
+            if ordered and behind:
+                self._open.notice, self._open.last = (word, value), last
+                self._close_open()
+            else:
                 self._send_notice(word, value)
-                return
-            self._open.notice, self._open.last = (word, value), last
-            self._close_open()
 
     def close_delivery(self) -> None:
         """Have what was put so far flushed, with no notification behind it."""
@@ -223,43 +229,38 @@ class RemoteLink:
         """Advance what is pending; return whether nothing is left."""
         with self._lock:
             for delivery in self._pending:
-                self._look(delivery)
-            while self._pending and self._arrived(self._pending[0]):
-                done = self._pending.popleft()
-                if done.notice:
-                    self._send_notice(*done.notice)
+                delivery.leave(self._rma.begun)
+            while self._pending and self._arrive(self._pending[0]):
+                notice = self._pending.popleft().notice
+                if notice is not None:
+                    self._send_notice(*notice)
             opened = self._open
             opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
-            return not (self._pending or self._noticing() or self._gets or opened.transfers)
+            return not (self._pending or self._notices_under_way() or self._gets or opened.transfers)
 
     def _close_open(self) -> None:
+        self._open.stage = _Stage.LEAVING
         self._pending.append(self._open)
         self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
 
-    def _look(self, delivery: _Delivery) -> None:
-        if delivery.upto is None:
-            delivery.transfers = _under_way(delivery.transfers)
-            if not delivery.transfers:
-                delivery.upto = self._wire.begun if delivery.begun else 0
+    def _arrive(self, delivery: _Delivery) -> bool:
+        # Its puts are there, and the notifications before its own where that is the last.
+        if delivery.stage is _Stage.TRAVELLING and self._rma.arrived(delivery.upto):
+            delivery.stage = _Stage.ARRIVED
+        return delivery.stage is _Stage.ARRIVED and not (delivery.last and self._notices_under_way())
 
-    def _arrived(self, delivery: _Delivery) -> bool:
-        # Its puts, and the notifications before its own where that is the last.
-        there = delivery.upto is not None and self._wire.arrived(delivery.upto)
-        return there and not (delivery.last and self._noticing())
-
-    def _noticing(self) -> bool:
-        # Whether a notification may not be there yet.
+    def _notices_under_way(self) -> bool:
         self._notices = _under_way(self._notices)
         return bool(self._notices)
 
     def _send_notice(self, word: int, value: int) -> None:
         # What was there before comes back: only then the word is known to be set.
         source, before = np.array([value], np.int64), np.empty(1, np.int64)
-        self._notices.append((self._wire.replace(word, source, before), (source, before)))
+        self._notices.append((self._rma.replace(word, source, before), (source, before)))
         if len(self._notices) > self._tidy_notices_at:
             # A rank may notify for ever and never wait.
-            self._noticing()
+            self._notices = _under_way(self._notices)
             self._tidy_notices_at = 2 * len(self._notices) + _MANY_TRANSFERS
 
 

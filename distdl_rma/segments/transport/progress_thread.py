@@ -28,13 +28,9 @@ class ProgressEngine:
     Between nodes a transport in software moves data only while both ends call MPI. The thread does so
     while torch computes, which releases the interpreter lock.
 
-    Parameters
-    ----------
-    turn
-        Advances what is under way, without blocking; returns a number that changes while the rank is
-        active.
-    crowded
-        Whether ranks outnumber cores: the thread then takes fewer turns, since one costs somebody's time.
+    ``turn`` advances what is under way, without blocking, and returns a number that changes while the rank
+    is active. ``crowded`` says that ranks outnumber cores: the thread then takes fewer turns, since one costs
+    somebody's time.
     """
 
     def __init__(self, turn: Callable[[], int], crowded: bool) -> None:
@@ -73,13 +69,7 @@ class ProgressEngine:
 
 
 def check_progress(asked: str | None, has_remote: bool) -> str:
-    """Return which engine to use: as asked, or a thread where peers are remote and MPI allows threads.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is unknown, or a thread was asked for that this MPI does not allow.
-    """
+    """Return which engine to use: as asked, or a thread where peers are remote and MPI allows threads."""
     threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     if asked is None:
         return "thread" if has_remote and threads else "none"

@@ -22,19 +22,8 @@ _SPARE_BYTES = 4 << 20
 def reserve_pages(memory: Bytes, ranks: int) -> str:
     """Have the kernel provide all pages of new memory, which is zero before and after; blocking.
 
-    All or nothing. The node's last bytes are left alone.
-
-    Parameters
-    ----------
-    memory
-        Shared memory of this rank.
-    ranks
-        Ranks of the node that do the same now.
-
-    Returns
-    -------
-    str
-        What is missing, for a message; empty if nothing is.
+    All or nothing; so many ranks of the node do the same now, and its last bytes are left alone. Returns what
+    is missing, for a message; empty if nothing is.
     """
     for begin in range(0, memory.nbytes, _CHUNK_BYTES):
         problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""

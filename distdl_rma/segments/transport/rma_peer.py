@@ -42,19 +42,8 @@ class RmaPeer:
     peer is gone. So it follows small gets that were answered while nothing else began, if others leave
     that much time, and after the large puts before them. The caller has the lock.
 
-    Parameters
-    ----------
-    window
-        Window over the segments of all ranks, locked.
-    position
-        Rank of the peer in the window's group.
-    counters
-        Where flushes are counted.
-
-    Attributes
-    ----------
-    begun
-        Number of operations begun so far.
+    The window, locked, is one over the segments of all ranks, and ``position`` the peer's rank in its group.
+    ``begun`` operations have begun so far; flushes are counted.
     """
 
     def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
@@ -126,11 +115,9 @@ def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Reque
     if not runs.total:
         return []
     if len(runs.offsets) == 1 or runs.nbytes >= _LONG_RUN_BYTES:
+        size = runs.nbytes
         return [
-            call(
-                [data[i * runs.nbytes : (i + 1) * runs.nbytes], MPI.BYTE],
-                (offset, runs.nbytes, MPI.BYTE),
-            )
+            call([data[i * size : (i + 1) * size], MPI.BYTE], (offset, size, MPI.BYTE))
             for i, offset in enumerate(runs.offsets)
         ]
     first = runs.offsets[0]

@@ -35,25 +35,16 @@ _REMEDY = (
 )
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``.
-
-    Raises
-    ------
-    ConfigurationError
-        If the text is not a whole number with one of the units B, KiB, MiB, GiB, TiB or none.
-    """
-    found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if _is_size(text) else None
+def parse_size(text: object) -> int:
+    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; with a unit from B to TiB, or none."""
+    known = isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
+    found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if known else None
     if not found or found[2] not in _UNITS or int(found[1]) < 1:
         raise ConfigurationError(
             f"a segment size is a whole number of bytes or one with a unit ({', '.join(list(_UNITS)[2:])}),"
             f" got {text!r}"
         )
     return int(found[1]) * _UNITS[found[2]]
-
-
-def _is_size(text: object) -> bool:
-    return isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
 
 
 class Segment:
@@ -65,10 +56,8 @@ class Segment:
 
     Parameters
     ----------
-    comm
-        Communicator of the machine; its rank numbers are positions in ``ranks``.
-    ranks
-        Rank id of every position.
+    comm, ranks
+        Communicator of the machine, and the rank id of each of its positions.
     nbytes
         Size on every rank; None for the environment variable or a default from the free shared memory.
     transport
@@ -89,12 +78,11 @@ class Segment:
         ranks: tuple[int, ...],
         nbytes: int | str | None,
         transport: str,
-        check: Callable[[], object] = lambda: None,
-        node_size: int | None = None,
-        counters: Counters | None = None,
-        reserve: bool = False,
+        check: Callable[[], object],
+        node_size: int | None,
+        counters: Counters,
+        reserve: bool,
     ) -> None:
-        counters = Counters() if counters is None else counters
         node = _node_of(comm, node_size)
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
         try:
@@ -107,7 +95,8 @@ class Segment:
         _reserved[id(self)] = self.nbytes
         # Held by whoever touches what is pending: the progress engine is another thread.
         self.lock = threading.RLock()
-        memories = [_as_array(self._shared.Shared_query(at)[0]) for at in range(node.size)]
+        buffers = [cast(memoryview, self._shared.Shared_query(at)[0]) for at in range(node.size)]
+        memories: list[Bytes] = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
         if reserve:
             self._take(comm, ranks, node, memories[node.rank])
         # MPI aligns to less than a cache line; each owner says where its first whole one begins.
@@ -135,9 +124,8 @@ class Segment:
             if rank in views and (transport == "auto" or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)
             else:
-                self._links[rank] = RemoteLink(
-                    RmaPeer(self._window, position, counters), self.lock, self._busy
-                )
+                rma = RmaPeer(self._window, position, counters)
+                self._links[rank] = RemoteLink(rma, self.lock, self._busy)
         self.has_remote = any(isinstance(link, RemoteLink) for link in self._links.values())
         self.atomics = self._choose_atomics(ranks, dict(zip(self.node_ranks, begins, strict=True)))
         # What MPI put here is only visible to loads after a Sync, on any processor.
@@ -207,11 +195,6 @@ def _node_of(comm: MPI.Intracomm, node_size: int | None) -> MPI.Intracomm:
     return part
 
 
-def _as_array(memory: MPI.buffer) -> Bytes:
-    array: Bytes = np.frombuffer(cast(memoryview, memory), dtype=np.uint8)
-    return array
-
-
 # Bytes of the segments of this process. What they reserve is consumed later, so that it still looks free.
 _reserved: dict[int, int] = {}
 
@@ -262,7 +245,7 @@ def _agree_on_size(
 
 
 def _allocate(comm: MPI.Intracomm, ranks: tuple[int, ...], node: MPI.Intracomm, nbytes: int) -> MPI.Win:
-    """Shared window over a node, or the same error on all ranks of all nodes."""
+    # Shared window over a node, or the same error on all ranks of all nodes.
     window, problem = None, ""
     try:
         window = MPI.Win.Allocate_shared(nbytes, 1, comm=node)
