@@ -1,0 +1,25 @@
+"""A peer's buffer, over every transport."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def there(meet, comm):
+    """Buffer of the next rank, with room for a few kilobytes."""
+    return meet(1 << 15, 4)[1][(comm.rank + 1) % comm.size]
+
+
+@pytest.fixture(params=["auto", "remote"])
+def around(comm, request):
+    """Machine, own buffer and the next rank's buffer, zeroed, over both transports."""
+    from distdl_rma import Machine
+
+    machine = Machine(comm, segment_size="2MiB", transport=request.param, timeout=15)
+    buffer = machine.segments.get_segment_buffer(1 << 10, 2)
+    buffer.array[:] = 0
+    remotes = buffer.exchange(dict.fromkeys(range(comm.size), ()), "around")
+    yield machine, buffer, remotes[(comm.rank + 1) % comm.size]
+    comm.Barrier()
+    machine.close()
