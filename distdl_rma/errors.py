@@ -41,7 +41,7 @@ class ConfigurationError(DistdlError, ValueError):
 
 
 class SegmentError(DistdlError, MemoryError):
-    """The segment is exhausted, too small to be reserved, or was asked for something impossible."""
+    """The segment is exhausted, or its memory cannot be had."""
 
 
 class ProtocolError(DistdlError, RuntimeError):
