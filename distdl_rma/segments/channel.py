@@ -82,16 +82,9 @@ class Channel:
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with the neighbours, and only with these; once, blocking.
 
-        The first ``start`` calls it.
-
-        Raises
-        ------
-        MismatchError
-            On both sides, if a neighbour connects another exchange.
-        ShapeError
-            On both sides, if a neighbour moves elements of another type.
-        ExchangeTimeout
-            If a neighbour does not come; the call can be repeated.
+        The first ``start`` calls it. On both sides ``MismatchError`` if a neighbour connects another
+        exchange, and ``ShapeError`` if it moves elements of another type; ``ExchangeTimeout`` if it does not
+        come: the call can be repeated.
         """
         self._check()
         if self._connected:
@@ -127,15 +120,9 @@ class Channel:
     def start(self, parts: Iterable[Array]) -> int:
         """Put one array per send into the peers' slots and notify; return the epoch.
 
-        Returns without waiting for the transfer. The arrays may be changed on return.
-
-        Raises
-        ------
-        ProtocolError
-            If two epochs are already started and not received.
-        ExchangeTimeout
-            If a peer two epochs behind does not acknowledge in time. Nothing was put; the call can be
-            repeated.
+        Returns without waiting for the transfer. The arrays may be changed on return. ``ProtocolError`` if
+        two epochs are already started and not received; ``ExchangeTimeout`` if a peer two epochs behind does
+        not acknowledge in time: nothing was put then, and the call can be repeated.
         """
         self._check()
         if self._started - self._finished >= SLOTS:
@@ -181,12 +168,8 @@ class Channel:
         acknowledged, and the epoch counts as received. After a timeout, or when an iterator was left
         before its end, the call can be repeated: it hands out the same pieces from the first one on.
 
-        Raises
-        ------
-        ProtocolError
-            If the epoch was not started, is not the next one, or was received meanwhile by another call.
-        ExchangeTimeout
-            If a peer does not send in time, or does not take what was put for it.
+        ``ProtocolError`` if the epoch was not started, is not the next one, or was received meanwhile by
+        another call; ``ExchangeTimeout`` if a peer does not send in time, or does not take what was put.
         """
         self._check_next(epoch)
         for lane in self._incoming:

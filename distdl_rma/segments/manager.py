@@ -130,29 +130,10 @@ class SegmentManager(SegmentContext, Uncopyable):
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
 
-        Parameters
-        ----------
-        size
-            Bytes; 0 is legal.
-        notifications
-            Number of notifications that belong to the buffer, all unset at first.
-        owner
-            Whom ``stats()`` counts the buffer for.
+        0 bytes are legal. So many ``notifications`` belong to the buffer, all unset at first; ``stats()``
+        counts it for ``owner``. It is aligned to a cache line, and belongs to the caller, who frees it.
+        ``ArgumentError`` if a number is negative or none, ``SegmentError`` if the segment is exhausted.
 
-        Returns
-        -------
-        SegmentBuffer
-            Aligned to a cache line; owned by the caller, who frees it.
-
-        Raises
-        ------
-        ArgumentError
-            If a number is negative or none.
-        SegmentError
-            If the segment is exhausted.
-
-        Notes
-        -----
         Interface document, chapter 2: ``get_segment_buffer(size)``.
         """
         self.check_open()

@@ -141,11 +141,17 @@ class SegmentBuffer:
         ranks = self._peers if senders is None else self._known(senders)
         if first == stop:
             raise ArgumentError(f"buffer {self.owner!r}: a wait for none of its notifications would not end")
-        found = self._find(first, stop)
-        if found is None:
-            found = self._wait_for_any(first, stop, timeout, ranks)
+        found: list[int] = []
+
+        def any_set() -> bool:
+            lowest = self._find(first, stop)
+            found.extend(() if lowest is None else (lowest,))
+            return lowest is not None
+
+        if not any_set():
+            self._context.waiter.until(any_set, lambda: self._reason(first, stop, ranks), timeout)
         self._segment.acquire()
-        return found
+        return found[0]
 
     def notify_reset(self, index: int) -> int:
         """Take a notification back; return the value that it had, 0 if it was not set.
@@ -182,18 +188,6 @@ class SegmentBuffer:
         reset[index] = word
         self._segment.acquire()
         return word >> NOTIFICATION_BITS
-
-    def _wait_for_any(self, first: int, stop: int, timeout: float | None, ranks: tuple[int, ...]) -> int:
-        found: list[int] = []
-
-        def any_set() -> bool:
-            some = self._find(first, stop)
-            if some is not None:
-                found.append(some)
-            return some is not None
-
-        self._context.waiter.until(any_set, lambda: self._reason(first, stop, ranks), timeout)
-        return found[0]
 
     def _find(self, first: int, stop: int) -> int | None:
         pending = self._array[first:stop] != self._reset[first:stop]

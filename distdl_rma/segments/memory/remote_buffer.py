@@ -76,14 +76,7 @@ class RemoteBuffer(RemoteWords):
         Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and no
         copy is taken of contiguous data. Data that is not row-major arrives as if it were: a slice is
         packed. The bytes travel as they are, of any type and byte order. The peer sees them once it saw a
-        later notification from this rank.
-
-        Raises
-        ------
-        ShapeError
-            If it does not fit into the buffer, or is no array.
-        ArgumentError
-            If the queue is none.
+        later notification from this rank. ``ShapeError`` if it does not fit into the buffer, or is no array.
         """
         source = as_bytes(data, "put")
         if queue is not None:
@@ -174,23 +167,9 @@ class RemoteBuffer(RemoteWords):
         The peer learns nothing of it. ``out`` belongs to the transfer until the notification is there. It is
         the one writer of that notification, and its wait names the peer.
 
-        Parameters
-        ----------
-        out
-            Array or tensor to fill.
-        inbox
-            Buffer of this rank whose notification is set; freed before, nothing is set.
-        index, value
-            The notification.
-        offset
-            Bytes from the start of the peer's buffer.
-
-        Raises
-        ------
-        ShapeError
-            If it would reach beyond the peer's buffer, or ``out`` cannot be written to.
-        ArgumentError
-            If ``inbox`` is no buffer of this rank, or has no such notification.
+        ``inbox`` is a buffer of this rank; if it was freed before the array is filled, nothing is set. Raises
+        ``ShapeError`` if it would reach beyond the peer's buffer, or ``out`` cannot be written to, and
+        ``ArgumentError`` if ``inbox`` is no buffer of this rank, or has no such notification.
         """
         target = as_target(out, "get_notify")
         offset = self._memory.inside(offset, target.nbytes, "get_notify")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -28,55 +28,15 @@ def fence_for(window: MPI.Win) -> Callable[[], None]:
     return window.Sync
 
 
-class Link(Protocol):
-    """Way to the segment of one peer; all offsets are bytes from the start of that segment."""
-
-    @property
-    def memory(self) -> Bytes | None:
-        """The peer's segment itself where it can be loaded and stored directly, else None."""
-
-    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Begin to copy contiguous bytes into the peer's segment.
-
-        The bytes must not change until the requests returned are complete.
-        """
-
-    def get(
-        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
-    ) -> list[MPI.Request]:
-        """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
-
-        With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who
-        has the lock; it calls ``then()`` once they are there.
-        """
-
-    def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
-        """Set a word of the peer, after all earlier puts arrived there if ``ordered``.
-
-        And after all earlier words are set, if ``last``; otherwise after those that this same word was set
-        to before.
-        """
-
-    def close_delivery(self) -> None:
-        """Have what was put so far flushed, with no notification behind it."""
-
-    def advance(self) -> bool:
-        """Advance what is pending; return whether nothing is left."""
-
-
 class SharedLink:
-    """Peer on the same node: a copy into its memory, a barrier, a store to the flag."""
+    """Peer on the same node: a copy into its memory, a barrier, a store to the flag. Nothing is ever pending.
+
+    ``memory`` is the peer's segment itself.
+    """
 
     def __init__(self, memory: Bytes, fence: Callable[[], None]) -> None:
-        self._memory = memory
-        self._bytes = memory.data
-        self._words = self._bytes.cast("q")
-        self._fence = fence
-
-    @property
-    def memory(self) -> Bytes | None:
-        """The peer's segment."""
-        return self._memory
+        self.memory: Bytes | None = memory
+        self._memory, self._words, self._fence = memory, memory.data.cast("q"), fence
 
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Copy bytes into the peer's segment; complete on return."""
@@ -100,10 +60,10 @@ class SharedLink:
         self._words[word] = value
 
     def close_delivery(self) -> None:
-        """Nothing is ever pending."""
+        """Do nothing."""
 
     def advance(self) -> bool:
-        """Nothing is ever pending."""
+        """Return True: nothing is left."""
         return True
 
 
@@ -169,6 +129,9 @@ class RemoteLink:
     have something pending: this one adds itself, whoever advances them all takes it out.
     """
 
+    # Not reachable by load and store.
+    memory: Bytes | None = None
+
     def __init__(self, rma: RmaPeer, lock: AbstractContextManager[Any], busy: set[RemoteLink]) -> None:
         self._rma, self._lock, self._busy = rma, lock, busy
         self._open = _Delivery()
@@ -177,13 +140,8 @@ class RemoteLink:
         self._gets: list[_Get] = []
         self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
 
-    @property
-    def memory(self) -> Bytes | None:
-        """Not reachable by load and store."""
-        return None
-
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Begin to copy contiguous bytes into the peer's segment."""
+        """Begin to copy contiguous bytes into the peer's segment; they must not change until then."""
         with self._lock:
             self._busy.add(self)
             requests = self._rma.put(runs, data) if runs.total else []
@@ -199,7 +157,11 @@ class RemoteLink:
     def get(
         self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
     ) -> list[MPI.Request]:
-        """Begin to copy bytes out of the peer's segment."""
+        """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
+
+        With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who has
+        the lock; it calls ``then()`` once they are there.
+        """
         with self._lock:
             requests = self._rma.get(runs, out)
             if keep:
@@ -208,7 +170,11 @@ class RemoteLink:
             return requests
 
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
-        """Set a word of the peer, at once or when what must be there before it has arrived."""
+        """Set a word of the peer, after all earlier puts arrived there if ``ordered``.
+
+        And after all earlier words are set, if ``last``; otherwise after those that this same word was set
+        to before.
+        """
         with self._lock:
             self._busy.add(self)
             behind = self._open.begun or self._pending or (last and self._notices_under_way())
@@ -266,3 +232,7 @@ class RemoteLink:
 
 def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
     return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers
+
+
+# Way to the segment of one peer; all offsets are bytes from the start of that segment.
+Link = SharedLink | RemoteLink

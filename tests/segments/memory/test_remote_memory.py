@@ -15,9 +15,9 @@ from distdl_rma.segments.transport.links import SharedLink
 class FarLink(SharedLink):
     """Carries at once, but does not let its memory be seen."""
 
-    @property
-    def memory(self):
-        return None
+    def __init__(self, memory, fence):
+        super().__init__(memory, fence)
+        self.memory = None
 
 
 @pytest.fixture(params=[SharedLink, FarLink])
