@@ -16,7 +16,7 @@ from distdl_rma.segments.memory.queue import Queue, check_queue
 from distdl_rma.segments.memory.remote_array import RemoteArray
 from distdl_rma.segments.memory.remote_memory import RemoteMemory
 from distdl_rma.segments.memory.remote_words import RemoteWords
-from distdl_rma.segments.transport.rma_peer import Bytes
+from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
 from distdl_rma.segments.waiter import check_timeout
 
 # A notification's word: value, then a number that differs from that of the one before.
@@ -144,8 +144,10 @@ class RemoteBuffer(RemoteWords):
         peer does not answer: the call can be repeated.
         """
         target = as_target(out, "get")
-        check_queue(queue, "get")
-        check_timeout(timeout)
+        if queue is not None:
+            check_queue(queue, "get")
+        if timeout is not None:
+            check_timeout(timeout)
         offset = self._memory.inside(offset, target.nbytes, "get")
         self._memory.get([self._memory.fetch(target, offset)], queue, timeout)
 
@@ -201,7 +203,9 @@ class RemoteBuffer(RemoteWords):
 
     def put_stable(self, data: Bytes, offset: int) -> None:
         """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
-        self._link.put(self._memory.runs(self._memory.inside(offset, data.nbytes, "put"), data.nbytes), data)
+        if offset < 0 or offset + data.nbytes > self.nbytes:
+            raise self._memory.outside(offset, data.nbytes)
+        self._link.put(ByteRuns((self._memory.begin + offset,), data.nbytes), data)
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
 

@@ -21,6 +21,11 @@ def as_values(data: Any, dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
     Python's numbers and lists of them are of any type that holds them: integers exactly, floats rounded to
     the nearest as in numpy, but not to infinity.
     """
+    if isinstance(data, (int, float, complex)) and not isinstance(data, np.generic):
+        number = _as_number(data, dtype)
+        if number is None:
+            raise ShapeError(f"{what}: {data!r} does not fit into {dtype} without a loss")
+        return number
     if isinstance(data, (list, tuple)):
         _check_list(data, dtype, what)
         try:
@@ -29,11 +34,6 @@ def as_values(data: Any, dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
             raise ShapeError(f"{what}: the list does not fit into an array of {dtype}: {error}") from None
     if isinstance(data, np.ma.MaskedArray):
         raise ShapeError(f"{what}: a masked array does not fit into {dtype}: what is masked has no value")
-    if isinstance(data, (int, float, complex)) and not isinstance(data, np.generic):
-        number = _as_number(data, dtype)
-        if number is None:
-            raise ShapeError(f"{what}: {data!r} does not fit into {dtype} without a loss")
-        return number
     source = as_array(data, what)
     if source.dtype == dtype or (_is_castable(source.dtype, dtype) and _comes_back(source, dtype)):
         return source
