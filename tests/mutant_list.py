@@ -123,14 +123,14 @@ _PROTOCOL = [
     Mutant(
         "a receive takes what the epoch before left",
         "distdl_rma/segments/channel.py",
-        "[lane.notification] < lane.risen(epoch, step):",
-        "[lane.notification] < lane.risen(epoch - 1, step):",
+        "[lane.notification] < lane.flag_after(epoch, step):",
+        "[lane.notification] < lane.flag_after(epoch - 1, step):",
         _CHANNEL,
     ),
     Mutant(
         "memory is given back before a late put has come",
         "distdl_rma/segments/channel.py",
-        "flag(lane.notification) >= lane.risen(self._finished) for",
+        "flag(lane.notification) >= lane.flag_after(self._finished) for",
         "flag(lane.notification) >= 0 for",
         _GIVEN_UP,
     ),

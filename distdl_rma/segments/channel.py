@@ -106,9 +106,9 @@ class Channel:
                 " dtype: it must be the same on all ranks of a channel"
             )
         for lane in self._outgoing:
-            lane.tie_target(remotes[lane.peer], self._buffer, self.dtype)
+            lane.write_to(remotes[lane.peer], self._buffer, self.dtype)
         for lane in self._incoming:
-            lane.tie_source(remotes[lane.peer], self._buffer, self.dtype)
+            lane.read_from(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
 
     def cut(self, x: Array) -> list[Array]:
@@ -159,7 +159,7 @@ class Channel:
 
     def ready(self, epoch: int) -> bool:
         """Whether everything of an epoch has arrived; does not block."""
-        return all(self._buffer.flag(lane.notification) >= lane.risen(epoch) for lane in self._incoming)
+        return all(self._buffer.flag(lane.notification) >= lane.flag_after(epoch) for lane in self._incoming)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
@@ -175,8 +175,8 @@ class Channel:
         for lane in self._incoming:
             begin, views = 0, lane.views[epoch % SLOTS]
             for step, end in enumerate(lane.ends, 1):
-                if self._flags[lane.notification] < lane.risen(epoch, step):
-                    self._wait(lane, lane.risen(epoch, step), epoch, "send", timeout)
+                if self._flags[lane.notification] < lane.flag_after(epoch, step):
+                    self._wait(lane, lane.flag_after(epoch, step), epoch, "send", timeout)
                 self._acquire()
                 if epoch in self._recorded:
                     self._recorded[epoch]()
@@ -227,9 +227,9 @@ class Channel:
         if not self._closed:
             self._closed = True
             if not self._manager.closed:
-                self._manager.retire(self._buffer, self._quiet)
+                self._manager.retire(self._buffer, self._is_left_alone)
 
-    def _quiet(self) -> bool:
+    def _is_left_alone(self) -> bool:
         # An acknowledgement is the last thing that a reader writes here; a data flag follows what a sender
         # put, or says that it puts nothing: of a void it may come later than this rank's own.
         # Without addresses nobody puts anything.
@@ -237,7 +237,7 @@ class Channel:
         return not self._connected or (
             self._finished == self._started
             and all(flag(lane.notification) >= self._started for lane in self._outgoing)
-            and all(flag(lane.notification) >= lane.risen(self._finished) for lane in self._incoming)
+            and all(flag(lane.notification) >= lane.flag_after(self._finished) for lane in self._incoming)
         )
 
     def _finish(self, epoch: int, timeout: float | None = None) -> None:

@@ -36,7 +36,7 @@ class Lane:
     ends
         Behind which pieces the data flag rises, the last one included.
     views
-        The pieces of both slots, once the lane is tied to its peer.
+        The pieces of both slots, once the peer's buffer is known.
     staged
         Both staging areas, where the peer's slots are out of reach.
     """
@@ -63,17 +63,17 @@ class Lane:
             raise ProtocolError(f"not connected to rank {self.peer}")
         return self.remote
 
-    def risen(self, epoch: int, steps: int | None = None) -> int:
+    def flag_after(self, epoch: int, steps: int | None = None) -> int:
         """Value of the data flag after some steps of an epoch, or all of them."""
         every = len(self.ends)
         return (epoch - 1) * every + (every if steps is None else steps)
 
-    def tie_source(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
+    def read_from(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Read what the peer puts into the slots of this rank's buffer."""
         self.remote = remote
         self._cut([self._own_slot(buffer, dtype, parity) for parity in range(SLOTS)])
 
-    def tie_target(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
+    def write_to(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Write to the peer's slots, or else to a staging area in this rank's buffer."""
         self.remote = remote
         length, slots = self.nbytes // dtype.itemsize, []
@@ -89,16 +89,16 @@ class Lane:
         if self.staged:
             parity = epoch % SLOTS
             self.there.put_stable(self.staged[parity].view(np.uint8), offset + parity * self.stride)
-        self.there.raise_flag(flag, self.risen(epoch))
+        self.there.raise_flag(flag, self.flag_after(epoch))
 
     def announce_step(self, epoch: int, step: int) -> None:
         """Raise the peer's data flag behind a part of a message; to another node it travels as a whole."""
         if not self.staged:
-            self.there.raise_flag(self.there.note[1], self.risen(epoch, step))
+            self.there.raise_flag(self.there.note[1], self.flag_after(epoch, step))
 
     def announce_nothing(self, epoch: int) -> None:
         """Raise the peer's data flag for an epoch that nothing is put for."""
-        self.there.raise_flag(self.there.note[1], self.risen(epoch))
+        self.there.raise_flag(self.there.note[1], self.flag_after(epoch))
 
     def acknowledge(self, epoch: int) -> None:
         """Raise the peer's acknowledge flag: the slot of that epoch was read, and may be written again."""

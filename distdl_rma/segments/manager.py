@@ -73,7 +73,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     timeout
         Default timeout of every wait in seconds; None for ``DISTDL_RMA_TIMEOUT``, or else 300.
     transport
-        ``"auto"`` or ``"remote"``, see :class:`Segment`.
+        ``"auto"``: load and store on a node, MPI elsewhere; ``"remote"``: MPI for every peer.
     progress
         ``"thread"`` for a thread that moves data while this rank computes, ``"none"`` for none; by default
         a thread if the machine spans nodes.

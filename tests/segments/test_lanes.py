@@ -42,5 +42,5 @@ def test_a_step_ends_behind_a_megabyte_and_at_the_end():
 
 def test_the_data_flag_grows_from_step_to_step_and_from_epoch_to_epoch():
     lane = Lane(1, (), 64, 0, 0, (1, 2, 5))
-    values = [lane.risen(epoch, step) for epoch in (1, 2, 3) for step in (1, 2, 3)]
-    assert values == list(range(1, 10)) and [lane.risen(epoch) for epoch in (1, 2, 3)] == [3, 6, 9]
+    values = [lane.flag_after(epoch, step) for epoch in (1, 2, 3) for step in (1, 2, 3)]
+    assert values == list(range(1, 10)) and [lane.flag_after(epoch) for epoch in (1, 2, 3)] == [3, 6, 9]

@@ -75,13 +75,11 @@ class Purpose:
         message[0], message[_HASH] = self.fingerprint, fingerprint(self.label)
         message[_LOCATION] = location
         message[_NOTE][: len(note)] = note
-        for there, text in ((_LABEL, _clipped(self.label, _LABEL_BYTES)), (_TERMS, self._own_terms)):
-            message[there].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+        for there, text in ((_LABEL, self.label), (_TERMS, self.terms)):
+            space = message[there].view(np.uint8)
+            clipped = _clipped(text, space.size)
+            space[: len(clipped)] = np.frombuffer(clipped, np.uint8)
         return message
-
-    @property
-    def _own_terms(self) -> bytes:
-        return _clipped(self.terms, _TERMS_BYTES)
 
     def difference(self, rank: int, peer: int, reply: Message) -> str:
         """What a peer's message was for, if not for the same; for an error on ``rank``. Else empty."""
@@ -92,7 +90,7 @@ class Purpose:
             return repr(theirs)
         if int(reply[0]) == self.fingerprint:
             return ""
-        mine = _listed(self._own_terms.decode(errors="replace"))
+        mine = _listed(_clipped(self.terms, _TERMS_BYTES).decode(errors="replace"))
         others = _listed(_text(reply[_TERMS]))
         different = [
             f"{key} is {mine.get(key)} on rank {rank} and {others.get(key)} on rank {peer}"

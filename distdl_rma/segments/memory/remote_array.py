@@ -75,7 +75,8 @@ class RemoteArray:
 
     def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
         """Put to a slice, posted to a queue; ``data`` may be changed on return all the same."""
-        check_queue(queue, "put")
+        if queue is not None:
+            check_queue(queue, "put")
         part = self._layout.part(key)
         source = as_values(data, self.dtype, "put")
         memory = self._memory

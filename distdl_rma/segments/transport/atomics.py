@@ -16,16 +16,9 @@ class Atomics:
     Atomic towards each other on all ranks of a machine, since all go through the same window: two kinds of
     atomic operation on one word would not be. Plain loads and stores of such a word are no part of this.
 
-    Parameters
-    ----------
-    window
-        Window over the segments, locked.
-    positions
-        For every rank id its position in the window's group and the offset of its segment in the window.
-    immediate
-        Whether the window completes an operation without the target's help, as shared memory does.
-    lock
-        Held during an operation; the progress engine is another thread.
+    ``positions`` tell for every rank id its position in the group of the window, which is locked, and the
+    offset of its segment in it. ``immediate`` windows complete an operation without the target's help, as
+    shared memory does. ``lock`` is held during an operation: the progress engine is another thread.
     """
 
     def __init__(

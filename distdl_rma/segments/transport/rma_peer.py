@@ -85,7 +85,7 @@ class RmaPeer:
             if self._question is None:
                 self._ask()
             else:
-                self._hear(*self._question)
+                self._take_answer(*self._question)
         return self._arrived >= begun
 
     def _ask(self) -> None:
@@ -93,7 +93,7 @@ class RmaPeer:
         self._question = self._window.Rget(self._answer, self._position, there), self.begun
         self._asked += 1
 
-    def _hear(self, question: MPI.Request, then: int) -> None:
+    def _take_answer(self, question: MPI.Request, then: int) -> None:
         self._large = self._under_way()
         if any(begun <= then for _, begun in self._large) or not question.Test():
             return

@@ -54,22 +54,11 @@ class Segment:
     window over the same memory gives every rank of the machine puts and atomics. Memory is consumed only
     when touched, unless it is reserved. Collective to create and to close.
 
-    Parameters
-    ----------
-    comm, ranks
-        Communicator of the machine, and the rank id of each of its positions.
-    nbytes
-        Size on every rank; None for the environment variable or a default from the free shared memory.
-    transport
-        ``"auto"``: direct on a node, MPI elsewhere. ``"remote"``: MPI for every peer.
-    check
-        Raises ``ConfigurationError`` for other options that are wrong on this rank; all ranks then refuse.
-    node_size
-        For tests: so many consecutive ranks of a node count as a node of their own.
-    counters
-        Where flushes are counted.
-    reserve
-        Whether all of the memory is taken from the node now.
+    ``ranks`` are the rank ids of the machine by position in ``comm``. Without ``nbytes`` the environment
+    variable counts, or a default from the free shared memory. With ``transport="auto"`` peers of a node are
+    reached directly, others by MPI; with ``"remote"`` all by MPI. ``check`` raises ``ConfigurationError`` for
+    other options that are wrong on this rank: all ranks then refuse. For tests, ``node_size`` consecutive
+    ranks of a node count as a node. ``reserve`` takes all of the memory from the node now.
     """
 
     def __init__(
@@ -98,7 +87,7 @@ class Segment:
         buffers = [cast(memoryview, self._shared.Shared_query(at)[0]) for at in range(node.size)]
         memories: list[Bytes] = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
         if reserve:
-            self._take(comm, ranks, node, memories[node.rank])
+            self._reserve(comm, ranks, node, memories[node.rank])
         # MPI aligns to less than a cache line; each owner says where its first whole one begins.
         begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
         views = {
@@ -133,7 +122,9 @@ class Segment:
         # Kept until the end: MPICH 5.0 gives its context to the next window and then hangs in Unlock_all.
         self._node = node
 
-    def _take(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node: MPI.Intracomm, memory: Bytes) -> None:
+    def _reserve(
+        self, comm: MPI.Intracomm, ranks: tuple[int, ...], node: MPI.Intracomm, memory: Bytes
+    ) -> None:
         # Nobody keeps what it has if one rank cannot have it all.
         said = dict(zip(ranks, comm.allgather(reserve_pages(memory, node.size)), strict=True))
         lacking = [(rank, problem) for rank, problem in said.items() if problem]
