@@ -1,33 +1,24 @@
-"""Gradients that travel together, and where each of them lies."""
+"""Buckets: gradients that travel together in one allreduce, and where in it each of them lies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from distdl_rma.layers.core.parameters import Offer
+from distdl_rma import errors
+from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.claims import ParameterEntry
+from distdl_rma.sync.consensus import told_by_all
 
 
-@dataclass(frozen=True)
-class BucketKind:
-    """What gradients have in common that may travel together.
-
-    Parameters
-    ----------
-    ranks
-        Ranks that they are summed over.
-    dtype
-        Their type.
-    divisor
-        What the sums are divided by.
-    """
+class BucketKind(NamedTuple):
+    """What gradients have in common that may travel together: ranks that sum them, type, divisor of sums."""
 
     ranks: tuple[int, ...]
     dtype: torch.dtype
@@ -35,18 +26,20 @@ class BucketKind:
 
 
 class GradientSlot:
-    """A parameter, its place in a bucket, and what is known of its gradient."""
+    """A parameter, its number in a bucket, and what is known of its gradient."""
 
     def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
-        self.entry, self.parameter, self.kind = entry, entry.parameter, kind
-        self.start = 0
-        self.claimed = self.seen = self.ready = False
-        self.dtype = entry.parameter.dtype
+        self.entry, self.kind = entry, kind
+        self.parameter, self.dtype, self.nbytes = entry.parameter, entry.parameter.dtype, entry.nbytes
+        self.number = 0
+        # In the running backward: whether a layer was offered the place, whether the gradient is there, and
+        # what .grad held before, to which it is added.
+        self.offered = self.ready = False
         self.base: torch.Tensor | None = None
         # Whether .grad holds this rank's own share, accumulated under no_sync.
         self.local = False
-        # The view of the segment that was handed out last.
-        self.lent: torch.Tensor | None = None
+        # The view of the segment that .grad was made last.
+        self.in_segment: torch.Tensor | None = None
         self.handles: list[Any] = []
 
     @property
@@ -63,8 +56,8 @@ class GradientSlot:
         """Whether a rank is the one that counts this gradient for all that hold it."""
         return not self.kind.ranks or self.kind.ranks[0] == rank
 
-    def take_over(self, offer: Offer) -> None:
-        """Have the layers leave the summing to others, and write the gradient where they say."""
+    def take_over(self, offer: Callable[[], torch.Tensor | None]) -> None:
+        """Have the layers leave the summing to others, and write the gradient where it is offered."""
         for placed, key in self.entry.placed:
             placed.take_over(key, self.parameter, offer)
 
@@ -75,159 +68,193 @@ class GradientSlot:
         self.handles.clear()
         for placed, key in self.entry.placed:
             placed.let_go(key)
-        self.entry.leave()
-        self.reclaim()
+        self.entry.give_back()
+        self.move_out()
 
-    def reclaim(self) -> None:
+    def move_out(self) -> None:
         """Give a gradient that lies in the segment memory of its own."""
-        gradient = self.parameter.grad
-        if gradient is not None and self.lent is not None and gradient.data_ptr() == self.lent.data_ptr():
+        gradient, lies = self.parameter.grad, self.in_segment
+        if gradient is not None and lies is not None and gradient.data_ptr() == lies.data_ptr():
             self.parameter.grad = gradient.clone()
-        self.lent = None
-
-
-@dataclass(frozen=True)
-class SlotGroup:
-    """Parameters of one module, in the order of its layers: what a bucket takes as a whole."""
-
-    kind: BucketKind
-    slots: list[GradientSlot]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of their gradients."""
-        return sum(slot.entry.nbytes for slot in self.slots)
+        self.in_segment = None
 
 
 class Bucket:
-    """Gradients that travel together in one double-buffered allreduce.
+    """Gradients of one kind that travel together in one double-buffered allreduce; local to make.
 
-    Parameters
-    ----------
-    machine
-        The machine.
-    name
-        For messages, alike on the ranks of the bucket.
-    groups
-        What is in it; all of one kind.
+    The name is alike on the ranks of the bucket.
     """
 
-    def __init__(self, machine: Machine, name: str, groups: Sequence[SlotGroup]) -> None:
-        self.kind, self.name = groups[0].kind, name
-        self.slots = [slot for group in groups for slot in group.slots]
-        # A complex number travels as two real ones.
-        dtype, self._words = self.kind.dtype, 1
-        if dtype.is_complex:
-            dtype, self._words = dtype.to_real(), 2
-        self._dtype = dtype
-        self.numel = 0
-        for slot in self.slots:
-            slot.start = self.numel
-            self.numel += slot.parameter.numel() * self._words
+    def __init__(self, machine: Machine, name: str, slots: Sequence[GradientSlot]) -> None:
+        self.kind, self.name, self.slots = slots[0].kind, name, slots
+        ranks, dtype, divisor = self.kind
+        # A complex number travels as two real ones, and wants whole pairs before it: vectors of several ranks
+        # lie one behind the other.
+        words = 2 if dtype.is_complex else 1
+        self._dtype = dtype.to_real() if dtype.is_complex else dtype
+        self._counts = [slot.parameter.numel() * words for slot in slots]
+        for number, slot in enumerate(slots):
+            slot.number = number
+        self.nbytes = sum(self._counts) * self._dtype.itemsize
         # Bytes of gradients that were found in the segment, and of those that had to be copied there.
         self.in_place_nbytes = self.copied_nbytes = 0
         # Behind the gradients one flag per parameter: on how many ranks it had a gradient at all.
-        words = self.numel + len(self.slots)
-        # Vectors of several ranks lie one behind the other, and complex numbers want whole pairs before them.
-        words += -words % self._words
-        ranks, divisor = self.kind.ranks, self.kind.divisor
-        element, op = reduction_dtype(dtype), "sum" if divisor == 1 else "mean"
-        self.allreduce = Allreduce(machine.segments, ranks, words, element, op, name, divisor=divisor)
+        self._counts.append(len(slots))
+        self._counts.append(-sum(self._counts) % words)
+        element, op = reduction_dtype(self._dtype), "sum" if divisor == 1 else "mean"
+        self.allreduce = Allreduce(
+            machine.segments, ranks, sum(self._counts), element, op, name, divisor=divisor
+        )
+        self._missing = len(slots)
+        # Views of the gradients and of the flags, by ``id`` of the buffer: there are few, and they stay.
+        self._views: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._written: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def connect(self) -> None:
         """Meet the other ranks; blocking. All buckets in one order: they may be complete in another."""
         self.allreduce.connect()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all gradients in it."""
-        return self.numel * self._dtype.itemsize
-
-    @property
-    def complete(self) -> bool:
-        """Whether all gradients are there."""
-        return all(slot.ready for slot in self.slots)
-
-    def claim(self, slot: GradientSlot) -> torch.Tensor | None:
-        """Place for a layer to write a gradient to, once per backward."""
+    def offer(self, slot: GradientSlot) -> torch.Tensor | None:
+        """Place for a layer to write a gradient to, once per backward; None if it lies elsewhere already."""
         fresh = slot.parameter.grad is None or not slot.local
-        if slot.claimed or not fresh or not slot.parameter.requires_grad:
+        if slot.offered or not fresh or not slot.parameter.requires_grad:
             return None
-        slot.claimed = True
-        return self._view(slot, as_tensor(self.allreduce.active, self._dtype))
+        slot.offered = True
+        # A tensor of its own: torch makes .grad of what nobody else has, and a copy of anything else.
+        return self._active()[0][slot.number].detach()
 
-    def put(self, slot: GradientSlot) -> None:
-        """Make sure that a gradient lies in the active buffer."""
-        gradient = slot.parameter.grad
-        place = self._view(slot, as_tensor(self.allreduce.active, self._dtype))
+    def put(self, slot: GradientSlot) -> bool:
+        """Make sure that a gradient lies in the active buffer; return whether it was the last one."""
+        gradient, place = slot.parameter.grad, self._active()[0][slot.number]
         if gradient is not None:
             if gradient.data_ptr() == place.data_ptr():
-                self.in_place_nbytes += slot.entry.nbytes
+                self.in_place_nbytes += slot.nbytes
             else:
                 place.copy_(gradient)
-                self.copied_nbytes += slot.entry.nbytes
+                self.copied_nbytes += slot.nbytes
         slot.ready = True
+        self._missing -= 1
+        return not self._missing
 
     def launch(self) -> None:
         """Start the allreduce; gradients that did not come count as zero."""
-        active = as_tensor(self.allreduce.active, self._dtype)
-        for i, slot in enumerate(self.slots):
+        places, flags = self._active()
+        for slot in self.slots if self._missing else ():
             if not slot.ready and slot.pending:
                 # Accumulated under no_sync, and not touched by this backward.
                 self.put(slot)
             if not slot.ready:
-                self._view(slot, active).zero_()
-            active[self.numel + i] = float(slot.ready)
+                places[slot.number].zero_()
+        flags.copy_(torch.tensor([float(slot.ready) for slot in self.slots]))
+        self._written = None
         self.allreduce.start()
 
-    def land(self) -> None:
+    def hand_out(self) -> None:
         """Wait, and hand the sums to the parameters."""
-        result = as_tensor(self.allreduce.wait(), self._dtype)
-        present = result[self.numel : self.numel + len(self.slots)].tolist()
-        for slot, ranks_with_gradient in zip(self.slots, present, strict=True):
-            if ranks_with_gradient:
-                if not slot.ready and slot.parameter.grad is not None:
-                    slot.base = slot.parameter.grad.clone()
-                gradient = self._view(slot, result)
-                slot.lent = gradient if slot.base is None else None
-                slot.parameter.grad = gradient if slot.base is None else slot.base.add_(gradient)
-                slot.local = False
-            else:
+        gradients, flags = self._in(self.allreduce.wait())
+        for slot, gradient, ranks_with_gradient in zip(self.slots, gradients, flags.tolist(), strict=True):
+            parameter = slot.parameter
+            if not ranks_with_gradient:
                 # Untouched on all ranks: moved out of the segment before its buffer is used again.
-                slot.reclaim()
+                slot.move_out()
+                continue
+            if not slot.ready and parameter.grad is not None:
+                slot.base = parameter.grad.clone()
+            slot.in_segment = gradient.detach() if slot.base is None else None
+            parameter.grad = slot.in_segment if slot.base is None else slot.base.add_(gradient)
+            slot.local = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Be ready for the next backward."""
+        self._missing = len(self.slots)
         for slot in self.slots:
             slot.base = None
-            slot.claimed = slot.seen = slot.ready = False
+            slot.offered = slot.ready = False
 
     def close(self) -> None:
         """Release the parameters and give the memory back; local, idempotent."""
         for slot in self.slots:
             slot.release()
+        self._views, self._written = {}, None
         self.allreduce.close()
 
-    def _view(self, slot: GradientSlot, flat: torch.Tensor) -> torch.Tensor:
-        part = flat[slot.start : slot.start + slot.parameter.numel() * self._words]
-        if self._words == 2:
-            part = torch.view_as_complex(part.view(-1, 2))
-        return part.view(slot.parameter.shape)
+    def _active(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        # Where this backward writes; the buffer changes with each allreduce.
+        if self._written is None:
+            self._written = self._in(self.allreduce.active)
+        return self._written
+
+    def _in(self, buffer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        views = self._views.get(id(buffer))
+        if views is None:
+            *parts, flags, _ = torch.split(as_tensor(buffer, self._dtype), self._counts)
+            if self.kind.dtype.is_complex:
+                parts = [torch.view_as_complex(part.view(-1, 2)) for part in parts]
+            shaped = [part.view(slot.parameter.shape) for part, slot in zip(parts, self.slots, strict=True)]
+            views = self._views[id(buffer)] = shaped, flags
+        return views
 
 
-def bucketed(groups: Sequence[SlotGroup], limit: int) -> list[list[SlotGroup]]:
-    """Groups fused up to a size, the last one first: the order in which backward reaches them.
+class BucketMaker:
+    """Makes the buckets of one ``GradientSync``, on all ranks or on none."""
+
+    def __init__(self, machine: Machine, bucket_nbytes: int) -> None:
+        self._machine, self._bucket_nbytes = machine, bucket_nbytes
+        # Buckets are counted per kind: what is alike on their ranks.
+        self._numbers: Counter[BucketKind] = Counter()
+        self._attempts = 0
+
+    def make(self, *rows: Sequence[Sequence[GradientSlot]]) -> list[Bucket]:
+        """Buckets of lists that travel as a whole, row by row, with their memory; collective, blocking.
+
+        Nothing is taken from the layers yet, and the ranks of a bucket have not met in it.
+
+        Raises
+        ------
+        DistdlError
+            On all ranks with the same words, if some rank cannot make its own; nothing has changed then.
+        """
+        self._attempts += 1
+        numbers, made, failure = self._numbers.copy(), list[Bucket](), list[str]()
+        try:
+            for row in rows:
+                for slots in bucketed(row, self._bucket_nbytes):
+                    kind = slots[0].kind
+                    made.append(Bucket(self._machine, f"gradients {self._numbers[kind]}", slots))
+                    self._numbers[kind] += 1
+        except Exception as error:  # noqa: BLE001 - all ranks hear of it
+            failure = [type(error).__name__, str(error)]
+            # What the ranks say to each other needs memory too.
+            self._discard(made)
+        failures = told_by_all(self._machine, failure, f"GradientSync (memory {self._attempts})")
+        for rank, said in failures.items():
+            if said:
+                self._numbers = numbers
+                self._discard(made)
+                kind_of_error = vars(errors).get(said[0], ConfigurationError)
+                raise kind_of_error(f"GradientSync: on rank {rank}: {said[1]}")
+        return made
+
+    @staticmethod
+    def _discard(buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.allreduce.close()
+
+
+def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[GradientSlot]]:
+    """Lists of slots fused up to a size, the last one first: the order in which backward reaches them.
 
     Layers of the same kind meet in the same buckets whatever other layers this rank has in between: the
     ranks of a bucket need not be the same ranks in everything else.
     """
-    buckets: list[list[SlotGroup]] = []
-    unfilled: dict[BucketKind, list[SlotGroup]] = {}
-    for group in reversed(groups):
-        last = unfilled.get(group.kind)
-        if last and sum(g.nbytes for g in last) + group.nbytes <= limit:
-            last.append(group)
+    buckets: list[list[GradientSlot]] = []
+    unfilled: dict[BucketKind, list[GradientSlot]] = {}
+    for slots in reversed(row):
+        kind = slots[0].kind
+        last = unfilled.get(kind)
+        if last and sum(slot.nbytes for slot in (*last, *slots)) <= limit:
+            last.extend(slots)
         else:
-            unfilled[group.kind] = [group]
-            buckets.append(unfilled[group.kind])
+            unfilled[kind] = list(slots)
+            buckets.append(unfilled[kind])
     return buckets

@@ -1,49 +1,55 @@
-"""What the ranks say of their parameters, compared before anything is built on it."""
+"""Whether all ranks say the same of the parameters that they share, before anything is built on it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import index as as_int
 from typing import Any
 
-from distdl_rma.errors import ConfigurationError
+import torch
+
+from distdl_rma.errors import ConfigurationError, ProtocolError
+from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.norm.base import DistributedNorm
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.gather_bytes import gather_bytes
 from distdl_rma.sync.claims import Claim
 
+# What JSON can carry: of a claim, see ``statement``.
 Words = dict[str, Any]
 
+_NORM = "get_ranks_synch_norm"
+_OTHERS = tuple(
+    name
+    for name in Callbacks.__annotations__
+    if name not in ("get_ranks_synch_weights", "get_sizeof_gradients")
+)
+_HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
 
-def check(
+
+def told_by_all(machine: Machine, words: Any, title: str) -> dict[int, Any]:
+    """What every rank of the machine says, by rank id in its order; collective, blocking."""
+    said: dict[int, Any] = {}
+    for text, ranks in gather_bytes(machine.segments, json.dumps(words).encode(), title).items():
+        said |= dict.fromkeys(ranks, json.loads(text))
+    return {rank: said[rank] for rank in machine.ranks}
+
+
+def agree(
     machine: Machine,
-    covers: Sequence[Claim],
+    claims: Sequence[Claim],
     options: Mapping[str, object],
     refusal: str,
-    name: str,
+    title: str,
     generator: Sequence[int] | None = None,
 ) -> bool:
-    """Have all ranks compare what their modules say; collective over the machine, blocking.
+    """Have all ranks compare their claims and options; collective over the machine, blocking.
 
-    Parameters
-    ----------
-    machine
-        The machine.
-    covers
-        What this rank's modules say.
-    options
-        What is to be the same on all ranks, by name.
-    refusal
-        What is wrong on this rank otherwise; empty if nothing is.
-    name
-        For messages, alike on all ranks.
-    generator
-        Seed and state of this rank's generator of random numbers, if it matters.
-
-    Returns
-    -------
-    bool
-        Whether generators with one seed are in different states.
+    ``refusal`` is what is wrong on this rank otherwise, empty if nothing is; ``title`` is for messages;
+    ``generator`` has seed and state of this rank's random numbers, if they matter. Returns whether
+    generators with one seed are in different states.
 
     Raises
     ------
@@ -53,68 +59,123 @@ def check(
     mine = {
         "refusal": refusal,
         "options": {key: repr(value) for key, value in options.items()},
-        "covers": [cover.words() for cover in covers],
+        "claims": [statement(claim) for claim in claims],
         "generator": generator,
     }
-    told = gather_bytes(machine.segments, json.dumps(mine).encode(), name)
-    said: dict[int, Words] = {}
-    for words, ranks in told.items():
-        said |= dict.fromkeys(ranks, json.loads(words))
-    first = machine.ranks[0]
-    for rank in machine.ranks:
-        if said[rank]["refusal"]:
-            raise ConfigurationError(f"GradientSync: on rank {rank}: {said[rank]['refusal']}")
-        for key, value in said[first]["options"].items():
-            if said[rank]["options"][key] != value:
+    said = told_by_all(machine, mine, title)
+    first, expected = next(iter(said.items()))
+    for rank, words in said.items():
+        if words["refusal"]:
+            raise ConfigurationError(f"GradientSync: on rank {rank}: {words['refusal']}")
+        for key, value in expected["options"].items():
+            if words["options"][key] != value:
+                other = words["options"][key]
                 raise ConfigurationError(
-                    f"GradientSync: {key} is {value} on rank {first} but {said[rank]['options'][key]} on"
-                    f" rank {rank}"
+                    f"GradientSync: {key} is {value} on rank {first} but {other} on rank {rank}"
                 )
-    for problem in problems({rank: said[rank]["covers"] for rank in machine.ranks}):
+    for problem in problems({rank: words["claims"] for rank, words in said.items()}):
         raise ConfigurationError(f"GradientSync: {problem}")
-    generators = {tuple(said[rank]["generator"]) for rank in machine.ranks if said[rank]["generator"]}
+    generators = {tuple(words["generator"]) for words in said.values() if words["generator"]}
     return len(generators) > 1 and len({seed for seed, _ in generators}) == 1
 
 
-def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
-    """What does not fit together, in the same order on all ranks.
+def statement(claim: Claim) -> Words:
+    """What a rank tells the others of a claim."""
+    complaint = claim.complaint
+    for other, entry in claim.shared:
+        if other.ranks != claim.ranks:
+            complaint = complaint or (
+                f"{entry.name!r} is shared with {other.name!r} and summed over {list(other.ranks)} there"
+                f" but over {list(claim.ranks)} here"
+            )
+    try:
+        said_nbytes, answers = _said_nbytes(claim), _answers(claim)
+    except Exception as error:  # noqa: BLE001 - the user's function; all ranks hear of it
+        said_nbytes, answers = 0, {}
+        complaint = complaint or f"a callback gives no such thing: {error!r}"
+    parameters = {e.name: [*_form(e.parameter), e.parameter.requires_grad] for e in claim.entries}
+    return {
+        "name": claim.name,
+        # Short for the usual: a copy on all.
+        "ranks": None if claim.ranks == claim.everyone else claim.ranks,
+        "holders": None if claim.holders == claim.everyone else claim.holders,
+        "nbytes": [said_nbytes, claim.nbytes],
+        "answers": answers,
+        "complaint": complaint,
+        "new": claim.new,
+        "parameters": parameters | {name: [*_form(buffer), None] for name, buffer in claim.buffers},
+    }
 
-    Parameters
-    ----------
-    said
-        Per rank of the machine the words of its covers.
-    """
+
+def _form(tensor: torch.Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _said_nbytes(claim: Claim) -> int:
+    # Of a module that some parameters left, its callback does not know.
+    module: Any = claim.module
+    if claim.partly or not hasattr(module, "get_sizeof_gradients"):
+        return claim.nbytes
+    return as_int(module.get_sizeof_gradients())
+
+
+def _answers(claim: Claim) -> dict[str, list[Any]]:
+    # Of the other callbacks what the user's say, and what holds as far as it is known.
+    given = {} if claim.module is None else vars(claim.module)
+    known = {name: _known(claim, name) for name in _OTHERS if name in given}
+    return {name: [_plain(given[name]()), truth] for name, truth in known.items() if truth is not None}
+
+
+def _known(claim: Claim, name: str) -> int | list[int] | None:
+    layer = claim.layer
+    if layer is None:
+        # A plain module has no statistics; its tensors are not known.
+        return [] if name == _NORM else 0 if name == "get_sizeof_norm" else None
+    try:
+        known = _plain(getattr(type(layer), name)(layer))
+    except ProtocolError:
+        return None
+    # The size of statistics may be known with the first input only.
+    return None if known == 0 and isinstance(layer, DistributedNorm) else known
+
+
+def _plain(said: Any) -> int | list[int]:
+    return as_int(said) if hasattr(said, "__index__") else [as_int(rank) for rank in said]
+
+
+def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
+    """What does not fit together in the statements of each rank, in the same order on all ranks."""
     everyone = tuple(said)
-    # Who says what of each parameter, and which parameters a rank sums over which ranks, in its order.
-    claims: dict[str, dict[tuple[int, ...], list[int]]] = {}
-    covers: dict[tuple[str, int], Words] = {}
+    # Which ranks say which list of each parameter, and which parameters a rank sums over a list, in order.
+    lists_of: dict[str, dict[tuple[int, ...], list[int]]] = {}
     orders: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    claims: dict[tuple[str, int], Words] = {}
     norms: dict[str, dict[int, list[list[int]]]] = {}
     for rank, theirs in said.items():
-        for cover in theirs:
-            ranks = everyone if cover["ranks"] is None else tuple(cover["ranks"])
-            for problem in (*_of_ranks(rank, cover, ranks, everyone), *_of_sizes(rank, cover)):
-                yield f"{cover['name']!r}: {problem}"
-            if _NORM in cover["answers"]:
-                norms.setdefault(cover["name"], {})[rank] = cover["answers"][_NORM]
-            for parameter in cover["parameters"]:
-                if (parameter, rank) in covers:
+        for claim in theirs:
+            ranks = everyone if claim["ranks"] is None else tuple(claim["ranks"])
+            for problem in (*_of_ranks(rank, claim, ranks, everyone), *_of_sizes(rank, claim)):
+                yield f"{claim['name']!r}: {problem}"
+            if _NORM in claim["answers"]:
+                norms.setdefault(claim["name"], {})[rank] = claim["answers"][_NORM]
+            for parameter in claim["parameters"]:
+                if (parameter, rank) in claims:
                     yield f"two modules on rank {rank} have a parameter {parameter!r}: give them other names"
-                claims.setdefault(parameter, {}).setdefault(ranks, []).append(rank)
+                lists_of.setdefault(parameter, {}).setdefault(ranks, []).append(rank)
                 orders.setdefault(ranks, {}).setdefault(rank, []).append(parameter)
-                covers[parameter, rank] = cover
-    for parameter, lists in claims.items():
-        yield from _together(parameter, lists, covers)
+                claims[parameter, rank] = claim
+    for parameter, lists in lists_of.items():
+        yield from _of_parameter(parameter, lists, claims)
     for ranks, names in orders.items():
-        yield from _in_order(ranks, names)
+        yield from _of_order(ranks, names)
     for name, answers in norms.items():
         yield from _of_statistics(name, answers)
 
 
-def _of_ranks(rank: int, cover: Words, ranks: tuple[int, ...], everyone: tuple[int, ...]) -> Iterator[str]:
+def _of_ranks(rank: int, claim: Words, ranks: tuple[int, ...], everyone: tuple[int, ...]) -> Iterator[str]:
     # What one rank says of its ranks, without looking at the others.
-    if cover["complaint"]:
-        yield f"on rank {rank}, {cover['complaint']}"
+    if claim["complaint"]:
+        yield f"on rank {rank}, {claim['complaint']}"
     said = f"get_ranks_synch_weights() gave {list(ranks)} on rank {rank}"
     for other in ranks:
         if other not in everyone:
@@ -123,19 +184,19 @@ def _of_ranks(rank: int, cover: Words, ranks: tuple[int, ...], everyone: tuple[i
         yield f"{said}; a rank is listed more than once"
     if ranks and rank not in ranks:
         yield f"{said}; the rank itself is missing"
-    holders = everyone if cover["holders"] is None else tuple(cover["holders"])
+    holders = everyone if claim["holders"] is None else tuple(claim["holders"])
     if holders and not set(ranks) <= set(holders):
         yield f"{said}; copies of this rank's weights are on {list(holders)}"
     if not ranks and len(holders) > 1:
         yield f"{said}, but its weights are held by {list(holders)} and would drift apart; {_HOW}"
 
 
-def _of_sizes(rank: int, cover: Words) -> Iterator[str]:
+def _of_sizes(rank: int, claim: Words) -> Iterator[str]:
     # What one rank says of its sizes and statistics.
-    nbytes, held = cover["nbytes"]
+    nbytes, held = claim["nbytes"]
     if nbytes != held:
         yield f"get_sizeof_gradients() gave {nbytes} bytes on rank {rank}, its gradients are {held} bytes"
-    for name, (theirs, ours) in cover["answers"].items():
+    for name, (theirs, ours) in claim["answers"].items():
         if name != _NORM:
             if theirs != ours:
                 yield f"{name}() gave {theirs} on rank {rank}, it is {ours}"
@@ -160,20 +221,17 @@ def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) ->
                 )
 
 
-_NORM = "get_ranks_synch_norm"
-_HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
-
-
-def _together(
-    parameter: str, lists: Mapping[tuple[int, ...], Sequence[int]], covers: Mapping[tuple[str, int], Words]
+def _of_parameter(
+    parameter: str, lists: Mapping[tuple[int, ...], Sequence[int]], claims: Mapping[tuple[str, int], Words]
 ) -> Iterator[str]:
     # What ranks say of one parameter: those that one of them lists must say the same.
     who_says = {rank: ranks for ranks, sayers in lists.items() for rank in sayers}
     for ranks, sayers in lists.items():
-        first = covers[parameter, sayers[0]]
+        first = claims[parameter, sayers[0]]
         name = f"{first['name']!r} ({parameter})"
         # Without a list each layer of this library has been asked about its copies already.
-        if not ranks and len(who_says) > 1 and not _of_library(first):
+        of_library = first["holders"] is None or first["holders"]
+        if not ranks and len(who_says) > 1 and not of_library:
             yield (
                 f"{name}: no callback covers it, but ranks {sorted(who_says)} hold it and would drift"
                 f" apart; {_HOW}"
@@ -190,15 +248,14 @@ def _together(
                     f" {list(who_says[rank])} on rank {rank}"
                 )
             else:
-                here, there = _text(first, parameter), _text(covers[parameter, rank], parameter)
+                here, there = _text(first, parameter), _text(claims[parameter, rank], parameter)
                 if here != there:
                     yield f"{name}: is {here} on rank {sayers[0]} but {there} on rank {rank}"
 
 
-def _in_order(ranks: tuple[int, ...], names: Mapping[int, Sequence[str]]) -> Iterator[str]:
+def _of_order(ranks: tuple[int, ...], names: Mapping[int, Sequence[str]]) -> Iterator[str]:
     # Gradients that travel together lie one behind the other, in the order of the modules.
-    sayers = [rank for rank in ranks if rank in names]
-    for first, rank in pairwise(sayers):
+    for first, rank in pairwise(rank for rank in ranks if rank in names):
         for mine, theirs in zip(names[first], names[rank], strict=False):
             if mine != theirs:
                 yield (
@@ -208,11 +265,7 @@ def _in_order(ranks: tuple[int, ...], names: Mapping[int, Sequence[str]]) -> Ite
                 break
 
 
-def _of_library(cover: Words) -> bool:
-    return bool(cover["holders"] is None or cover["holders"])
-
-
-def _text(cover: Words, parameter: str) -> str:
-    shape, dtype, learns = cover["parameters"][parameter]
+def _text(claim: Words, parameter: str) -> str:
+    shape, dtype, learns = claim["parameters"][parameter]
     words = f"{tuple(shape)} {dtype}{', frozen' if learns is False else ''}"
-    return words if cover["new"] else f"{words}, registered earlier"
+    return words if claim["new"] else f"{words}, registered earlier"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Unpack
 from weakref import ref
 
@@ -18,8 +19,7 @@ from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.uncompiled import uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.sync.assembly import Assembly
-from distdl_rma.sync.bucket import Bucket, GradientSlot, SlotGroup
+from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.plain_modules import warn_of_drift, warn_of_shortsighted
 from distdl_rma.sync.registry import Options, Registry
@@ -87,14 +87,16 @@ class GradientSync(Uncopyable):
     ) -> None:
         self._machine = Machine.of(machine)
         self._paused = self._closed = self._in_backward = False
-        self._roster = Registry(self._machine, Options(reduction, replicas, bucket_nbytes))
-        self._assembly = Assembly(self._machine, bucket_nbytes)
+        self._registry = Registry(self._machine, Options(reduction, replicas, bucket_nbytes))
+        self._maker = BucketMaker(self._machine, bucket_nbytes)
         self._buckets: list[Bucket] = []
         # Parameters that no other rank holds.
         self._alone: list[GradientSlot] = []
         self._norms = GradientNorms(self._machine)
         # What the running backward will end with; dead if it failed.
         self._ending: Callable[[], object] = lambda: None
+        # Gradients of the running backward that were computed, and have not come to .grad yet.
+        self._on_the_way = 0
         # The gradients must leave the segment before it goes.
         self._machine.segments.before_close(self)
         try:
@@ -132,27 +134,26 @@ class GradientSync(Uncopyable):
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
         refusal = "register between steps, with no gradients from no_sync left" if busy else ""
+        with self._readable_errors(), self._registry.adding(module, name, callbacks, refusal) as addition:
+            moved, slots = addition.moved, addition.slots()
+            leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
+            made = self._maker.make(_left_of(leaving, moved), [each for each in slots if _travels(each[0])])
         try:
-            admission = self._roster.admit(module, name, callbacks, refusal)
-        except DistdlError as error:
-            self._machine.make_readable(error)
-            raise
-        leaving = [b for b in self._buckets if any(id(s.parameter) in admission.moved for s in b.slots)]
-        try:
-            rows = [_travelling(self._left_of(leaving, admission.moved)), _travelling(admission.groups)]
-            made = self._assembly.make(rows)
-        except BaseException:
-            admission.undo()
-            raise
-        try:
-            admission.equalise()
-            self._drop(leaving, admission.moved)
-            self._adopt_all(made, admission.groups)
+            addition.equalise()
+            self._drop(leaving, moved)
+            for bucket in made:
+                self._buckets.append(bucket)
+                bucket.connect()
+                for slot in bucket.slots:
+                    self._adopt(bucket, slot)
+            for slot in chain.from_iterable(slots):
+                if not _travels(slot):
+                    self._adopt_alone(slot)
         except BaseException:
             self.release()
             raise
         warn_of_shortsighted(module, self._machine)
-        warn_of_drift([self._machine.readable(name) for name in admission.drifted], self._machine)
+        warn_of_drift([self._machine.readable(name) for name in addition.drifted], self._machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -258,10 +259,8 @@ class GradientSync(Uncopyable):
             self.release()
 
     @property
-    def _slots(self) -> Iterable[GradientSlot]:
-        yield from self._alone
-        for bucket in self._buckets:
-            yield from bucket.slots
+    def _slots(self) -> Iterator[GradientSlot]:
+        return chain(self._alone, *(bucket.slots for bucket in self._buckets))
 
     def _label(self, slot: GradientSlot) -> str:
         return self._machine.readable(slot.entry.name)
@@ -270,48 +269,29 @@ class GradientSync(Uncopyable):
         if self._closed:
             raise ClosedError("GradientSync: already closed")
 
-    def _left_of(self, leaving: Sequence[Bucket], moved: set[int]) -> list[SlotGroup]:
-        # What travelled with parameters that move elsewhere is put together anew.
-        rest: list[SlotGroup] = []
-        for bucket in leaving:
-            kept = [GradientSlot(s.entry, s.kind) for s in bucket.slots if id(s.parameter) not in moved]
-            # The first to come in a backward is the last of the model.
-            rest = [*([SlotGroup(bucket.kind, kept)] if kept else []), *rest]
-        return rest
-
     def _drop(self, leaving: Sequence[Bucket], moved: set[int]) -> None:
         for bucket in leaving:
             bucket.close()
             self._buckets.remove(bucket)
-        for slot in [s for s in self._alone if id(s.parameter) in moved]:
+        for slot in [slot for slot in self._alone if id(slot.parameter) in moved]:
             slot.release()
             self._alone.remove(slot)
 
-    def _adopt_all(self, made: Sequence[Bucket], groups: Sequence[SlotGroup]) -> None:
-        for bucket in made:
-            self._buckets.append(bucket)
-            bucket.connect()
-            for slot in bucket.slots:
-                self._adopt(bucket, slot)
-        for group in groups:
-            if not _travelling([group]):
-                for slot in group.slots:
-                    self._adopt_alone(slot)
-
     def _adopt(self, bucket: Bucket, slot: GradientSlot) -> None:
+        # From now on the sync sums the gradient: the layers leave it alone, and torch says when it is there.
         slot.entry.take()
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
         slot.handles = [
-            parameter.register_hook(uncompiled(lambda gradient: self._before(bucket, slot))),
-            parameter.register_post_accumulate_grad_hook(uncompiled(lambda _: self._after(bucket, slot))),
+            parameter.register_hook(partial(self._computed, slot)),
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot)),
         ]
-        slot.take_over(lambda: None if self._paused else bucket.claim(slot))
+        slot.take_over(lambda: None if self._paused else bucket.offer(slot))
 
     def _adopt_alone(self, slot: GradientSlot) -> None:
         self._alone.append(slot)
         slot.entry.take()
         parameter: Any = slot.parameter
-        slot.handles = [parameter.register_hook(uncompiled(lambda g: self._alone_before(slot, g)))]
+        slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
         if any(len(placed.holders) > 1 for placed, _ in slot.entry.placed):
             # Its user says that nobody else is to sum them.
             slot.take_over(lambda: None)
@@ -326,18 +306,20 @@ class GradientSync(Uncopyable):
                 )
             return
         self._in_backward = True
-        ending = partial(uncompiled(self._end))
+        ending = partial(self._end)
         # torch drops it without a call if this backward fails.
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
-    def _alone_before(self, slot: GradientSlot, gradient: torch.Tensor) -> torch.Tensor:
+    @uncompiled
+    def _computed_alone(self, slot: GradientSlot, gradient: torch.Tensor) -> torch.Tensor:
         self._check_open()
         if not self._paused:
             self._begin()
         return gradient / slot.kind.divisor if slot.kind.divisor > 1 else gradient
 
-    def _before(self, bucket: Bucket, slot: GradientSlot) -> None:
+    @uncompiled
+    def _computed(self, slot: GradientSlot, _gradient: torch.Tensor) -> None:
         # Runs with the gradient of this backward complete and not yet accumulated.
         self._check_open()
         gradient = slot.parameter.grad
@@ -362,31 +344,36 @@ class GradientSync(Uncopyable):
                 f"the gradient of {self._label(slot)!r} came twice in one backward:"
                 " use checkpoint(use_reentrant=False)"
             )
-        slot.seen = True
+        self._on_the_way += 1
         if gradient is not None and not slot.local:
             # Summed already, or the loop's own: kept aside, so that only what is new is summed.
             slot.base = gradient.clone()
             slot.parameter.grad = None
 
-    def _after(self, bucket: Bucket, slot: GradientSlot) -> None:
+    @uncompiled
+    def _accumulated(self, bucket: Bucket, slot: GradientSlot, _parameter: torch.Tensor) -> None:
         if self._paused:
             return
-        bucket.put(slot)
-        if bucket.complete:
+        self._on_the_way -= 1
+        if bucket.put(slot):
             bucket.launch()
         # What travels advances while backward computes the next gradients.
         self._machine.segments.progress()
 
-    def _end(self) -> None:
+    @contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        # Layers are called by their paths, whoever raises.
         try:
-            if profiler._is_profiler_enabled:
-                with profiler.record_function("GradientSync"):
-                    self._finish()
-            else:
-                self._finish()
+            yield
         except DistdlError as error:
             self._machine.make_readable(error)
             raise
+
+    @uncompiled
+    def _end(self) -> None:
+        profiled = profiler._is_profiler_enabled
+        with self._readable_errors(), profiler.record_function("GradientSync") if profiled else nullcontext():
+            self._finish()
 
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.
@@ -396,22 +383,34 @@ class GradientSync(Uncopyable):
                 if not bucket.allreduce.running:
                     bucket.launch()
             for bucket in self._buckets:
-                bucket.land()
+                bucket.hand_out()
         finally:
-            self._in_backward = False
+            self._in_backward, self._on_the_way = False, 0
             for bucket in self._buckets:
-                bucket.forget()
+                bucket.reset()
 
     def _refuse(self) -> None:
         # A gradient is never silently local.
-        changed = self._roster.changed()
-        if changed:
-            raise ProtocolError(f"{changed} after its GradientSync was made; make a new one")
-        if any(slot.seen and not slot.ready for bucket in self._buckets for slot in bucket.slots):
+        change = self._registry.later_change()
+        if change:
+            raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
+        if self._on_the_way:
             raise ProtocolError(
                 "GradientSync: torch.autograd.grad would return local gradients; use backward()"
             )
 
 
-def _travelling(groups: Sequence[SlotGroup]) -> list[SlotGroup]:
-    return [group for group in groups if len(group.kind.ranks) > 1]
+def _travels(slot: GradientSlot) -> bool:
+    return len(slot.kind.ranks) > 1
+
+
+def _left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlot]]:
+    # What travelled with parameters that move elsewhere is put together anew.
+    rest: list[list[GradientSlot]] = []
+    for bucket in leaving:
+        kept = [
+            GradientSlot(slot.entry, slot.kind) for slot in bucket.slots if id(slot.parameter) not in moved
+        ]
+        # The first to come in a backward is the last of the model.
+        rest = [*([kept] if kept else []), *rest]
+    return rest

@@ -9,7 +9,7 @@ from torch import nn
 from distdl_rma import ConfigurationError, GradientSync, Machine, SegmentError
 from distdl_rma.layers import DistributedConv1d
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.sync.registry import Registry
+from distdl_rma.sync.registry import ModuleWatch
 
 pytestmark = pytest.mark.mpi
 
@@ -91,8 +91,8 @@ def test_modules_are_walked_again_only_if_something_changed(P_world, monkeypatch
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), nn.PReLU())
     model[2].requires_grad_(False)
     walks = []
-    walk = Registry._walk
-    monkeypatch.setattr(Registry, "_walk", lambda roster: walks.append(1) or walk(roster))
+    walk = ModuleWatch.walk
+    monkeypatch.setattr(ModuleWatch, "walk", lambda *given: walks.append(1) or walk(*given))
     with GradientSync(model, P_world):
 
         def walked():

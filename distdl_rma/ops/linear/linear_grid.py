@@ -69,7 +69,7 @@ class LinearGrid:
         return Decomposition(self.P_w, tuple(splits), tuple(axes))
 
     def zero_weight(self, dim: int) -> Decomposition:
-        """ZeRO: the weight cut over the data-parallel blocks too, in the dimension left whole."""
+        """ZeRO: the weight cut over the data-parallel blocks too, in a dimension that workers leave whole."""
         _, rows, columns = self.P_w.shape
         splits = list(self.weight.splits)
         splits[dim] = Balanced(splits[dim].extent, self.blocks)
