@@ -47,15 +47,18 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
     Requirements C, and the weight partitions of the layer documents.
     """
     state = {key: _own(value) for key, value in module.state_dict().items()}
-    layouts = _layouts(module)
-    if not layouts and rank is None:
+    scattered = _scattered(module)
+    if not scattered and rank is None:
         return state
     machine = _machine(module)
-    if rank is not None and rank not in machine.ranks:
-        raise PartitionError(f"rank {rank} is none of the ranks {machine.ranks} of the model's machine")
-    for key in sorted(layouts):
-        state[key] = _whole(machine, key, layouts[key], state[key], rank)
-    return state if rank is None or rank == machine.rank else {}
+    takers = machine.partition()
+    if rank is not None:
+        if rank not in machine.ranks:
+            raise PartitionError(f"rank {rank} is none of the ranks {machine.ranks} of the model's machine")
+        takers = takers.create_partition_inclusive([machine.ranks.index(rank)])
+    for key, blocks in sorted(scattered.items()):
+        state[key] = gather_whole(machine, one_copy(blocks), takers, state[key], f"state of {key!r}")
+    return state if takers.active else {}
 
 
 def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -83,15 +86,15 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: 
         If a tensor does not have the global shape; nothing is loaded then.
     """
     mine = dict(state)
-    for key, layout in _layouts(module).items():
-        if key not in mine:
+    for key, blocks in _scattered(module).items():
+        whole = mine.get(key)
+        if whole is None:
             continue
-        whole = mine[key]
-        if tuple(whole.shape) != layout.shape:
+        if tuple(whole.shape) != blocks.shape:
             raise ShapeError(
-                f"{key!r} has shape {tuple(whole.shape)}, the model's global shape is {layout.shape}"
+                f"{key!r} has shape {tuple(whole.shape)}, the model's global shape is {blocks.shape}"
             )
-        mine[key] = whole[layout.slices()] if layout.partition.active else whole.new_empty(0)
+        mine[key] = whole[blocks.slices()] if blocks.partition.active else whole.new_empty(0)
     return module.load_state_dict(mine, strict=strict)
 
 
@@ -128,12 +131,10 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, DistributedLayer]]:
             yield f"{name}." if name else "", layer
 
 
-def _layouts(module: nn.Module) -> dict[str, Decomposition]:
-    """Who keeps which part, of everything in the state that is not whole on every rank."""
-    found: dict[str, Decomposition] = {}
-    for prefix, layer in _layers(module):
-        found |= {prefix + key: layout for key, layout in layer.scattered.items()}
-    return found
+def _scattered(module: nn.Module) -> dict[str, Decomposition]:
+    # Who keeps which part, of everything in the state that is not whole on every rank.
+    layers = _layers(module)
+    return {prefix + key: blocks for prefix, layer in layers for key, blocks in layer.scattered.items()}
 
 
 def _machine(module: nn.Module) -> Machine:
@@ -142,11 +143,3 @@ def _machine(module: nn.Module) -> Machine:
         raise PartitionError(f"the layers of the model belong to {len(machines)} machines instead of one")
     (machine,) = machines.values()
     return machine
-
-
-def _whole(
-    machine: Machine, key: str, layout: Decomposition, part: torch.Tensor, rank: int | None
-) -> torch.Tensor:
-    everyone = machine.partition()
-    takers = everyone if rank is None else everyone.create_partition_inclusive([machine.ranks.index(rank)])
-    return gather_whole(machine, one_copy(layout), takers, part, f"state of {key!r}")

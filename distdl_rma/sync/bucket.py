@@ -13,7 +13,7 @@ from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.sync.claims import ParameterEntry
+from distdl_rma.sync.claims import ParameterEntry, taken
 from distdl_rma.sync.consensus import told_by_all
 
 
@@ -52,12 +52,8 @@ class GradientSlot:
         """Whether that is more than zeros."""
         return self.pending and bool(self.parameter.grad.any())  # type: ignore[union-attr]
 
-    def counted_by(self, rank: int) -> bool:
-        """Whether a rank is the one that counts this gradient for all that hold it."""
-        return not self.kind.ranks or self.kind.ranks[0] == rank
-
-    def take_over(self, offer: Callable[[], torch.Tensor | None]) -> None:
-        """Have the layers leave the summing to others, and write the gradient where it is offered."""
+    def adopt(self, offer: Callable[[], torch.Tensor | None]) -> None:
+        """Have the layers leave the summing to a GradientSync, and write the gradient where it offers."""
         for placed, key in self.entry.placed:
             placed.take_over(key, self.parameter, offer)
 
@@ -68,7 +64,7 @@ class GradientSlot:
         self.handles.clear()
         for placed, key in self.entry.placed:
             placed.let_go(key)
-        self.entry.give_back()
+        taken.pop(self.parameter, None)
         self.move_out()
 
     def move_out(self) -> None:

@@ -15,8 +15,8 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine
 
-# Parameters that some GradientSync has; two of them would sum twice.
-_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Parameters that some GradientSync has, which others refuse: two of them would sum twice.
+taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -32,19 +32,6 @@ class ParameterEntry:
 
     def __post_init__(self) -> None:
         self.learns = self.parameter.requires_grad
-
-    @property
-    def taken(self) -> bool:
-        """Whether some GradientSync has the parameter."""
-        return self.parameter in _taken
-
-    def take(self) -> None:
-        """Have it, for others to see."""
-        _taken[self.parameter] = True
-
-    def give_back(self) -> None:
-        """Let others have it."""
-        _taken.pop(self.parameter, None)
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Norm of gradients that lie on several ranks."""
+"""Norm of gradients that lie in parts on several ranks, and their scaling to a largest norm."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 
 
 class GradientNorms:
-    """Norms over all ranks of a machine, in float64, the same on all of them.
-
-    Parameters
-    ----------
-    machine
-        The machine.
-    """
+    """Norms over all ranks of a machine, in float64, the same on all of them."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

@@ -20,6 +20,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.uncompiled import uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot
+from distdl_rma.sync.claims import taken
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.plain_modules import warn_of_drift, warn_of_shortsighted
 from distdl_rma.sync.registry import Options, Registry
@@ -145,10 +146,10 @@ class GradientSync(Uncopyable):
                 self._buckets.append(bucket)
                 bucket.connect()
                 for slot in bucket.slots:
-                    self._adopt(bucket, slot)
+                    self._adopt(slot, bucket)
             for slot in chain.from_iterable(slots):
                 if not _travels(slot):
-                    self._adopt_alone(slot)
+                    self._adopt(slot, None)
         except BaseException:
             self.release()
             raise
@@ -181,9 +182,10 @@ class GradientSync(Uncopyable):
         self._check_open()
         if any(slot.unsummed for slot in self._slots):
             raise ProtocolError("GradientSync: gradients from no_sync are not summed yet")
+        # The first of the ranks that hold a gradient counts it for all of them.
         rank = self._machine.rank
-        mine = [s for s in self._slots if s.parameter.grad is not None and s.counted_by(rank)]
-        return self._norms.of([slot.parameter.grad for slot in mine], norm_type)
+        mine = [slot.parameter.grad for slot in self._slots if (*slot.kind.ranks, rank)[0] == rank]
+        return self._norms.of(mine, norm_type)
 
     @uncompiled
     def clip_grad_norm_(
@@ -202,8 +204,7 @@ class GradientSync(Uncopyable):
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, not finite")
-        gradients = [s.parameter.grad for s in self._slots if s.parameter.grad is not None]
-        GradientNorms.scale(gradients, max_norm, norm)
+        GradientNorms.scale([slot.parameter.grad for slot in self._slots], max_norm, norm)
         return norm
 
     def describe(self) -> list[dict[str, object]]:
@@ -277,24 +278,22 @@ class GradientSync(Uncopyable):
             slot.release()
             self._alone.remove(slot)
 
-    def _adopt(self, bucket: Bucket, slot: GradientSlot) -> None:
-        # From now on the sync sums the gradient: the layers leave it alone, and torch says when it is there.
-        slot.entry.take()
+    def _adopt(self, slot: GradientSlot, bucket: Bucket | None) -> None:
+        # From now on the layers leave the gradient to this one, and torch says when it is there.
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
+        taken[parameter] = True
+        if bucket is None:
+            self._alone.append(slot)
+            slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
+            if any(len(placed.holders) > 1 for placed, _ in slot.entry.placed):
+                # Its user says that nobody else is to sum it.
+                slot.adopt(lambda: None)
+            return
         slot.handles = [
             parameter.register_hook(partial(self._computed, slot)),
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot)),
         ]
-        slot.take_over(lambda: None if self._paused else bucket.offer(slot))
-
-    def _adopt_alone(self, slot: GradientSlot) -> None:
-        self._alone.append(slot)
-        slot.entry.take()
-        parameter: Any = slot.parameter
-        slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
-        if any(len(placed.holders) > 1 for placed, _ in slot.entry.placed):
-            # Its user says that nobody else is to sum them.
-            slot.take_over(lambda: None)
+        slot.adopt(lambda: None if self._paused else bucket.offer(slot))
 
     def _begin(self) -> None:
         # The first gradient of a backward, whichever it is: other ranks may wait for this one's others.

@@ -19,7 +19,7 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
-from distdl_rma.sync.claims import Claim, claims_of, under
+from distdl_rma.sync.claims import Claim, claims_of, taken, under
 from distdl_rma.sync.consensus import agree
 from distdl_rma.sync.plain_modules import generator_state
 
@@ -172,7 +172,7 @@ class Registry:
         new = [] if refusal or module is None else claims_of(module, prefix, machine, names)
         refusal = self._options.refusal or refusal
         for entry in chain.from_iterable(claim.entries for claim in new):
-            if entry.taken and id(entry.parameter) not in names:
+            if entry.parameter in taken and id(entry.parameter) not in names:
                 refusal = refusal or f"{entry.name!r} already belongs to another GradientSync; close that"
         moved = {id(entry.parameter) for claim in new for entry in claim.entries}
         anew = {id(claim.module) for claim in new if claim.module is not None}
