@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Unpack
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
+from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
@@ -135,7 +135,7 @@ class GradientSync(Uncopyable):
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
         refusal = "register between steps, with no gradients from no_sync left" if busy else ""
-        with self._readable_errors(), self._registry.adding(module, name, callbacks, refusal) as addition:
+        with self._registry.adding(module, name, callbacks, refusal) as addition:
             moved, slots = addition.moved, addition.slots()
             leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
             made = self._maker.make(_left_of(leaving, moved), [each for each in slots if _travels(each[0])])
@@ -154,7 +154,7 @@ class GradientSync(Uncopyable):
             self.release()
             raise
         warn_of_shortsighted(module, self._machine)
-        warn_of_drift([self._machine.readable(name) for name in addition.drifted], self._machine)
+        warn_of_drift(addition.drifted, self._machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -220,7 +220,7 @@ class GradientSync(Uncopyable):
                 "ranks": bucket.kind.ranks,
                 "dtype": bucket.kind.dtype,
                 "divisor": bucket.kind.divisor,
-                "parameters": [self._label(slot) for slot in bucket.slots],
+                "parameters": [slot.entry.name for slot in bucket.slots],
                 "nbytes": bucket.nbytes,
                 "in_place_nbytes": bucket.in_place_nbytes,
                 "copied_nbytes": bucket.copied_nbytes,
@@ -263,9 +263,6 @@ class GradientSync(Uncopyable):
     def _slots(self) -> Iterator[GradientSlot]:
         return chain(self._alone, *(bucket.slots for bucket in self._buckets))
 
-    def _label(self, slot: GradientSlot) -> str:
-        return self._machine.readable(slot.entry.name)
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("GradientSync: already closed")
@@ -305,7 +302,7 @@ class GradientSync(Uncopyable):
                 )
             return
         self._in_backward = True
-        ending = partial(self._end)
+        ending = partial(self._finish)
         # torch drops it without a call if this backward fails.
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -324,8 +321,8 @@ class GradientSync(Uncopyable):
         gradient = slot.parameter.grad
         if slot.parameter.dtype != slot.dtype:
             raise ProtocolError(
-                f"{self._label(slot)!r} was {slot.dtype} when its GradientSync was made and is now"
-                f" {slot.parameter.dtype}; make a new one"
+                f"{self._machine.readable(slot.entry.name)!r} was {slot.dtype} when its GradientSync was made"
+                f" and is now {slot.parameter.dtype}; make a new one"
             )
         if gradient is None:
             slot.local = False
@@ -340,7 +337,7 @@ class GradientSync(Uncopyable):
         self._begin()
         if slot.ready:
             raise ProtocolError(
-                f"the gradient of {self._label(slot)!r} came twice in one backward:"
+                f"the gradient of {self._machine.readable(slot.entry.name)!r} came twice in one backward:"
                 " use checkpoint(use_reentrant=False)"
             )
         self._on_the_way += 1
@@ -355,34 +352,20 @@ class GradientSync(Uncopyable):
             return
         self._on_the_way -= 1
         if bucket.put(slot):
-            bucket.launch()
+            _profiled("start", bucket, bucket.launch)
         # What travels advances while backward computes the next gradients.
         self._machine.segments.progress()
 
-    @contextmanager
-    def _readable_errors(self) -> Iterator[None]:
-        # Layers are called by their paths, whoever raises.
-        try:
-            yield
-        except DistdlError as error:
-            self._machine.make_readable(error)
-            raise
-
     @uncompiled
-    def _end(self) -> None:
-        profiled = profiler._is_profiler_enabled
-        with self._readable_errors(), profiler.record_function("GradientSync") if profiled else nullcontext():
-            self._finish()
-
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.
         try:
             self._refuse()
             for bucket in self._buckets:
                 if not bucket.allreduce.running:
-                    bucket.launch()
+                    _profiled("start", bucket, bucket.launch)
             for bucket in self._buckets:
-                bucket.hand_out()
+                _profiled("wait", bucket, bucket.hand_out)
         finally:
             self._in_backward, self._on_the_way = False, 0
             for bucket in self._buckets:
@@ -397,6 +380,15 @@ class GradientSync(Uncopyable):
             raise ProtocolError(
                 "GradientSync: torch.autograd.grad would return local gradients; use backward()"
             )
+
+
+def _profiled(what: str, bucket: Bucket, act: Callable[[], None]) -> None:
+    # A range in torch's profiler; without one as good as free.
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(f"GradientSync: {what} {bucket.name}"):
+            act()
+    else:
+        act()
 
 
 def _travels(slot: GradientSlot) -> bool:

@@ -392,3 +392,12 @@ def test_layers_of_some_ranks_lie_between_layers_of_all(P_world, comm):
                 if layer.placed.placements[key].store.partition.active:
                     agree(getattr(layer, key).grad, parameter.grad, key)
     sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_profile_shows_when_sums_start_and_how_long_they_are_waited_for(P_world, comm):
+    plain = nn.Linear(3, 2)
+    with GradientSync(plain, P_world), torch.profiler.profile() as profile:
+        plain(torch.ones(1, 3)).sum().backward()
+    names = [event.name for event in profile.events()]
+    assert "GradientSync: start gradients 0" in names and "GradientSync: wait gradients 0" in names

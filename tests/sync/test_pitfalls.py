@@ -1,7 +1,6 @@
 """What goes wrong around gradients in real programs: it is right, or refused, and never silently local."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from distdl_rma import (
     ConfigurationError,
-    DistributedGradScaler,
     GradientSync,
     ProtocolError,
     UnsupportedError,
@@ -226,22 +224,6 @@ def test_sizes_of_tensors_that_a_user_states_are_compared_once_they_are_known(P_
 def test_norms_of_different_orders_are_refused(P_world, comm):
     with GradientSync(nn.Linear(2, 2), P_world) as sync, pytest.raises(RuntimeError, match="norm of order"):
         sync.grad_norm(1 + comm.rank % 2)
-
-
-def test_a_scaler_under_another_default_type(P_world, monkeypatch):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        plain = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        scaler = DistributedGradScaler(P_world, init_scale=4.0)
-        with GradientSync(plain, P_world):
-            scaler.scale(plain(torch.full((1, 2), math.inf)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == 2.0
-    finally:
-        torch.set_default_dtype(before)
 
 
 def test_layers_without_parameters_do_no_harm(P_world, P_x, comm):

@@ -8,6 +8,7 @@ from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, Machine
 from distdl_rma.layers import DistributedConv1d, DistributedInstanceNorm1d, DistributedMSELoss
+from distdl_rma.sync.registry import ModuleWatch
 from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
@@ -256,3 +257,50 @@ def test_a_machine_in_another_order_and_with_others_beside_it(comm):
         (part(ones(1, 2)) * (comm.rank + 1)).sum().backward()
         assert part.weight.grad[0, 0] == sum(rank + 1 for rank in members)
         sync.close()
+
+
+def test_a_type_whose_gradients_cannot_be_summed_is_refused_by_name(P_world):
+    layer = nn.Linear(2, 2)
+    layer.scale = nn.Parameter(torch.zeros(2).to(torch.float8_e5m2))
+    model = nn.Sequential(layer)
+    for _ in range(2):
+        with pytest.raises(
+            ConfigurationError, match=r"the scale of '0' is torch.float8_e5m2, whose gradients"
+        ):
+            GradientSync(model, P_world)
+    layer.scale.requires_grad_(False)
+    GradientSync(model, P_world).close()
+
+
+def test_modules_are_walked_again_only_if_something_changed(P_world, monkeypatch):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), nn.PReLU())
+    model[2].requires_grad_(False)
+    walks = []
+    walk = ModuleWatch.walk
+    monkeypatch.setattr(ModuleWatch, "walk", lambda *given: walks.append(1) or walk(*given))
+    with GradientSync(model, P_world):
+
+        def walked():
+            walks.clear()
+            model[0](torch.ones(1, 2)).sum().backward()
+            return len(walks)
+
+        assert [walked() for _ in range(3)] == [1, 0, 0]
+        # What changes nothing for the sync is looked at once.
+        model[1].insert(0, nn.ReLU())
+        with pytest.raises(RuntimeError, match=r"'1\.0' was added"):
+            walked()
+        del model[1][0]
+        model[0].requires_grad_(True)
+        assert [walked() for _ in range(2)] == [1, 0]
+        model[2].weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'2\.weight' was unfrozen"):
+            walked()
+        model[2].weight.requires_grad_(False)
+        assert [walked() for _ in range(2)] == [1, 0]
+        kept = model[0]._parameters["bias"]
+        model[0]._parameters["bias"] = nn.Parameter(torch.zeros(2))
+        with pytest.raises(RuntimeError, match=r"'0\.bias' was replaced"):
+            walked()
+        model[0]._parameters["bias"] = kept
+        assert [walked() for _ in range(2)] == [1, 0]

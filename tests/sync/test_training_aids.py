@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import DistributedGradScaler, GradientSync
+from distdl_rma import GradientSync
 from distdl_rma.layers import (
     DistributedConv2d,
     DistributedInstanceNorm2d,
-    DistributedLinear,
     DistributedMSELoss,
 )
 from tests.layers.sequential import agree, shard
@@ -99,29 +98,6 @@ def test_torchs_scaler_works_on_copies(P_world, comm, overflow):
     assert len(set(comm.allgather(scales[0]))) == 1
     for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
         agree(a, b)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_blocks_of_weights_need_the_scaler_of_all_ranks(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
-    P_w = P_world.create_cartesian_topology_partition((comm.size, 1))
-    layer = DistributedLinear(P_x, P_x, P_w, 4, 2 * comm.size, bias=False)
-    before = layer.weight.detach().clone()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    scaler = DistributedGradScaler(P_world, init_scale=64.0)
-    sync = GradientSync(layer, P_world)
-    for step in range(2):
-        optimizer.zero_grad()
-        y = layer(shard(P_x, torch.ones(1, 4)))
-        # Only the block of rank 0 overflows.
-        scaler.scale(y.sum() * (math.inf if step == 0 and comm.rank == 0 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if step == 0:
-            assert torch.equal(layer.weight, before), "skipped on all ranks"
-            assert scaler.get_scale() == 32.0
-    torch.testing.assert_close(layer.weight.detach(), before - 1.0)
-    sync.close()
 
 
 @pytest.mark.mpi(min_size=2)

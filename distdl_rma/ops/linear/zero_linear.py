@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,20 +55,18 @@ class ShardedMatrix:
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole matrix, in memory of its own; collective over the group, blocking."""
-        return self._move(shard, lambda movement: movement.forwards)
+        return self._move(shard, self._movement(shard.dtype).forwards)
 
     def reduce_scatter(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the sum of the ranks' matrices; collective over the group, blocking."""
-        return self._move(matrix, lambda movement: movement.backwards)
+        return self._move(matrix, self._movement(matrix.dtype).backwards)
 
-    def _move(self, x: torch.Tensor, way: Callable[[Movement], OneWay]) -> torch.Tensor:
-        direction = way(self._movement(x.dtype))
+    def _move(self, x: torch.Tensor, way: OneWay) -> torch.Tensor:
         shape = list(self.shape)
-        shape[self.dim] = direction.channel.exchange.need.shape[self.dim]
-        y = x.new_empty(shape)
+        shape[self.dim] = way.channel.exchange.need.shape[self.dim]
+        y, across = x.new_empty(shape), 1 - self.dim
         height, starts = self._stripes(x.dtype)
-        across = 1 - self.dim
-        stripes = direction.stream(x.narrow(across, start, height) for start in starts)
+        stripes = way.stream(x.narrow(across, start, height) for start in starts)
         for start, stripe in zip(starts, stripes, strict=True):
             y.narrow(across, start, height).copy_(stripe)
         return y
@@ -91,8 +89,9 @@ class ShardedMatrix:
             stripe[1 - self.dim] = self._stripes(dtype)[0]
             cut = [Balanced(n, self.group.size if d == self.dim else 1) for d, n in enumerate(stripe)]
             source = Decomposition(self.group, tuple(cut), (self.dim,))
-            exchange = Exchange(self.site.machine.rank, source, Decomposition.replicated(self.group, stripe))
-            movement = self._movements[dtype] = Movement(self.site.machine, exchange, dtype, self.site.name)
+            machine, name = self.site
+            exchange = Exchange(machine.rank, source, Decomposition.replicated(self.group, stripe))
+            movement = self._movements[dtype] = Movement(machine, exchange, dtype, name)
         return movement
 
 

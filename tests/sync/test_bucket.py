@@ -1,4 +1,4 @@
-"""A GradientSync that cannot be made leaves everything as it was, on all ranks."""
+"""Buckets: what travels together; and made on all ranks or, with everything as it was, on none."""
 
 from functools import partial
 
@@ -6,12 +6,30 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ConfigurationError, GradientSync, Machine, SegmentError
+from distdl_rma import GradientSync, Machine, SegmentError
 from distdl_rma.layers import DistributedConv1d
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.sync.registry import ModuleWatch
+from distdl_rma.sync.bucket import BucketKind, GradientSlot, bucketed
+from distdl_rma.sync.claims import ParameterEntry
 
-pytestmark = pytest.mark.mpi
+
+def slots(ranks, *sizes):
+    """Slots of one module, of gradients of so many bytes."""
+    parameters = [nn.Parameter(torch.zeros(nbytes // 4)) for nbytes in sizes]
+    kind = BucketKind(ranks, torch.float32, 1)
+    return [GradientSlot(ParameterEntry(p, "p", []), kind) for p in parameters]
+
+
+def test_the_last_module_travels_first_and_modules_stay_whole():
+    a, b, c = slots((0, 1), 40, 4), slots((0, 1), 80), slots((0, 1), 20, 4)
+    assert bucketed([a, b, c], 0) == [c, b, a]
+    assert bucketed([a, b, c], 104) == [[*c, *b], a]
+    assert bucketed([a, b, c], 1000) == [[*c, *b, *a]]
+
+
+def test_what_other_ranks_sum_does_not_part_what_these_do():
+    a, b, c = slots((0, 1), 40), slots((0, 2), 80), slots((0, 1), 20)
+    assert bucketed([a, b, c], 60) == [[*c, *a], b]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -58,6 +76,7 @@ def test_gradients_that_do_not_fit_into_the_segment_are_refused_on_all_ranks(com
             assert small.bias.grad == 4 * comm.size
 
 
+@pytest.mark.mpi
 def test_a_failure_after_memory_was_agreed_on_gives_the_parameters_back(P_world, monkeypatch):
     layer = nn.Linear(2, 2)
 
@@ -72,50 +91,3 @@ def test_a_failure_after_memory_was_agreed_on_gives_the_parameters_back(P_world,
     with GradientSync(layer, P_world):
         layer(torch.ones(1, 2)).sum().backward()
         assert layer.weight.grad[0, 0] == P_world.size
-
-
-def test_a_type_whose_gradients_cannot_be_summed_is_refused_by_name(P_world):
-    layer = nn.Linear(2, 2)
-    layer.scale = nn.Parameter(torch.zeros(2).to(torch.float8_e5m2))
-    model = nn.Sequential(layer)
-    for _ in range(2):
-        with pytest.raises(
-            ConfigurationError, match=r"the scale of '0' is torch.float8_e5m2, whose gradients"
-        ):
-            GradientSync(model, P_world)
-    layer.scale.requires_grad_(False)
-    GradientSync(model, P_world).close()
-
-
-def test_modules_are_walked_again_only_if_something_changed(P_world, monkeypatch):
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), nn.PReLU())
-    model[2].requires_grad_(False)
-    walks = []
-    walk = ModuleWatch.walk
-    monkeypatch.setattr(ModuleWatch, "walk", lambda *given: walks.append(1) or walk(*given))
-    with GradientSync(model, P_world):
-
-        def walked():
-            walks.clear()
-            model[0](torch.ones(1, 2)).sum().backward()
-            return len(walks)
-
-        assert [walked() for _ in range(3)] == [1, 0, 0]
-        # What changes nothing for the sync is looked at once.
-        model[1].insert(0, nn.ReLU())
-        with pytest.raises(RuntimeError, match=r"'1\.0' was added"):
-            walked()
-        del model[1][0]
-        model[0].requires_grad_(True)
-        assert [walked() for _ in range(2)] == [1, 0]
-        model[2].weight.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"'2\.weight' was unfrozen"):
-            walked()
-        model[2].weight.requires_grad_(False)
-        assert [walked() for _ in range(2)] == [1, 0]
-        kept = model[0]._parameters["bias"]
-        model[0]._parameters["bias"] = nn.Parameter(torch.zeros(2))
-        with pytest.raises(RuntimeError, match=r"'0\.bias' was replaced"):
-            walked()
-        model[0]._parameters["bias"] = kept
-        assert [walked() for _ in range(2)] == [1, 0]

@@ -1,0 +1,52 @@
+"""Ranks that hold different parts of the weights skip the same steps."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import DistributedGradScaler, GradientSync
+from distdl_rma.layers import DistributedLinear
+from tests.layers.sequential import shard
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.mpi(min_size=2)
+def test_blocks_of_weights_need_the_scaler_of_all_ranks(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    P_w = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer = DistributedLinear(P_x, P_x, P_w, 4, 2 * comm.size, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = DistributedGradScaler(P_world, init_scale=64.0)
+    sync = GradientSync(layer, P_world)
+    for step in range(2):
+        optimizer.zero_grad()
+        y = layer(shard(P_x, torch.ones(1, 4)))
+        # Only the block of rank 0 overflows.
+        scaler.scale(y.sum() * (math.inf if step == 0 and comm.rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 0:
+            assert torch.equal(layer.weight, before), "skipped on all ranks"
+            assert scaler.get_scale() == 32.0
+    torch.testing.assert_close(layer.weight.detach(), before - 1.0)
+    sync.close()
+
+
+def test_a_scaler_under_another_default_type(P_world, monkeypatch):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        plain = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        scaler = DistributedGradScaler(P_world, init_scale=4.0)
+        with GradientSync(plain, P_world):
+            scaler.scale(plain(torch.full((1, 2), math.inf)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+    finally:
+        torch.set_default_dtype(before)
