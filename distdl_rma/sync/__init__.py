@@ -1,4 +1,9 @@
-"""Training aids: gradients summed over ranks, their global norm, and scaling for short types."""
+"""Training aids: gradients summed over ranks, their global norm, and scaling for short types.
+
+Who decides which ranks sum a weight's gradient: ``claims``. Whether all ranks say the same: ``consensus``.
+What is synchronised, and whether it changed since: ``registry``. What travels together: ``bucket``. What
+happens in a backward: ``gradients``.
+"""
 
 from distdl_rma.sync.gradients import GradientSync
 from distdl_rma.sync.scaler import DistributedGradScaler

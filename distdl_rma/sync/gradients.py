@@ -22,7 +22,7 @@ from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot
 from distdl_rma.sync.claims import taken
 from distdl_rma.sync.clipping import GradientNorms
-from distdl_rma.sync.plain_modules import warn_of_drift, warn_of_shortsighted
+from distdl_rma.sync.plain_modules import warn_of_pitfalls
 from distdl_rma.sync.registry import Options, Registry
 
 _BUCKET_NBYTES = 1 << 20
@@ -139,11 +139,11 @@ class GradientSync(Uncopyable):
             moved, slots = addition.moved, addition.slots()
             leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
             made = self._maker.make(_left_of(leaving, moved), [each for each in slots if _travels(each[0])])
+        self._buckets += made
         try:
             addition.equalise()
             self._drop(leaving, moved)
             for bucket in made:
-                self._buckets.append(bucket)
                 bucket.connect()
                 for slot in bucket.slots:
                     self._adopt(slot, bucket)
@@ -153,8 +153,7 @@ class GradientSync(Uncopyable):
         except BaseException:
             self.release()
             raise
-        warn_of_shortsighted(module, self._machine)
-        warn_of_drift(addition.drifted, self._machine)
+        warn_of_pitfalls(module, addition.drifted, self._machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -31,21 +31,11 @@ def generator_state() -> list[int]:
     return [torch.initial_seed(), fingerprint(torch.get_rng_state().numpy().tobytes())]
 
 
-def warn_of_drift(layers: Sequence[str], machine: Machine) -> None:
-    """Warn that equally seeded generators have drifted apart, on the first rank of the machine; local."""
-    if layers and machine.rank == machine.ranks[0]:
-        warnings.warn(
-            "GradientSync: the ranks were seeded alike, and their generators of random numbers are in"
-            f" different states now. If that is since weights of {', '.join(map(repr, layers))} were filled,"
-            " of which ranks keep different parts, fill them by model.apply(function) or under"
-            " whole_parameters(model)",
-            stacklevel=3,
-        )
-
-
-def warn_of_shortsighted(model: nn.Module | None, machine: Machine) -> None:
-    """Warn of such modules, on the first rank of the machine; local."""
-    wrong = "" if model is None or machine.rank != machine.ranks[0] else shortsighted(model)
+def warn_of_pitfalls(model: nn.Module | None, drifted: Sequence[str], machine: Machine) -> None:
+    """Warn of modules that see too little, and of generators that drifted apart, on the first rank; local."""
+    if machine.rank != machine.ranks[0]:
+        return
+    wrong = "" if model is None else shortsighted(model)
     if wrong:
         warnings.warn(
             f"GradientSync: {wrong}: plain modules see only the shard of their rank, and the layers of this"
@@ -53,18 +43,21 @@ def warn_of_shortsighted(model: nn.Module | None, machine: Machine) -> None:
             " distributed layers",
             stacklevel=3,
         )
+    if drifted:
+        warnings.warn(
+            "GradientSync: the ranks were seeded alike, and their generators of random numbers are in"
+            f" different states now. If that is since weights of {', '.join(map(repr, drifted))} were filled,"
+            " of which ranks keep different parts, fill them by model.apply(function) or under"
+            " whole_parameters(model)",
+            stacklevel=3,
+        )
 
 
 def shortsighted(model: nn.Module) -> str:
     """Plain modules that look at more than one place of an image, in a model whose layers all split images.
 
-    Where one of the layers has a whole image on a rank, plain modules may be meant for that, and nothing is
-    said. Local.
-
-    Returns
-    -------
-    str
-        Their names and kinds; empty if there are none.
+    Their names and kinds, empty if there are none. Where one of the layers has a whole image on a rank, plain
+    modules may be meant for that, and nothing is said. Local.
     """
     layers = [part for part in model.modules() if isinstance(part, DistributedLayer)]
     splits = [split for layer in layers for split in _splits_of(layer)]

@@ -1,8 +1,9 @@
-"""Loss scaling where ranks hold different parts of the weights."""
+"""Scaling of losses for short types, where ranks hold different parts of the weights."""
 
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,8 @@ from distdl_rma.ops.uncompiled import uncompiled
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 
-class _InReals:
-    """The parameters of an optimizer, complex ones as pairs of real ones: what torch can unscale."""
-
-    def __init__(self, optimizer: Any) -> None:
-        groups = optimizer.param_groups
-        self.param_groups = [{"params": [_in_reals(p) for p in group["params"]]} for group in groups]
-
-
 def _in_reals(parameter: torch.Tensor) -> torch.Tensor:
+    # A complex parameter as pairs of real ones: what torch can unscale.
     if parameter.grad is None or not parameter.is_complex():
         return parameter
     pairs = torch.view_as_real(parameter.detach())
@@ -57,7 +51,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
     @uncompiled
     def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
         # What torch itself overrides for parameters in shards.
-        found = super()._unscale_grads_(_InReals(optimizer), *arguments)  # type: ignore[arg-type]
+        groups = [{"params": [_in_reals(p) for p in group["params"]]} for group in optimizer.param_groups]
+        in_reals: Any = SimpleNamespace(param_groups=groups)
+        found = super()._unscale_grads_(in_reals, *arguments)
         self._found.active[:] = max((float(flag) for flag in found.values()), default=0.0)
         self._found.start()
         anywhere = float(self._found.wait()[0])
