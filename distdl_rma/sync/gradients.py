@@ -213,17 +213,11 @@ class GradientSync(Uncopyable):
         ``in_place_nbytes``, gradients that layers of this library put into the segment, and
         ``copied_nbytes``, those that had to be copied there after the layer's backward.
         """
+        sizes = ("nbytes", "in_place_nbytes", "copied_nbytes")
         return [
-            {
-                "name": bucket.name,
-                "ranks": bucket.kind.ranks,
-                "dtype": bucket.kind.dtype,
-                "divisor": bucket.kind.divisor,
-                "parameters": [slot.entry.name for slot in bucket.slots],
-                "nbytes": bucket.nbytes,
-                "in_place_nbytes": bucket.in_place_nbytes,
-                "copied_nbytes": bucket.copied_nbytes,
-            }
+            {"name": bucket.name, **bucket.kind._asdict()}
+            | {"parameters": [slot.entry.name for slot in bucket.slots]}
+            | {size: getattr(bucket, size) for size in sizes}
             for bucket in self._buckets
         ]
 
@@ -253,10 +247,7 @@ class GradientSync(Uncopyable):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.release()
+        (self.close if error is None else self.release)()
 
     @property
     def _slots(self) -> Iterator[GradientSlot]:

@@ -89,17 +89,16 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         self.P_w, self.placement, self.weights = P_w, placement, placement
         self.in_features, self.out_features = as_int(in_features), as_int(out_features)
         self.grid = LinearGrid(P_w, self.in_features, self.out_features)
-        stores = {"weight": self._weight_placement()} | ({"bias": self._bias_placement()} if bias else {})
-        self.place(linear_values(self.in_features, self.out_features, bias, dtype), stores)
+        values, placements = (
+            linear_values(self.in_features, self.out_features, bias, dtype),
+            self._placements(),
+        )
+        self.place(values, {key: placements[key] for key, value in values.items() if value is not None})
 
-    def _weight_placement(self) -> Placement:
-        return self._block_placement(self.grid.weight)
-
-    def _bias_placement(self) -> Placement:
-        return self._block_placement(self.grid.bias)
-
-    def _block_placement(self, blocks: Decomposition) -> Placement:
-        return block_placement(blocks, self.placement if self.grid.blocks > 1 else "replicated")
+    def _placements(self) -> dict[str, Placement]:
+        blocks = {"weight": self.grid.weight, "bias": self.grid.bias}
+        pattern = self.placement if self.grid.blocks > 1 else "replicated"
+        return {key: block_placement(block, pattern) for key, block in blocks.items()}
 
     def plan(self, facts: dict[int, InputFacts]) -> SplitLinear:
         """Operator for an input."""
@@ -220,16 +219,12 @@ class _Zero(DistributedLinear):
         """Bytes of segment that this rank holds to gather the weight and to scatter its gradient."""
         return 0 if self._matrix is None else self._matrix.nbytes_staged
 
-    def _weight_placement(self) -> Placement:
-        return (
-            Placement(self.grid.zero_weight(self._cuts))
-            if self.grid.blocks > 1
-            else super()._weight_placement()
-        )
-
-    def _bias_placement(self) -> Placement:
+    def _placements(self) -> dict[str, Placement]:
         grid = self.grid
-        return Placement(grid.zero_bias(), grid.bias) if grid.blocks > 1 else super()._bias_placement()
+        if grid.blocks == 1:
+            return super()._placements()
+        weight = Placement(grid.zero_weight(self._cuts))
+        return {"weight": weight, "bias": Placement(grid.zero_bias(), grid.bias)}
 
     def _operation(self, source: Decomposition, dtype: torch.dtype) -> ZeroLinear:
         return ZeroLinear(self.site, source, self.grid, self.P_y, dtype, self._matrix)

@@ -97,6 +97,17 @@ def test_state_is_that_of_the_sequential_layer(P_world, comm, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_torchs_by_isinstance_and_are_reset_as_torchs_are(P_world, comm, kind):
+    layer, sequential = twins(kind, grid_of(P_world))
+    assert isinstance(layer, nn.Linear)
+    for net in (layer, sequential):
+        torch.manual_seed(2)
+        net.reset_parameters()
+    for key, value in gather_state_dict(layer).items():
+        assert torch.equal(value, sequential.state_dict()[key])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_shapes_may_change_from_call_to_call(P_world, comm, kind):
     P = grid_of(P_world, 3)
     layer, sequential = twins(kind, P)
@@ -275,6 +286,9 @@ def test_rules_are_checked_at_construction(P_world, comm):
         ZERO[0](plane, 3, plane)
     with pytest.raises(ArgumentError, match=r"placement is one of \('replicated', 'root'\), got 'sharded'"):
         AG(plane, 3, 4, weights="sharded")
+    with pytest.raises(ArgumentError, match="placement='root' and weights='replicated' mean the same"):
+        AG(plane, 3, 4, placement="root", weights="replicated")
+    assert ZERO[0](plane, 3, 4).placement == "cut" and AG(plane, 3, 4, weights="root").placement == "root"
     with pytest.raises(UnsupportedError, match="tensors live on the CPU, got device 'meta'"):
         RS(plane, 3, 4, device="meta")
     with pytest.raises(UnsupportedError, match=r"dtype is one of .*, got torch.int32"):
