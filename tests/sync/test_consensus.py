@@ -3,8 +3,11 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
 
-from distdl_rma.sync.consensus import problems
+from distdl_rma.sync.claims import Claim, ParameterEntry
+from distdl_rma.sync.consensus import problems, statement
 
 HEAD = {
     "name": "head",
@@ -110,3 +113,30 @@ def test_thousand_ranks_are_compared_at_once():
     assert first(words) is None
     words[1000][0]["ranks"] = [1000]
     assert "on rank 1001 but [1000] on rank 1000" in " ".join(problems(words))
+
+
+def claim_of(module, ranks=(0, 1), **callbacks):
+    for name, callback in callbacks.items():
+        setattr(module, name, callback)
+    entries = [ParameterEntry(p, f"head.{key}", [(module, key)]) for key, p in module.named_parameters()]
+    return Claim(module, "head", (0, 1), entries, ranks=ranks)
+
+
+def test_a_statement_has_what_the_ranks_compare():
+    assert statement(claim_of(nn.Linear(3, 4, bias=False))) == HEAD | {"holders": ()}
+    said = statement(claim_of(nn.Linear(3, 4, bias=False), ranks=(1,), get_sizeof_gradients=lambda: 7))
+    assert said["ranks"] == (1,) and said["nbytes"] == [7, 48]
+    said = statement(claim_of(nn.Linear(3, 4), get_ranks_synch_norm=lambda: [1], get_sizeof_norm=lambda: 2))
+    assert said["answers"] == {"get_ranks_synch_norm": [[1], []], "get_sizeof_norm": [2, 0]}
+    assert statement(claim_of(nn.BatchNorm1d(2)).without(set()))["new"] is False
+
+
+def test_callbacks_that_raise_and_shared_parameters_that_part_are_complaints():
+    said = statement(claim_of(nn.Linear(3, 4), get_sizeof_gradients=lambda: 1 / 0))
+    assert said["complaint"].startswith("a callback gives no such thing: ZeroDivisionError")
+    owner = Claim(None, "trunk", (0, 1), ranks=(0, 1))
+    sharing = Claim(None, "head", (0, 1), ranks=(1,))
+    sharing.shared.append((owner, ParameterEntry(nn.Parameter(torch.zeros(2)), "trunk.weight", [])))
+    assert statement(sharing)["complaint"] == (
+        "'trunk.weight' is shared with 'trunk' and summed over [0, 1] there but over [1] here"
+    )
