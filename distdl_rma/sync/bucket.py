@@ -203,12 +203,8 @@ class BucketMaker:
     def make(self, *rows: Sequence[Sequence[GradientSlot]]) -> list[Bucket]:
         """Buckets of lists that travel as a whole, row by row, with their memory; collective, blocking.
 
-        Nothing is taken from the layers yet, and the ranks of a bucket have not met in it.
-
-        Raises
-        ------
-        DistdlError
-            On all ranks with the same words, if some rank cannot make its own; nothing has changed then.
+        Nothing is taken from the layers yet, and the ranks of a bucket have not met in it. If some rank
+        cannot make its own, all raise its error, and nothing has changed.
         """
         self._attempts += 1
         numbers, made, failure = self._numbers.copy(), list[Bucket](), list[str]()

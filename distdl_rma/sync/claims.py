@@ -1,4 +1,7 @@
-"""Who decides which ranks sum a weight's gradient: modules, by ``get_ranks_synch_weights()``."""
+"""Who decides which ranks sum a weight's gradient: modules, by ``get_ranks_synch_weights()``.
+
+Layers that no ``GradientSync`` has taken over ask themselves: ``Parameters.summed_over``.
+"""
 
 from __future__ import annotations
 

@@ -49,12 +49,8 @@ def agree(
 
     ``refusal`` is what is wrong on this rank otherwise, empty if nothing is; ``title`` is for messages;
     ``generator`` has seed and state of this rank's random numbers, if they matter. Returns whether
-    generators with one seed are in different states.
-
-    Raises
-    ------
-    ConfigurationError
-        On all ranks with the same words, if something does not fit together.
+    generators with one seed are in different states. What does not fit together is a
+    ``ConfigurationError``, on all ranks with the same words.
     """
     mine = {
         "refusal": refusal,
@@ -68,8 +64,8 @@ def agree(
         if words["refusal"]:
             raise ConfigurationError(f"GradientSync: on rank {rank}: {words['refusal']}")
         for key, value in expected["options"].items():
-            if words["options"][key] != value:
-                other = words["options"][key]
+            other = words["options"][key]
+            if other != value:
                 raise ConfigurationError(
                     f"GradientSync: {key} is {value} on rank {first} but {other} on rank {rank}"
                 )

@@ -133,12 +133,8 @@ class Registry:
         """Add a module with its callbacks, or those given, unless the body raises; collective, blocking.
 
         ``refusal`` is why this rank cannot add anything now, empty if it can; the rest is as of
-        ``GradientSync.register``. After an error, here or in the body, nothing has changed.
-
-        Raises
-        ------
-        ConfigurationError
-            On all ranks, if something does not fit together.
+        ``GradientSync.register``. What does not fit together is a ``ConfigurationError`` on all ranks. After
+        an error, here or in the body, nothing has changed.
         """
         self._attempts += 1
         prefix = name or ("" if self._attempts == 1 else f"module {self._attempts}")

@@ -166,9 +166,9 @@ class DistributedLinearAllGather(DistributedLinear):
 class DistributedLinearReduceScatter(DistributedLinear):
     """Linear layer with the input features of its weight cut over the model-parallel workers.
 
-    The workers are the ranks of P_x: its first extent counts the data-parallel blocks, the others
-    multiplied the model-parallel workers of each. Every worker computes with its block of input features;
-    the results are summed and scattered. For fewer output than input features.
+    The workers are the ranks of P_x, counted as for :class:`DistributedLinearAllGather`. Every worker
+    computes with its block of input features; the results are summed and scattered. For fewer output than
+    input features.
 
     Parameters
     ----------
@@ -231,12 +231,11 @@ class _Zero(DistributedLinear):
 
 
 class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
-    """Linear layer with all-gather whose weight is also cut over the data-parallel workers, as in ZeRO.
+    """As :class:`DistributedLinearAllGather`, and each worker keeps only a share of its rows: ZeRO.
 
-    As :class:`DistributedLinearAllGather`, but each worker keeps only a share of its rows of the weight: the
-    data-parallel workers cut the input features, and each worker's block of the bias. A forward gathers the
-    rows, computes, and lets go of them; a backward gathers them again and reduce-scatters their gradient.
-    Placement is ``"cut"``.
+    The data-parallel workers cut the input features of the weight, and each worker's block of the bias. A
+    forward gathers the rows, computes, and lets go of them; a backward gathers them again and
+    reduce-scatters their gradient. Placement is ``"cut"``.
 
     Notes
     -----
@@ -245,12 +244,10 @@ class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
 
 
 class DistributedLinearReduceScatterZero(_Zero, DistributedLinearReduceScatter):
-    """Linear layer with reduce-scatter whose weight is also cut over the data-parallel workers, as in ZeRO.
+    """As :class:`DistributedLinearReduceScatter`, and each worker keeps only a share of its columns: ZeRO.
 
-    As :class:`DistributedLinearReduceScatter`, but each worker keeps only a share of its columns of the
-    weight: the data-parallel workers cut the output features, of the bias too. A forward gathers the
-    columns, computes, and lets go of them; a backward gathers them again and reduce-scatters their gradient.
-    Placement is ``"cut"``.
+    The data-parallel workers cut the output features, of the bias too; the rest is as for
+    :class:`DistributedLinearAllGatherZero`.
 
     Notes
     -----
