@@ -14,7 +14,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.claims import ParameterEntry, taken
-from distdl_rma.sync.consensus import told_by_all
+from distdl_rma.sync.consensus import gather_words
 
 
 class BucketKind(NamedTuple):
@@ -52,7 +52,7 @@ class GradientSlot:
         """Whether that is more than zeros."""
         return self.pending and bool(self.parameter.grad.any())  # type: ignore[union-attr]
 
-    def adopt(self, offer: Callable[[], torch.Tensor | None]) -> None:
+    def take_over(self, offer: Callable[[], torch.Tensor | None]) -> None:
         """Have the layers leave the summing to a GradientSync, and write the gradient where it offers."""
         for placed, key in self.entry.placed:
             placed.take_over(key, self.parameter, offer)
@@ -132,7 +132,7 @@ class Bucket:
         self._missing -= 1
         return not self._missing
 
-    def launch(self) -> None:
+    def start(self) -> None:
         """Start the allreduce; gradients that did not come count as zero."""
         places, flags = self._active()
         for slot in self.slots if self._missing else ():
@@ -145,7 +145,7 @@ class Bucket:
         self._written = None
         self.allreduce.start()
 
-    def hand_out(self) -> None:
+    def wait(self) -> None:
         """Wait, and hand the sums to the parameters."""
         gradients, flags = self._in(self.allreduce.wait())
         for slot, gradient, ranks_with_gradient in zip(self.slots, gradients, flags.tolist(), strict=True):
@@ -218,7 +218,7 @@ class BucketMaker:
             failure = [type(error).__name__, str(error)]
             # What the ranks say to each other needs memory too.
             self._discard(made)
-        failures = told_by_all(self._machine, failure, f"GradientSync (memory {self._attempts})")
+        failures = gather_words(self._machine, failure, f"GradientSync (memory {self._attempts})")
         for rank, said in failures.items():
             if said:
                 self._numbers = numbers

@@ -29,7 +29,7 @@ _OTHERS = tuple(
 _HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
 
 
-def told_by_all(machine: Machine, words: Any, title: str) -> dict[int, Any]:
+def gather_words(machine: Machine, words: Any, title: str) -> dict[int, Any]:
     """What every rank of the machine says, by rank id in its order; collective, blocking."""
     said: dict[int, Any] = {}
     for text, ranks in gather_bytes(machine.segments, json.dumps(words).encode(), title).items():
@@ -58,7 +58,7 @@ def agree(
         "claims": [statement(claim) for claim in claims],
         "generator": generator,
     }
-    said = told_by_all(machine, mine, title)
+    said = gather_words(machine, mine, title)
     first, expected = next(iter(said.items()))
     for rank, words in said.items():
         if words["refusal"]:

@@ -146,10 +146,10 @@ class GradientSync(Uncopyable):
             for bucket in made:
                 bucket.connect()
                 for slot in bucket.slots:
-                    self._adopt(slot, bucket)
+                    self._take_over(slot, bucket)
             for slot in chain.from_iterable(slots):
                 if not _travels(slot):
-                    self._adopt(slot, None)
+                    self._take_over(slot, None)
         except BaseException:
             self.release()
             raise
@@ -265,7 +265,7 @@ class GradientSync(Uncopyable):
             slot.release()
             self._alone.remove(slot)
 
-    def _adopt(self, slot: GradientSlot, bucket: Bucket | None) -> None:
+    def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
         taken[parameter] = True
@@ -274,13 +274,13 @@ class GradientSync(Uncopyable):
             slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
             if any(len(placed.holders) > 1 for placed, _ in slot.entry.placed):
                 # Its user says that nobody else is to sum it.
-                slot.adopt(lambda: None)
+                slot.take_over(lambda: None)
             return
         slot.handles = [
             parameter.register_hook(partial(self._computed, slot)),
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot)),
         ]
-        slot.adopt(lambda: None if self._paused else bucket.offer(slot))
+        slot.take_over(lambda: None if self._paused else bucket.offer(slot))
 
     def _begin(self) -> None:
         # The first gradient of a backward, whichever it is: other ranks may wait for this one's others.
@@ -342,7 +342,7 @@ class GradientSync(Uncopyable):
             return
         self._on_the_way -= 1
         if bucket.put(slot):
-            _profiled("start", bucket, bucket.launch)
+            _profiled("start", bucket, bucket.start)
         # What travels advances while backward computes the next gradients.
         self._machine.segments.progress()
 
@@ -353,9 +353,9 @@ class GradientSync(Uncopyable):
             self._refuse()
             for bucket in self._buckets:
                 if not bucket.allreduce.running:
-                    _profiled("start", bucket, bucket.launch)
+                    _profiled("start", bucket, bucket.start)
             for bucket in self._buckets:
-                _profiled("wait", bucket, bucket.hand_out)
+                _profiled("wait", bucket, bucket.wait)
         finally:
             self._in_backward, self._on_the_way = False, 0
             for bucket in self._buckets:
