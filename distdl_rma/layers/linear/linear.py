@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
-from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
@@ -21,7 +20,7 @@ from distdl_rma.layers.core.placement import Placement, block_placement
 from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, IN, OUT, ROWS, LinearGrid, grid_of_workers
 from distdl_rma.ops.linear.split_linear import SplitLinear
-from distdl_rma.ops.linear.zero_linear import ShardedMatrix, ZeroLinear
+from distdl_rma.ops.linear.zero_linear import ShardedMatrix
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,12 +105,13 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         for rank, fact in facts.items():
             if fact.weights != dtype:
                 raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
-        return self._operation(source, dtype)
-
-    def _operation(self, source: Decomposition, dtype: torch.dtype) -> SplitLinear:
         placed = self.placed
         places = None if placed is None else lambda: placed.offered if placed.taken_over else None
-        return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places)
+        return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places, self._matrix)
+
+    @property
+    def _matrix(self) -> ShardedMatrix | None:
+        return None
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
@@ -225,9 +225,6 @@ class _Zero(DistributedLinear):
             return super()._placements()
         weight = Placement(grid.zero_weight(self._cuts))
         return {"weight": weight, "bias": Placement(grid.zero_bias(), grid.bias)}
-
-    def _operation(self, source: Decomposition, dtype: torch.dtype) -> ZeroLinear:
-        return ZeroLinear(self.site, source, self.grid, self.P_y, dtype, self._matrix)
 
 
 class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):

@@ -10,8 +10,10 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.linear.linear_function import Offer, linear_function
 from distdl_rma.ops.linear.linear_grid import LinearGrid
+from distdl_rma.ops.linear.zero_linear import ShardedMatrix, zero_linear
 from distdl_rma.ops.movement import CallSite, movement_or_none
 from distdl_rma.ops.operation import GatherComputeScatter
 
@@ -20,7 +22,9 @@ class SplitLinear(GatherComputeScatter):
     """``y = x W^T + b`` with ``W`` and ``b`` in blocks on a grid of ranks; output in balanced shards on P_y.
 
     With one column it is the all-gather form, with one row the reduce-scatter form. ``places`` is asked in
-    each call who says where the gradients of parameters are to be written, if anybody does.
+    each call who says where the gradients of parameters are to be written, if anybody does. In the ZeRO forms
+    ``matrix`` gathers the weight, of which the data-parallel blocks keep shards; inputs of several shapes
+    share one.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class SplitLinear(GatherComputeScatter):
         P_y: Partition,
         dtype: torch.dtype,
         places: Callable[[], Offer | None] | None = None,
+        matrix: ShardedMatrix | None = None,
     ) -> None:
         if source.shape[-1] != grid.in_features:
             raise ShapeError(
@@ -42,21 +47,27 @@ class SplitLinear(GatherComputeScatter):
         super().__init__(site, source.partition.active, grid.P_w.active, owned)
         self.gather = movement_or_none(site, source, read, dtype, "gather")
         self.scatter = movement_or_none(site, made, owned, dtype, "scatter")
-        self._adds_bias, self._places = grid.adds_bias, places
+        self._adds_bias, self._places, self._matrix = grid.adds_bias, places, matrix
         self._shape, self._dtype = read.box(site.machine.rank).shape, dtype
 
-    def shaped(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank computes with; a tensor without elements in the shape and type that it must have."""
-        return x if x.numel() else x.to(self._dtype).reshape(self._shape)
-
-    def bias_among(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Block of the bias that this rank adds, if there is one."""
-        return weights.get("bias") if self._adds_bias else None
+    def carry_out(
+        self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Partial outputs of this rank's block of the weight; blocking where that has to be gathered."""
+        if not x.numel():
+            # What has no elements may have come in any shape and type.
+            x = x.to(self._dtype).reshape(self._shape)
+        if self._matrix is None:
+            return super().carry_out(needs, x, weights)
+        return zero_linear(self._matrix, needs, x, weights["weight"], self._bias_among(weights))
 
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
-        weight, bias, offer = weights["weight"], self.bias_among(weights), self._places and self._places()
+        weight, bias, offer = weights["weight"], self._bias_among(weights), self._places and self._places()
         # What was moved or cast on its way here is no leaf: its gradient is not yet the parameter's.
         if offer is not None and weight.is_leaf and (bias is None or bias.is_leaf):
-            return linear_function(self.shaped(x), weight, bias, offer)
-        return F.linear(self.shaped(x), weight, bias)
+            return linear_function(x, weight, bias, offer)
+        return F.linear(x, weight, bias)
+
+    def _bias_among(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        return weights.get("bias") if self._adds_bias else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.autograd import GradientNeeds, anchor, first_derivative
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, ROWS, LinearGrid
-from distdl_rma.ops.linear.split_linear import SplitLinear
 from distdl_rma.ops.movement import CallSite, Movement, OneWay
 from distdl_rma.ops.set_up_transfer import PASS_NBYTES
 
@@ -95,46 +93,25 @@ class ShardedMatrix:
         return movement
 
 
-class ZeroLinear(SplitLinear):
-    """``y = x W^T + b`` where the data-parallel blocks keep shards of the weight: gathered for each product.
+def zero_linear(
+    matrix: ShardedMatrix,
+    needs: GradientNeeds,
+    x: torch.Tensor,
+    shard: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``x W^T + b`` with a weight that is gathered for it, and again for the backward.
 
-    Only the shard is kept for the backward, which gathers again and reduce-scatters the gradient. Operations
-    for inputs of several shapes share one ``matrix``; None where nothing is cut.
+    Only the shard is kept in between. Collective over the group of the matrix, and so is the backward: what
+    of it there is, is what any rank ``needs``.
     """
-
-    def __init__(
-        self,
-        site: CallSite,
-        source: Decomposition,
-        grid: LinearGrid,
-        P_y: Partition,
-        dtype: torch.dtype,
-        matrix: ShardedMatrix | None,
-    ) -> None:
-        super().__init__(site, source, grid, P_y, dtype)
-        self._matrix = matrix
-
-    def carry_out(
-        self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Partial outputs of a block of the weight that is gathered for it; collective over the group."""
-        if self._matrix is None:
-            return super().carry_out(needs, x, weights)
-        x = self.shaped(x)
-        # In rows, and shaped outside: torch would refuse to change a view that an operation made within.
-        y: torch.Tensor = _ZeroProduct.apply(  # type: ignore[no-untyped-call]
-            x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2),
-            weights["weight"],
-            self.bias_among(weights),
-            anchor(needs.any),
-            self._matrix,
-            needs,
-        )
-        return y.view(*x.shape[:-1], y.shape[-1])
+    # In rows, and shaped outside: torch would refuse to change a view that an operation made within.
+    rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _ZeroProduct(torch.autograd.Function):
-    # Collective over the group of the shards, and so is the backward: what any rank needs of it, all make.
     @staticmethod
     def forward(
         ctx: Any,

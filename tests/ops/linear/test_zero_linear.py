@@ -8,7 +8,8 @@ from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition
 from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.linear.linear_grid import IN, OUT, LinearGrid
-from distdl_rma.ops.linear.zero_linear import ShardedMatrix, ZeroLinear
+from distdl_rma.ops.linear.split_linear import SplitLinear
+from distdl_rma.ops.linear.zero_linear import ShardedMatrix
 from distdl_rma.ops.movement import CallSite
 
 pytestmark = pytest.mark.mpi
@@ -42,7 +43,7 @@ def test_a_product_with_a_sharded_weight_equals_that_with_the_whole_one(P_world,
     torch.manual_seed(0)
     x, weight = torch.randn(4, 6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
     source, store = Decomposition.balanced(rows, x.shape), grid.zero_weight(cuts)
-    operation = ZeroLinear(site(P_world), source, grid, rows, torch.float64, matrix)
+    operation = SplitLinear(site(P_world), source, grid, rows, torch.float64, matrix=matrix)
     shard = weight[store.slices()].clone().requires_grad_()
     local = x[source.slices()].clone().requires_grad_()
     out = operation(GradientNeeds(True, True), local, weight=shard)
