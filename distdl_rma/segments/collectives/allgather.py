@@ -10,8 +10,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.geometry.split import Listed
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.double_buffered import Collective
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_lengths
+from distdl_rma.segments.collectives.engine.node_layout import check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
@@ -43,25 +44,19 @@ class Allgather(Collective):
         dtype: npt.DTypeLike = np.float32,
         name: str = "allgather",
     ) -> None:
-        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        self.counts, self.dtype = check_lengths(count, len(layout.ranks), name), np.dtype(dtype)
-        super().__init__(_ByNodes(manager, layout, self.counts, self.dtype, name))
+        site = CollectiveSite.checked(manager, ranks, name)
+        self.counts, self.dtype = check_lengths(count, len(site.layout.ranks), name), np.dtype(dtype)
+        super().__init__(_ByNodes(site, self.counts, self.dtype))
 
 
 class _ByNodes(SteppedAlgorithm):
-    def __init__(
-        self,
-        manager: SegmentManager,
-        layout: NodeLayout,
-        counts: tuple[int, ...],
-        dtype: np.dtype[Any],
-        name: str,
-    ) -> None:
+    def __init__(self, site: CollectiveSite, counts: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        layout = site.layout
         leaders = layout.leaders(layout.ranks[0])
         self._leader = leaders[layout.my_node]
         self._leads = self._leader == layout.me
         across, terms = leaders if self._leads else (), f"collective=AllGather\ncounts={counts}"
-        super().__init__(manager, layout, sum(counts), dtype, across, name, terms)
+        super().__init__(site, sum(counts), dtype, across, terms)
         split = Listed(counts)
         self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         self.operands = tuple(vector[self._parts[layout.me]] for vector in self.vectors)

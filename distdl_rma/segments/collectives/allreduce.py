@@ -10,8 +10,9 @@ from mpi4py import MPI
 
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.double_buffered import Collective
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count
+from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
 from distdl_rma.segments.collectives.engine.share_reduction import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
@@ -68,12 +69,12 @@ class Allreduce(Collective):
     ) -> None:
         self.element = element_of(dtype, name)
         self.count, self.dtype, self.op = check_count(count, name), self.element.storage, op
-        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        size = len(layout.ranks)
+        site = CollectiveSite.checked(manager, ranks, name)
+        size = len(site.layout.ranks)
         reduction = Reduction(op, self.element, size if divisor is None else divisor, name)
         pushes = all_push_is_better(size, self.count * self.dtype.itemsize, one_round)
         algorithm = _ByAllPush if pushes else _ByNodes
-        super().__init__(algorithm(manager, layout, self.count, reduction, name))
+        super().__init__(algorithm(site, self.count, reduction))
 
 
 def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
@@ -87,10 +88,9 @@ class _ByAllPush:
 
     needs_progress = False
 
-    def __init__(
-        self, manager: SegmentManager, layout: NodeLayout, count: int, reduction: Reduction, name: str
-    ) -> None:
-        self.manager, self.ranks, self.name = manager, layout.ranks, name
+    def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:
+        manager, layout, name = site
+        self.site = site
         terms = f"collective=Allreduce in one round\n{reduction.terms}"
         self._all_push = AllPush(manager, layout.ranks, count, reduction.element.storage, name, terms)
         me, rows = layout.ranks.index(layout.me), self._all_push.rows
@@ -140,12 +140,11 @@ def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[]
 class _ByNodes(ShareReduction):
     """Some ranks of a node reduce a share each; those with the same share on other nodes combine them."""
 
-    def __init__(
-        self, manager: SegmentManager, layout: NodeLayout, count: int, reduction: Reduction, name: str
-    ) -> None:
-        share, element, number = layout.share(count), reduction.element, len(layout.nodes)
+    def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:
+        layout, element = site.layout, reduction.element
+        share, number = layout.share(count), len(layout.nodes)
         size = share.stop - share.start
-        super().__init__(manager, layout, count, size, reduction, name, "collective=Allreduce")
+        super().__init__(site, count, size, reduction, "collective=Allreduce")
         self._share = share
         # Which of the share is finished on which node.
         self._split = Listed(Balanced(size, number).lengths)

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.double_buffered import Collective
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
+from distdl_rma.segments.collectives.engine.node_layout import check_count, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
@@ -51,8 +52,8 @@ class Alltoall(Collective):
         dtype: npt.DTypeLike = np.float32,
         name: str = "alltoall",
     ) -> None:
-        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        size = len(layout.ranks)
+        site = CollectiveSite.checked(manager, ranks, name)
+        layout, size = site.layout, len(site.layout.ranks)
         if isinstance(count, Sequence):
             check_lengths([0] * len(count), size, name)
             counts = tuple(check_lengths(row, size, name) for row in count)
@@ -61,22 +62,15 @@ class Alltoall(Collective):
         self.dtype = np.dtype(dtype)
         blocks = AlltoallBlocks(layout, counts)
         self.sends, self.receives = blocks.sends(layout.me), blocks.receives(layout.me)
-        super().__init__(_ByNodes(manager, layout, blocks, self.dtype, name))
+        super().__init__(_ByNodes(site, blocks, self.dtype))
 
 
 class _ByNodes(SteppedAlgorithm):
-    def __init__(
-        self,
-        manager: SegmentManager,
-        layout: NodeLayout,
-        blocks: AlltoallBlocks,
-        dtype: np.dtype[Any],
-        name: str,
-    ) -> None:
-        me, terms = layout.me, f"collective=AllToAll\ncounts={blocks.counts}"
+    def __init__(self, site: CollectiveSite, blocks: AlltoallBlocks, dtype: np.dtype[Any]) -> None:
+        layout, me, terms = site.layout, site.layout.me, f"collective=AllToAll\ncounts={blocks.counts}"
         # Operand, and behind the place of the longest one the result.
         split, total = blocks.longest_operand, blocks.longest_operand + blocks.longest_result
-        super().__init__(manager, layout, total, dtype, layout.same_share, name, terms)
+        super().__init__(site, total, dtype, layout.same_share, terms)
         self.operands = tuple(vector[: sum(blocks.sends(me))] for vector in self.vectors)
         self.results = tuple(vector[split : split + sum(blocks.receives(me))] for vector in self.vectors)
         self._loads = [

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.double_buffered import Collective
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count
+from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
@@ -50,26 +51,18 @@ class Bcast(Collective):
         name: str = "broadcast",
     ) -> None:
         self.count, self.dtype = check_count(count, name), np.dtype(dtype)
-        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        self.root = layout.checked_root(root, name)
-        super().__init__(_ByNodes(manager, layout, self.count, self.dtype, self.root, name))
+        site = CollectiveSite.checked(manager, ranks, name)
+        self.root = site.layout.checked_root(root, name)
+        super().__init__(_ByNodes(site, self.count, self.dtype, self.root))
 
 
 class _ByNodes(SteppedAlgorithm):
-    def __init__(
-        self,
-        manager: SegmentManager,
-        layout: NodeLayout,
-        count: int,
-        dtype: np.dtype[Any],
-        root: int,
-        name: str,
-    ) -> None:
-        leaders = layout.leaders(root)
-        self._source = leaders[layout.my_node]
-        self._leads = self._source == layout.me
+    def __init__(self, site: CollectiveSite, count: int, dtype: np.dtype[Any], root: int) -> None:
+        leaders = site.layout.leaders(root)
+        self._source = leaders[site.layout.my_node]
+        self._leads = self._source == site.layout.me
         across, terms = leaders if self._leads else (), f"collective=Broadcast\nroot={root}"
-        super().__init__(manager, layout, count, dtype, across, name, terms)
+        super().__init__(site, count, dtype, across, terms)
         self._root_node = leaders.index(root)
 
     def script(self, parity: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.alltoall import Alltoall
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.broadcast import Bcast
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.reduce import Reduce
 from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager
@@ -22,21 +22,9 @@ from distdl_rma.segments.uncopyable import Shared
 class Group(Shared):
     """Ordered ranks of a machine, this one included; local to construct, and free of any cost.
 
-    What its methods make is owned by the caller, who closes it.
-
-    Parameters
-    ----------
-    manager
-        Segment manager of the machine.
-    ranks
-        Rank ids, unique and in any order; all of the machine if None.
-    name
-        For messages, alike on all ranks.
-
-    Raises
-    ------
-    PartitionError
-        If ranks are listed twice, not of the machine, or without this one.
+    ``ranks`` are rank ids, unique and in any order, all of the machine if None; the ``name`` is for messages,
+    alike on all ranks. ``PartitionError`` if ranks are listed twice, not of the machine, or without this one.
+    What the methods make is owned by the caller, who closes it.
     """
 
     def __init__(
@@ -44,7 +32,7 @@ class Group(Shared):
     ) -> None:
         chosen = manager.ranks if ranks is None else tuple(ranks)
         self.name = name
-        self.ranks = NodeLayout.checked(chosen, manager.segment.direct_nodes, manager.rank, name).ranks
+        self.ranks = CollectiveSite.checked(manager, chosen, name).layout.ranks
         self._manager = manager
         self._barrier: Barrier | None = None
 
@@ -61,18 +49,9 @@ class Group(Shared):
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all ranks of the group have called; blocking, collective.
 
-        Each rank sends O(log P) notifications. It waits for ranks, not for their puts.
-
-        Parameters
-        ----------
-        timeout
-            Seconds, 0 to look once; None for the machine's default.
-
-        Raises
-        ------
-        ExchangeTimeout
-            At the deadline, naming ranks that have not come. The call can be repeated, and this rank
-            counts as having come.
+        Each rank sends O(log P) notifications. It waits for ranks, not for their puts. ``timeout`` is in
+        seconds, 0 to look once, None for the machine's default; ``ExchangeTimeout`` at the deadline names
+        ranks that have not come. The call can be repeated, and this rank counts as having come.
         """
         if self._barrier is None:
             self._manager.check_open()
@@ -82,17 +61,9 @@ class Group(Shared):
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from here to the ranks of the group have arrived there.
 
-        Blocking, not collective. Costs nothing for ranks that nothing was put to.
-
-        Parameters
-        ----------
-        timeout
-            Seconds for all of them together; None for the machine's default.
-
-        Raises
-        ------
-        ExchangeTimeout
-            At the deadline, naming the ranks that have not taken theirs; the call can be repeated.
+        Blocking, not collective. Costs nothing for ranks that nothing was put to. ``timeout`` is in seconds
+        for all of them together, None for the machine's default; ``ExchangeTimeout`` at the deadline names
+        the ranks that have not taken theirs. The call can be repeated.
         """
         self._manager.flush(self.ranks, timeout)
 

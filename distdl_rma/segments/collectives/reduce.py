@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
+from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager
 
@@ -41,7 +42,7 @@ class Reduce(Reducescatter):
         root: int | None = None,
         name: str = "reduce",
     ) -> None:
-        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        layout = CollectiveSite.checked(manager, ranks, name).layout
         self.root, number = layout.checked_root(root, name), check_count(count, name)
         counts = [number if rank == self.root else 0 for rank in layout.ranks]
         super().__init__(manager, ranks, counts, dtype, op, name)

@@ -9,8 +9,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.double_buffered import Collective
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
+from distdl_rma.segments.collectives.engine.node_layout import check_count, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of
 from distdl_rma.segments.collectives.engine.share_reduction import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
@@ -43,8 +44,8 @@ class Reducescatter(Collective):
         name: str = "reduce_scatter",
     ) -> None:
         self.element = element_of(dtype, name)
-        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
-        size = len(layout.ranks)
+        site = CollectiveSite.checked(manager, ranks, name)
+        size = len(site.layout.ranks)
         self.dtype, self.op = self.element.storage, op
         if isinstance(count, Sequence):
             self.counts = check_lengths(count, size, name)
@@ -53,23 +54,18 @@ class Reducescatter(Collective):
         self.count = sum(self.counts)
         reduction = Reduction(op, self.element, size, name)
         terms = f"collective={type(self).__name__}\ncounts={self.counts}"
-        super().__init__(_ByNodes(manager, layout, self.counts, reduction, name, terms))
+        super().__init__(_ByNodes(site, self.counts, reduction, terms))
 
 
 class _ByNodes(ShareReduction):
     def __init__(
-        self,
-        manager: SegmentManager,
-        layout: NodeLayout,
-        counts: tuple[int, ...],
-        reduction: Reduction,
-        name: str,
-        terms: str,
+        self, site: CollectiveSite, counts: tuple[int, ...], reduction: Reduction, terms: str
     ) -> None:
+        layout = site.layout
         self._pieces = layout.scatter_pieces(counts)
         # Elements that this rank reduces for each node.
         self._counts = [sum(piece.size for piece in pieces) for pieces in self._pieces]
-        super().__init__(manager, layout, sum(counts), sum(self._counts), reduction, name, terms)
+        super().__init__(site, sum(counts), sum(self._counts), reduction, terms)
         mine = slice(*Listed(counts).interval(layout.ranks.index(layout.me)))
         self.results = tuple(vector[mine] for vector in self.vectors)
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.wait_reason import WaitReason
 
 # Looks at the flags of a small step before the wait becomes a patient one.
@@ -27,9 +27,7 @@ class Algorithm(Protocol):
         What interrupted a step in the middle; empty if nothing did. Such a step cannot be taken up again.
     """
 
-    manager: SegmentManager
-    ranks: tuple[int, ...]
-    name: str
+    site: CollectiveSite
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     needs_progress: bool
@@ -60,9 +58,11 @@ class Collective:
     order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for
     several of them in different orders.
 
-    What raises in the middle of a step, as a signal handler may, leaves it half done: the exception goes
-    out, and from then on every call raises ``ProtocolError``. Close the collective, and make it anew on all
-    ranks. A timeout is nothing of this kind.
+    Calls out of order raise ``ProtocolError``. Whatever waits takes a ``timeout`` in seconds, 0 to look
+    once, None for the machine's default; it raises ``ExchangeTimeout`` at the deadline, naming the ranks
+    that are missing, and can be repeated. What raises in the middle of a step, as a signal handler may,
+    leaves it half done: the exception goes out, and from then on every call raises ``ProtocolError``. Close
+    the collective, and make it anew on all ranks.
 
     Every collective is made with the segment ``manager`` of a machine, ``ranks`` (rank ids, this one
     included) and a ``name`` for messages, alike on all ranks. Making one raises ``PartitionError`` if ranks
@@ -71,8 +71,8 @@ class Collective:
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
-        self.ranks, self.name = algorithm.ranks, algorithm.name
-        self._manager = algorithm.manager
+        self._manager, layout, self.name = algorithm.site
+        self.ranks = layout.ranks
         self._algorithm = algorithm
         self._operands, self._results = algorithm.operands, algorithm.results
         self._advance = algorithm.advance
@@ -111,14 +111,7 @@ class Collective:
 
         The first ``start`` does it otherwise. Ranks that may start several collectives in different orders
         connect them first, in the same order. Across nodes it makes a communicator once all its ranks are
-        there.
-
-        Raises
-        ------
-        ExchangeTimeout
-            If a rank does not come; the call can be repeated.
-        MismatchError
-            If the ranks do not mean the same collective.
+        there. Raises ``MismatchError`` if the ranks do not mean the same collective.
         """
         self._check()
         if not self._connected:
@@ -126,13 +119,7 @@ class Collective:
             self._connected = True
 
     def start(self) -> None:
-        """Begin a step on ``active`` and flip it; waits for no rank, except that the first one connects.
-
-        Raises
-        ------
-        ProtocolError
-            If a step is running, or one was interrupted.
-        """
+        """Begin a step on ``active`` and flip it; waits for no rank, except that the first one connects."""
         if self._running or self._closed or self._manager.closed:
             self._check()
             raise ProtocolError(f"{self.name!r}: started while a step is running; wait for it first")
@@ -144,11 +131,6 @@ class Collective:
         """Advance the running step; return whether it is complete. Does not block.
 
         True until it is waited for, which then returns at once.
-
-        Raises
-        ------
-        ProtocolError
-            If nothing was started since the last wait, or a step was interrupted.
         """
         self._check()
         if not self._running:
@@ -164,20 +146,7 @@ class Collective:
         return True
 
     def wait(self, timeout: float | None = None) -> Array:
-        """Wait for the running step and return ``result``; blocking.
-
-        Parameters
-        ----------
-        timeout
-            Seconds, 0 to look once; None for the machine's default.
-
-        Raises
-        ------
-        ProtocolError
-            If nothing was started since the last wait, or a step was interrupted.
-        ExchangeTimeout
-            At the deadline, naming the ranks that are missing; the wait can be repeated.
-        """
+        """Wait for the running step and return ``result``; blocking."""
         if self._closed or self._manager.closed:
             self._check()
         if self._running:
@@ -199,14 +168,7 @@ class Collective:
 
         Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
         start the steps that others started take part in them with zeros, and the results are dropped. Not
-        for after ``PeerFailedError``, which ends the whole machine.
-
-        Raises
-        ------
-        ExchangeTimeout
-            If a rank does not call; the call can be repeated.
-        ProtocolError
-            If a step was interrupted: the collective has to be made anew.
+        for after ``PeerFailedError``, which ends the whole machine, nor after an interrupted step.
         """
         self._check()
         self.connect(timeout)

@@ -5,35 +5,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
-from distdl_rma.segments.manager import SegmentManager
 
 _READY, _DONE = range(2)
 
 
 class ShareReduction(SteppedAlgorithm):
-    """A step: all have written their vectors, the holders reduce what they share, all may read.
-
-    Parameters
-    ----------
-    elements
-        Number of elements that this rank reduces.
-    """
+    """A step: all have written their vectors, the holders reduce ``elements`` each, all may read."""
 
     def __init__(
-        self,
-        manager: SegmentManager,
-        layout: NodeLayout,
-        count: int,
-        elements: int,
-        reduction: Reduction,
-        name: str,
-        terms: str,
+        self, site: CollectiveSite, count: int, elements: int, reduction: Reduction, terms: str
     ) -> None:
         storage, terms = reduction.element.storage, f"{terms}\n{reduction.terms}"
-        super().__init__(manager, layout, count, storage, layout.same_share, name, terms)
+        super().__init__(site, count, storage, site.layout.same_share, terms)
         self.reduction, self._elements = reduction, elements
 
     @abstractmethod

@@ -13,9 +13,8 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.engine.between_nodes import BetweenNodes
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.wait_reason import WaitReason
@@ -32,8 +31,8 @@ class SteppedAlgorithm(ABC):
 
     Parameters
     ----------
-    manager, layout, name
-        The machine's segment manager, the ranks by node, and a name for messages, alike on all ranks.
+    site
+        Manager, ranks and name.
     count, dtype
         Number and type of the elements of a rank's vector.
     across
@@ -55,16 +54,10 @@ class SteppedAlgorithm(ABC):
     needs_progress = True
 
     def __init__(
-        self,
-        manager: SegmentManager,
-        layout: NodeLayout,
-        count: int,
-        dtype: np.dtype[Any],
-        across: Sequence[int],
-        name: str,
-        terms: str,
+        self, site: CollectiveSite, count: int, dtype: np.dtype[Any], across: Sequence[int], terms: str
     ) -> None:
-        self.manager, self.layout, self.ranks, self.name = manager, layout, layout.ranks, name
+        manager, layout, name = site
+        self.site, self.manager, self.layout = site, manager, layout
         self._count, self._dtype = count, dtype
         self._terms = f"count={count}\ndtype={dtype}\n{terms}\nranks={layout.ranks}"
         self._stride = aligned(count * dtype.itemsize)
@@ -113,7 +106,7 @@ class SteppedAlgorithm(ABC):
             return {}
         try:
             return self.memory.exchange(
-                others, self.name, fingerprint(self._terms), timeout, terms=self._terms
+                others, self.site.name, fingerprint(self._terms), timeout, terms=self._terms
             )
         except MismatchError:
             # The other nodes would wait for this one.
@@ -158,7 +151,7 @@ class SteppedAlgorithm(ABC):
     def waiting(self) -> WaitReason:
         """Which ranks the step waits for; for messages."""
         ranks, where = self._waits_for
-        what = f"in {self.name!r} (step {self._step}, {where})"
+        what = f"in {self.site.name!r} (step {self._step}, {where})"
         return WaitReason(ranks, what, "did every rank make the same calls?")
 
     def notify(self, phase: int, ranks: Sequence[int]) -> None:
