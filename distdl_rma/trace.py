@@ -48,14 +48,7 @@ class Event:
 class Recording:
     """Events of one rank, in the order in which they ended; complete when the recording is over.
 
-    Attributes
-    ----------
-    rank
-        Rank id.
-    events
-        What was recorded.
-    zero
-        Reading of ``time.perf_counter()`` that counts as 0.
+    ``zero`` is the reading of ``time.perf_counter()`` that counts as second 0.
     """
 
     rank: int
@@ -81,13 +74,7 @@ class Tracer:
         self._numbers = count()
 
     def begin(self, rank: int) -> Recording:
-        """Begin to record; local.
-
-        Raises
-        ------
-        ProtocolError
-            If a recording is under way.
-        """
+        """Begin to record; local. ``ProtocolError`` if a recording is under way."""
         if self.recording is not None:
             raise ProtocolError("a recording of this machine is under way; end it before the next begins")
         self.recording = Recording(rank)

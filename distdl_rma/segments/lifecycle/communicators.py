@@ -14,14 +14,8 @@ class Communicators:
 
     Making and freeing one is collective, and users come and go when it suits each rank: so what a user gives
     back is kept for the next one of the same ranks, and freed in ``close``. There are never more than were
-    once in use on some rank at the same time.
-
-    Parameters
-    ----------
-    comm
-        Communicator of the machine.
-    ranks
-        Rank id of every position of it.
+    once in use on some rank at the same time. ``ranks`` are the rank ids of the positions of ``comm``, the
+    communicator of the machine.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:

@@ -18,12 +18,8 @@ class DoubleRecord:
     places and believe what the checksums confirm: no order of stores and loads, on either side, can make a
     mixture of two records pass for one. Memory that was never written, all zeros, is no record.
 
-    Parameters
-    ----------
-    form
-        Fields of the record, as ``struct`` has them, in native sizes without alignment.
-    begin
-        Offset of the two places in bytes, a multiple of 8.
+    ``form`` has the fields as ``struct`` has them, in native sizes without alignment; the two places lie
+    between the offsets ``begin``, a multiple of 8, and ``end``, in bytes.
     """
 
     def __init__(self, form: str, begin: int) -> None:

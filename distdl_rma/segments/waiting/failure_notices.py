@@ -19,23 +19,10 @@ _NOTICE_BYTES = 1024
 class FailureNotices:
     """Notices that ranks send each other when one of them fails; every wait takes in those that have come.
 
-    Parameters
-    ----------
-    comm
-        Communicator of its own for notices; freed by ``close``.
-    ranks
-        Rank id of every position.
-    lock
-        Held while MPI is called; the progress engine is another thread.
-    header
-        This rank's, which says that it failed.
-
-    Attributes
-    ----------
-    failures
-        Cause by rank, of those that this one has heard of or found out.
-    failed
-        Whether this rank has told the others that it failed.
+    They have a communicator of their own, freed by ``close``; ``ranks`` are the rank ids of its positions.
+    The lock is held while MPI is called: the progress engine is another thread. ``failures`` has causes by
+    rank, as far as this one has heard or found out; ``failed`` is whether it has told the others that it
+    failed itself, as its header then says too.
     """
 
     def __init__(

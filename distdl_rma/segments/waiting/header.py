@@ -71,14 +71,9 @@ def numbered(ranks: tuple[int, ...]) -> str:
 
 
 class HeaderWriter:
-    """This rank's header, written by it alone, and read by others at any moment.
+    """This rank's header, the first bytes of its segment: written by it alone, read by others at any moment.
 
-    Parameters
-    ----------
-    header
-        The first bytes of this rank's segment.
-    fence
-        Keeps stores before it from being seen after those behind it.
+    The fence keeps stores before it from being seen after those behind it.
     """
 
     def __init__(self, header: memoryview, fence: Callable[[], None]) -> None:
@@ -98,19 +93,8 @@ class HeaderWriter:
             self._state, self._since = state, time.time()
         listed = (*ranks[:_RANKS], *[-1] * (_RANKS - len(ranks[:_RANKS])))
         self._states += 1
-        _STATE.write(
-            self._header,
-            self._states,
-            self._fence,
-            self._process,
-            self._namespace,
-            state,
-            self._since,
-            time.time(),
-            len(ranks),
-            *listed,
-            clip(text, _TEXT),
-        )
+        fields = self._process, self._namespace, state, self._since, time.time(), len(ranks), *listed
+        _STATE.write(self._header, self._states, self._fence, *fields, clip(text, _TEXT))
 
     def begin(self, name: bytes, epoch: int) -> None:
         """Say which operation this rank begins; ``name`` is ``operation_name`` of it."""
@@ -139,18 +123,9 @@ def parse(header: bytes) -> HeaderRecord | None:
         return None
     process, space, state, since, written, number, *ranks, text = doing
     epoch, began, name = begun
-    return HeaderRecord(
-        RankState(state),
-        process,
-        space,
-        since,
-        written,
-        tuple(ranks[: min(number, _RANKS)]),
-        text.rstrip(b"\0").decode(errors="replace"),
-        name.rstrip(b"\0").decode(errors="replace"),
-        epoch,
-        began,
-    )
+    text, name = (words.rstrip(b"\0").decode(errors="replace") for words in (text, name))
+    waits_for = tuple(ranks[: min(number, _RANKS)])
+    return HeaderRecord(RankState(state), process, space, since, written, waits_for, text, name, epoch, began)
 
 
 def namespace() -> int:

@@ -27,11 +27,6 @@ class PeerHeaders:
     """Headers of the ranks of a machine, as this rank reads them.
 
     Those of the same node by load, the others by gets that are answered later, or never.
-
-    Parameters
-    ----------
-    segment
-        Segment of the machine, whose lock the caller has or this takes.
     """
 
     def __init__(self, segment: Segment) -> None:

@@ -20,16 +20,7 @@ _WATCHED = 8
 class PeerWatch:
     """Reads what the ranks say in the headers of their segments, and says there what this one waits for.
 
-    Parameters
-    ----------
-    segment
-        Segment of the machine.
-    ranks
-        Rank id of every position.
-    header
-        This rank's own.
-    notices
-        Failures that this rank knows of; those that it finds out are added.
+    Failures that it finds out so are added to the ``notices``.
     """
 
     def __init__(

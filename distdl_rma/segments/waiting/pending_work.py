@@ -18,16 +18,8 @@ class PendingWork:
     """Steps that remain to be taken on a machine: by every wait, every ``progress()``, the progress engine.
 
     So ranks may wait for what they do together in different orders. Waits in another machine of the process
-    take them too.
-
-    Parameters
-    ----------
-    segment
-        Segment of the machine; its lock is held by whoever takes steps.
-    notices
-        Of failed ranks, taken in with the steps.
-    counters
-        Tell the progress engine whether the rank is active.
+    take them too. Whoever takes steps holds the segment's lock, and takes in notices of failed ranks with
+    them; the counters tell the progress engine whether the rank is active.
     """
 
     def __init__(self, segment: Segment, notices: FailureNotices, counters: Counters) -> None:
