@@ -8,7 +8,6 @@ import pytest
 
 from distdl_rma import ArgumentError, ClosedError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.collectives.all_push import AllPush
 from tests.matrix import over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -137,12 +136,3 @@ def test_wrong_arguments_are_named(machine):
             Allreduce(machine.segments, machine.ranks, 1, bool, op)
     with pytest.raises(PartitionError, match="hold this rank"):
         Allreduce(machine.segments, (machine.rank + 1,), 1)
-
-
-def test_all_gather_has_a_row_per_rank_in_the_order_given(machine, comm):
-    ranks = machine.ranks[::-1]
-    gather = AllPush(machine.segments, ranks, 3, np.int64, "rows")
-    for epoch in range(50):
-        gather.start(np.array([comm.rank, epoch, comm.rank * epoch]))
-        assert gather.wait().tolist() == [[rank, epoch, rank * epoch] for rank in ranks]
-    gather.close()
