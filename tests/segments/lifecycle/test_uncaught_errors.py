@@ -47,10 +47,13 @@ def test_all_open_machines_of_this_process_are_told_and_the_hook_before_is_calle
 
 
 def test_a_hook_that_calls_ours_is_not_called_for_ever(hooked):
-    ours = []
     uncaught_errors.tell_peers_of_uncaught_errors(first := Manager())
-    ours.append(sys.excepthook)
-    sys.excepthook = lambda *error: ours[0](*error)
+    ours = sys.excepthook
+
+    def theirs(*error):
+        ours(*error)
+
+    sys.excepthook = theirs
     uncaught_errors.tell_peers_of_uncaught_errors(second := Manager())
     sys.excepthook(ValueError, ValueError("wrong"), None)
     assert len(hooked) == len(first.told) == len(second.told) == 1
