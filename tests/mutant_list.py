@@ -47,7 +47,7 @@ _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_m
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
 _CONV = _on(3, "layers/conv/test_conv.py")
 _COLLECTIVE, _REMOTE = (
-    _on(3, "segments/collectives/engine/test_double_buffered.py"),
+    _on(3, "segments/collectives/engine/test_collective.py"),
     _on(2, "segments/memory/test_remote_buffer.py"),
 )
 _NORM, _SYNC = _on(3, "layers/norm/test_batch_instance_group.py"), _on(3, "sync/test_gradients.py")

@@ -110,17 +110,12 @@ class AllPush:
         for at in self._others:
             if words[at] < epoch:
                 return False
-        if self._remote:
-            # Its own row must stay as it is until it is out.
-            for remote in self._remote:
-                if not remote.delivered():
-                    return False
+        # Its own row must stay as it is until it is out.
+        for remote in self._remote:
+            if not remote.delivered():
+                return False
         self._acquire()
         return True
-
-    def ready(self) -> bool:
-        """Whether all vectors have arrived; does not block."""
-        return all(self._words[at] >= self.epoch for at in self._others)
 
     def missing(self) -> WaitReason:
         """Which ranks are still missing; for messages."""

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.geometry.split import Listed
+from distdl_rma.segments.collectives.engine.collective import Collective
 from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.node_layout import check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
@@ -55,7 +55,7 @@ class _ByNodes(SteppedAlgorithm):
         leaders = layout.leaders(layout.ranks[0])
         self._leader = leaders[layout.my_node]
         self._leads = self._leader == layout.me
-        across, terms = leaders if self._leads else (), f"collective=AllGather\ncounts={counts}"
+        across, terms = leaders if self._leads else (), f"collective=Allgather\ncounts={counts}"
         super().__init__(site, sum(counts), dtype, across, terms)
         split = Listed(counts)
         self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}

@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.engine.collective import Collective
 from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
 from distdl_rma.segments.collectives.engine.share_reduction import ShareReduction

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
+from distdl_rma.segments.collectives.engine.collective import Collective
 from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.node_layout import check_count, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
@@ -67,7 +67,7 @@ class Alltoall(Collective):
 
 class _ByNodes(SteppedAlgorithm):
     def __init__(self, site: CollectiveSite, blocks: AlltoallBlocks, dtype: np.dtype[Any]) -> None:
-        layout, me, terms = site.layout, site.layout.me, f"collective=AllToAll\ncounts={blocks.counts}"
+        layout, me, terms = site.layout, site.layout.me, f"collective=Alltoall\ncounts={blocks.counts}"
         # Operand, and behind the place of the longest one the result.
         split, total = blocks.longest_operand, blocks.longest_operand + blocks.longest_result
         super().__init__(site, total, dtype, layout.same_share, terms)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from distdl_rma.segments.collectives.engine.collective import Collective
 from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
@@ -61,7 +61,7 @@ class _ByNodes(SteppedAlgorithm):
         leaders = site.layout.leaders(root)
         self._source = leaders[site.layout.my_node]
         self._leads = self._source == site.layout.me
-        across, terms = leaders if self._leads else (), f"collective=Broadcast\nroot={root}"
+        across, terms = leaders if self._leads else (), f"collective=Bcast\nroot={root}"
         super().__init__(site, count, dtype, across, terms)
         self._root_node = leaders.index(root)
 

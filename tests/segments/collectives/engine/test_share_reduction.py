@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from distdl_rma.segments.collectives.engine.collective import Collective
 from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.reduction import Reduction, element_of
 from distdl_rma.segments.collectives.engine.share_reduction import ShareReduction
 

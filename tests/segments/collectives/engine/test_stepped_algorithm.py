@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout
+from distdl_rma.segments.collectives.engine.collective import Collective
 from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.double_buffered import Collective
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 
 pytestmark = pytest.mark.mpi
