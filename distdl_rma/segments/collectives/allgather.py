@@ -54,15 +54,14 @@ class _ByNodes(SteppedAlgorithm):
         layout = site.layout
         leaders = layout.leaders(layout.ranks[0])
         self._leader = leaders[layout.my_node]
-        self._leads = self._leader == layout.me
-        across, terms = leaders if self._leads else (), f"collective=Allgather\ncounts={counts}"
-        super().__init__(site, sum(counts), dtype, across, terms)
+        super().__init__(site, sum(counts), dtype, leaders, f"collective=Allgather\ncounts={counts}")
         split = Listed(counts)
         self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         self.operands = tuple(vector[self._parts[layout.me]] for vector in self.vectors)
         # Between nodes, what those of one node have lies together.
-        elements = (sum(counts[layout.ranks.index(rank)] for rank in node) for node in layout.nodes)
-        self._packed_split = Listed(tuple(dtype.itemsize * number for number in elements))
+        mine = self.vectors[0]
+        nbytes = (sum(mine[self._parts[rank]].nbytes for rank in node) for node in layout.nodes)
+        self._packed_split = Listed(tuple(nbytes))
         # Made by the first step: most ranks never need it.
         self._packed: Array = np.empty(0, np.uint8)
 
@@ -75,7 +74,7 @@ class _ByNodes(SteppedAlgorithm):
             if rank != layout.me:
                 self._load_parts(parity, row, (rank,))
         self.notify(_READ, layout.others_here)
-        if len(layout.nodes) > 1 and self._leads:
+        if len(layout.nodes) > 1 and layout.me == self._leader:
             yield from self._gather_across(self.vectors[parity])
             self.notify(_SPREAD, layout.others_here)
             yield from self.wait_for(_TAKEN, layout.others_here)

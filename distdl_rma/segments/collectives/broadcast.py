@@ -59,16 +59,13 @@ class Bcast(Collective):
 class _ByNodes(SteppedAlgorithm):
     def __init__(self, site: CollectiveSite, count: int, dtype: np.dtype[Any], root: int) -> None:
         leaders = site.layout.leaders(root)
-        self._source = leaders[site.layout.my_node]
-        self._leads = self._source == site.layout.me
-        across, terms = leaders if self._leads else (), f"collective=Bcast\nroot={root}"
-        super().__init__(site, count, dtype, across, terms)
-        self._root_node = leaders.index(root)
+        super().__init__(site, count, dtype, leaders, f"collective=Bcast\nroot={root}")
+        self._source, self._root_node = leaders[site.layout.my_node], leaders.index(root)
 
     def script(self, parity: int) -> Iterator[None]:
         """One step on the vectors of its parity."""
         layout, vector = self.layout, self.vectors[parity]
-        if self._leads:
+        if layout.me == self._source:
             if len(layout.nodes) > 1 and vector.size:
                 data = vector.view(np.uint8)
                 request = self.between.comm.Ibcast([data, MPI.BYTE], self._root_node)

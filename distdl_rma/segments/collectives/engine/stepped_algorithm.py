@@ -36,8 +36,7 @@ class SteppedAlgorithm(ABC):
     count, dtype
         Number and type of the elements of a rank's vector.
     across
-        Ranks of all nodes, this one included, that MPI's collectives combine; empty if this rank is not
-        among those of its node.
+        Ranks that MPI's collectives combine between the nodes; this one may be none of them.
     terms
         What must be the same on all ranks, a line ``name=value`` for each fact.
 
@@ -69,7 +68,7 @@ class SteppedAlgorithm(ABC):
         self.vectors = self.operands = self.results = vectors
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
-        self.between = BetweenNodes(manager, across, name, self._terms)
+        self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
         self._request: MPI.Request | None = None
         self._connected = False
         self._operation, self._lock = manager.operation(name), manager.segment.lock
