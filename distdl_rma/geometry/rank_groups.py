@@ -25,6 +25,15 @@ def leaders(groups: Groups, root: int) -> tuple[int, ...]:
     return tuple(root if root in group else group[0] for group in groups)
 
 
+def share_holders(nodes: Groups) -> Groups:
+    """Ranks of each node that work on a share of a vector each: as many as the smallest node has.
+
+    The n-th ones of all nodes have the same share.
+    """
+    shares = min(map(len, nodes))
+    return tuple(node[:shares] for node in nodes)
+
+
 def transposed(partition: Partition) -> Partition:
     """The same ranks on the transposed grid: who was at (i, j, k) is at (k, j, i)."""
     indices = product(*map(range, reversed(partition.shape)))

@@ -15,7 +15,7 @@ from itertools import chain, repeat
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import Groups, grouped, leaders
+from distdl_rma.geometry.rank_groups import Groups, grouped, leaders, share_holders
 from distdl_rma.geometry.split import Balanced, Copies, Listed, Split
 
 # Source and target of one movement.
@@ -87,20 +87,13 @@ def all_reduction(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: i
     if size <= 2 or (alone and size <= _FEW and max(lengths) <= _SHORT):
         whole = copies(groups, lengths, me)
         return [(whole, whole)]
-    # As many shares as the smallest node of a group has ranks.
-    widths = [min(map(len, teams)) for teams in nodes]
-    sharing = tuple(team[:width] for teams, width in zip(nodes, widths, strict=True) for team in teams)
+    holders = [share_holders(teams) for teams in nodes]
     of_teams = _repeated(lengths, nodes)
-    stages = [(copies(_joined(nodes), of_teams, me), shares(sharing, of_teams, me))]
+    stages = [(copies(_joined(nodes), of_teams, me), shares(_joined(holders), of_teams, me))]
     if not alone:
-        same_share = tuple(
-            tuple(team[share] for team in teams)
-            for teams, width in zip(nodes, widths, strict=True)
-            for share in range(width)
-        )
-        of_shares = [
-            part for n, width in zip(lengths, widths, strict=True) for part in Balanced(n, width).lengths
-        ]
+        same_share = tuple(chain.from_iterable(zip(*held, strict=True) for held in holders))
+        cut = (Balanced(n, len(held[0])).lengths for n, held in zip(lengths, holders, strict=True))
+        of_shares = list(chain.from_iterable(cut))
         stages.append((copies(same_share, of_shares, me), shares(same_share, of_shares, me)))
     return [*stages, *reversed_stages(stages)]
 

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import groups_along, groups_onto, transposed
+from distdl_rma.geometry.rank_groups import (
+    grouped,
+    groups_along,
+    groups_onto,
+    leaders,
+    share_holders,
+    transposed,
+)
 from tests.geometry.strategies import partitions
 
 WORLD = Partition(tuple(range(48)), (48,), me=0)
@@ -117,3 +124,22 @@ def test_groups_part_the_ranks_in_their_order(partition, data):
         kept = {tuple(i for d, i in enumerate(partition.index_of(rank)) if d not in axes) for rank in group}
         assert len(kept) == 1
     assert {len(group) for group in groups} == {prod(partition.shape[d] for d in axes)}
+
+
+@given(st.lists(st.integers(0, 30), unique=True, min_size=1), st.integers(1, 8))
+def test_ranks_of_a_node_are_together_and_in_the_order_given(ranks, per_node):
+    nodes = grouped(ranks, lambda rank: rank // per_node)
+    assert sorted(sum(nodes, ())) == sorted(ranks)
+    for node in nodes:
+        assert len({rank // per_node for rank in node}) == 1
+        assert list(node) == [rank for rank in ranks if rank in node]
+    assert [node[0] for node in nodes] == sorted((node[0] for node in nodes), key=ranks.index)
+
+
+def test_a_root_leads_its_group_and_the_first_rank_any_other():
+    assert leaders(((3, 1), (2, 0), (5,)), 0) == (3, 0, 5)
+
+
+def test_every_node_has_as_many_holders_as_the_smallest_has_ranks():
+    assert share_holders(((3, 1, 4), (2, 0))) == ((3, 1), (2, 0))
+    assert share_holders(((3, 1, 4), (2,), (0, 5))) == ((3,), (2,), (0,))

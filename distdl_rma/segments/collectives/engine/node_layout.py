@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
-from distdl_rma.geometry.rank_groups import Groups, grouped, leaders
+from distdl_rma.geometry.rank_groups import Groups, grouped, leaders, share_holders
 from distdl_rma.geometry.split import Balanced, Listed
 
 
@@ -30,8 +30,8 @@ class RankSlice:
 class NodeLayout:
     """The ranks of a collective by node, seen from one of them.
 
-    A vector is cut into as many balanced shares as the smallest node has ranks. On every node the first so
-    many ranks, the holders, work on one share each; between nodes, those with the same share together.
+    A vector is cut into as many balanced shares as the smallest node has ranks. On every node its holders
+    work on one share each; between nodes, those with the same share work together.
 
     Parameters
     ----------
@@ -98,25 +98,28 @@ class NodeLayout:
         return leaders(self.nodes, root)
 
     @cached_property
+    def _holders(self) -> Groups:
+        return share_holders(self.nodes)
+
+    @property
     def shares(self) -> int:
         """Number of shares that a vector is cut into."""
-        return min(map(len, self.nodes))
+        return len(self.holders)
 
     @property
     def holders(self) -> tuple[int, ...]:
         """Ranks on this node that work on a share each."""
-        return self.here[: self.shares]
+        return self._holders[self.my_node]
 
     @cached_property
     def my_share(self) -> int | None:
         """Which share this rank works on; None if none."""
-        at = self.here.index(self.me)
-        return at if at < self.shares else None
+        return self.holders.index(self.me) if self.me in self.holders else None
 
     @property
     def same_share(self) -> tuple[int, ...]:
         """Ranks of all nodes that work on the same share as this one, itself included."""
-        return () if self.my_share is None else tuple(node[self.my_share] for node in self.nodes)
+        return () if self.my_share is None else tuple(node[self.my_share] for node in self._holders)
 
     def share(self, count: int) -> slice:
         """Elements of a vector that this rank works on."""
