@@ -123,12 +123,7 @@ class Machine(Shared):
     def of(cls, place: Partition | Machine) -> Machine:
         """The machine that a partition's ranks belong to; a machine is its own.
 
-        Raises
-        ------
-        PartitionError
-            If the partition was made without a machine.
-        ClosedError
-            If the machine is closed.
+        Raises ``PartitionError`` if the partition was made without one, ``ClosedError`` if it is closed.
         """
         machine = place.home if isinstance(place, Partition) else place
         if not isinstance(machine, Machine):
@@ -197,16 +192,8 @@ class Machine(Shared):
         """Context in which what this rank does, and what travels meanwhile, is recorded.
 
         Collective to enter: the ranks meet, so that second 0 is about the same on all of them. Local to
-        leave; the recording is then complete, and can be sent to other ranks by mpi4py.
-
-        Raises
-        ------
-        ProtocolError
-            If the machine is being recorded already.
-
-        Notes
-        -----
-        ``docs/overlap.md`` has how to look at recordings.
+        leave; the recording is then complete, and can be sent to other ranks by mpi4py. ``ProtocolError`` if
+        the machine is being recorded already. ``docs/overlap.md`` has how to look at recordings.
         """
         everyone = self.group(name="recording")
         everyone.barrier()
@@ -238,14 +225,8 @@ class Machine(Shared):
     def close(self, timeout: float | None = None) -> None:
         """Free the segment and the communicators; collective, idempotent.
 
-        Raises
-        ------
-        ExchangeTimeout
-            If not all ranks close in time; names those that do not. Nothing is freed; call it again.
-
-        Notes
-        -----
-        After a failure it is local, and the memory goes with the process.
+        ``ExchangeTimeout`` if not all ranks close in time, naming those that do not: nothing is freed, call
+        it again. After a failure it is local, and the memory goes with the process.
         """
         if self.closed:
             return
