@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,12 +68,11 @@ class Alltoall(Collective):
 
 class _ByNodes(SteppedAlgorithm):
     def __init__(self, site: CollectiveSite, blocks: AlltoallBlocks, dtype: np.dtype[Any]) -> None:
-        layout, me, terms = site.layout, site.layout.me, f"collective=Alltoall\ncounts={blocks.counts}"
-        # Operand, and behind the place of the longest one the result.
-        split, total = blocks.longest_operand, blocks.longest_operand + blocks.longest_result
-        super().__init__(site, total, dtype, layout.same_share, terms)
+        layout, me = site.layout, site.layout.me
+        begin, terms = blocks.longest_operand, f"collective=Alltoall\ncounts={blocks.counts}"
+        super().__init__(site, begin + blocks.longest_result, dtype, layout.same_share, terms)
         self.operands = tuple(vector[: sum(blocks.sends(me))] for vector in self.vectors)
-        self.results = tuple(vector[split : split + sum(blocks.receives(me))] for vector in self.vectors)
+        self.results = tuple(vector[begin : begin + sum(blocks.receives(me))] for vector in self.vectors)
         self._loads = [
             (at, source, blocks.in_result(rank, me))
             for at, rank in enumerate(layout.here)
@@ -81,30 +81,26 @@ class _ByNodes(SteppedAlgorithm):
         # All ranks with the same share know whether any of them sends anything.
         self._crosses = blocks.crosses
         outgoing, incoming = blocks.outgoing(), blocks.incoming()
-        # Which rank of the node, and where in its vector, in the order of the messages.
-        self._packs = [
-            (self._at[route.source], blocks.in_operand(route.source, route.target))
-            for routes in outgoing
-            for route in routes
-        ]
-        self._stores = [
-            (self._at[route.target], _behind(blocks.in_result(route.source, route.target), split))
-            for routes in incoming
-            for route in routes
-        ]
         self._sent = [sum(route.size for route in routes) for routes in outgoing]
         self._received = [sum(route.size for route in routes) for routes in incoming]
+        # Which rank of the node, and where in its vector, in the order of the messages.
+        routes = list(chain.from_iterable(outgoing))
+        self._packs = [(self._at[r.source], blocks.in_operand(r.source, r.target)) for r in routes]
+        self._gets = [route.size for route in routes if route.source != me]
+        routes = list(chain.from_iterable(incoming))
+        self._stores = [(self._at[r.target], blocks.in_result(r.source, r.target)) for r in routes]
+        self._puts = [route.size for route in routes if route.target != me]
 
     def script(self, parity: int) -> Iterator[None]:
         """One step on the vectors of its parity."""
-        others, rows, result = self.layout.others_here, self.rows[parity], self.results[parity]
+        others, rows, mine = self.layout.others_here, self.rows[parity], self.vectors[parity]
         self.notify(_READY, others)
         yield from self.wait_for(_READY, others)
         for at, source, target in self._loads:
             if at == self._me:
-                result[target] = rows[at][source]
+                mine[target] = mine[source]
             else:
-                self.load(result[target], rows[at][source])
+                self.load(mine[target], rows[at][source])
         if self._crosses:
             yield from self._exchange_across(rows)
         # Nobody writes its next operand before all have read this one, and no result is incomplete.
@@ -113,28 +109,17 @@ class _ByNodes(SteppedAlgorithm):
 
     def _exchange_across(self, rows: list[Array]) -> Iterator[None]:
         # Sends what ranks of this node have for others, and stores what these get.
-        kind = rows[0].dtype
-        sent, received = (np.empty(sum(counts), kind) for counts in (self._sent, self._received))
-        begin = 0
-        for at, place in self._packs:
-            end = begin + place.stop - place.start
-            sent[begin:end] = rows[at][place]
-            if at != self._me:
-                self.count_gets(1, kind.itemsize * (end - begin))
-            begin = end
+        sent = np.concatenate([rows[0][:0], *(rows[at][place] for at, place in self._packs)])
+        received, itemsize = np.empty(sum(self._received), sent.dtype), sent.itemsize
+        self.count_gets(len(self._gets), itemsize * sum(self._gets))
         request = self.between.comm.Ialltoallv(
-            [sent.view(np.uint8), [kind.itemsize * count for count in self._sent], MPI.BYTE],
-            [received.view(np.uint8), [kind.itemsize * count for count in self._received], MPI.BYTE],
+            [sent.view(np.uint8), [itemsize * count for count in self._sent], MPI.BYTE],
+            [received.view(np.uint8), [itemsize * count for count in self._received], MPI.BYTE],
         )
         yield from self.complete(request, sent.nbytes)
         begin = 0
         for at, place in self._stores:
-            end = begin + place.stop - place.start
-            rows[at][place] = received[begin:end]
-            if at != self._me:
-                self.count_puts(1, kind.itemsize * (end - begin))
-            begin = end
-
-
-def _behind(place: slice, begin: int) -> slice:
-    return slice(begin + place.start, begin + place.stop)
+            target = rows[at][place]
+            target[...] = received[begin : begin + target.size]
+            begin += target.size
+        self.count_puts(len(self._puts), itemsize * sum(self._puts))

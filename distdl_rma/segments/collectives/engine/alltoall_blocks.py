@@ -24,8 +24,8 @@ class AlltoallBlocks:
     On a node every rank takes its blocks from the others itself. Between two nodes the holders split the
     work: the first rank of a node, say, sends what every so-many-th of its ranks has for the other node.
 
-    ``counts`` are, for every rank, in the order of its ranks, the elements of its blocks for each;
-    ``longest_operand`` and ``longest_result`` the elements of the longest vectors of blocks.
+    ``counts`` are, for every rank, in the order of its ranks, the elements of its blocks for each. A rank's
+    vector has room for the longest operand of all ranks, and behind it for the longest result.
     """
 
     def __init__(self, layout: NodeLayout, counts: tuple[tuple[int, ...], ...]) -> None:
@@ -52,10 +52,10 @@ class AlltoallBlocks:
         return slice(*self._operands[source].interval(self._at[target]))
 
     def in_result(self, source: int, target: int) -> slice:
-        """Where the block of a rank for another lies in the result of the second."""
+        """Where the block of a rank for another lies behind the operand of the second."""
         if target not in self._results:
-            self._results[target] = Listed(self.receives(target))
-        return slice(*self._results[target].interval(self._at[source]))
+            self._results[target] = Listed((self.longest_operand, *self.receives(target)))
+        return slice(*self._results[target].interval(1 + self._at[source]))
 
     def outgoing(self) -> tuple[tuple[Route, ...], ...]:
         """For every node the blocks that this rank sends there, in order."""

@@ -37,3 +37,18 @@ def test_every_block_of_an_all_to_all_is_sent_by_one_rank_and_taken_by_one(seed)
         if rows[i][j] and not any(a in node and b in node for node in nodes)
     ]
     assert sorted(sent) == sorted(far) == sorted(taken)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_blocks_fill_operands_and_results_without_overlap(seed):
+    rng = random.Random(seed)
+    order = tuple(rng.sample(range(9), rng.randint(1, 9)))
+    rows = tuple(tuple(rng.choice((0, 1, 9)) for _ in order) for _ in order)
+    blocks = AlltoallBlocks(NodeLayout(order, machine_nodes(9, 2), order[0]), rows)
+    begin = blocks.longest_operand
+    for me in order:
+        sent = [k for peer in order for k in range(*blocks.in_operand(me, peer).indices(999))]
+        assert sent == list(range(sum(blocks.sends(me)))) and len(sent) <= begin
+        got = [k for peer in order for k in range(*blocks.in_result(peer, me).indices(999))]
+        assert got == list(range(begin, begin + sum(blocks.receives(me))))
+        assert len(got) <= blocks.longest_result
