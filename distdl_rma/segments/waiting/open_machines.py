@@ -10,7 +10,7 @@ from typing import Protocol
 class OpenMachine(Protocol):
     """What a process may have several of, each with peers that wait for its steps."""
 
-    def go_on(self) -> None:
+    def advance_quietly(self) -> None:
         """Take the steps that can be taken at once; never blocks, nor raises what went wrong in them."""
 
 
@@ -33,11 +33,11 @@ def unregister(one: OpenMachine) -> None:
         _open = tuple(known for known in _open if known() not in (one, None))
 
 
-def others_go_on(one: OpenMachine | None) -> None:
+def advance_other_machines(one: OpenMachine | None) -> None:
     """Have all machines but one take their steps; costs one comparison where there is only that one."""
     known = _open
     if len(known) > (one is not None):
         for reference in known:
             other = reference()
             if other is not None and other is not one:
-                other.go_on()
+                other.advance_quietly()

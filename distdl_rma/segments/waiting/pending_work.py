@@ -11,7 +11,7 @@ from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.progress_thread import ProgressEngine
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.failure_notices import FailureNotices
-from distdl_rma.segments.waiting.open_machines import others_go_on, register, unregister
+from distdl_rma.segments.waiting.open_machines import advance_other_machines, register, unregister
 
 
 class PendingWork:
@@ -72,9 +72,9 @@ class PendingWork:
         Raises what went wrong in a step of this machine, now or meanwhile.
         """
         self._advance()
-        others_go_on(self)
+        advance_other_machines(self)
 
-    def go_on(self) -> None:
+    def advance_quietly(self) -> None:
         """Take steps while the rank waits in another machine; does not block.
 
         What goes wrong belongs to this machine: its next wait raises it, and takes steps again.

@@ -3,14 +3,14 @@
 import gc
 
 from distdl_rma.segments.waiting import open_machines
-from distdl_rma.segments.waiting.open_machines import others_go_on, register, unregister
+from distdl_rma.segments.waiting.open_machines import advance_other_machines, register, unregister
 
 
 class Counting:
     def __init__(self):
         self.steps = 0
 
-    def go_on(self):
+    def advance_quietly(self):
         self.steps += 1
 
 
@@ -18,14 +18,14 @@ def test_all_but_the_one_that_waits_go_on(monkeypatch):
     monkeypatch.setattr(open_machines, "_open", ())
     first, second = Counting(), Counting()
     register(first)
-    others_go_on(first)
+    advance_other_machines(first)
     register(second)
-    others_go_on(first)
-    others_go_on(None)
+    advance_other_machines(first)
+    advance_other_machines(None)
     assert (first.steps, second.steps) == (1, 2)
     unregister(second)
     unregister(second)
-    others_go_on(None)
+    advance_other_machines(None)
     assert (first.steps, second.steps) == (2, 2)
 
 
@@ -35,6 +35,6 @@ def test_to_be_registered_keeps_nothing_alive(monkeypatch):
     register(gone)
     del gone
     gc.collect()
-    others_go_on(None)
+    advance_other_machines(None)
     register(kept := Counting())
     assert len(open_machines._open) == 1 and open_machines._open[0]() is kept

@@ -83,12 +83,12 @@ class NodeLayout:
         """Which of ``nodes`` this rank is on."""
         return next(number for number, node in enumerate(self.nodes) if self.me in node)
 
-    @property
+    @cached_property
     def here(self) -> tuple[int, ...]:
         """Ranks on this rank's node, itself included."""
         return self.nodes[self.my_node]
 
-    @property
+    @cached_property
     def others_here(self) -> tuple[int, ...]:
         """The other ranks on this rank's node."""
         return tuple(rank for rank in self.here if rank != self.me)
@@ -106,7 +106,7 @@ class NodeLayout:
         """Number of shares that a vector is cut into."""
         return len(self.holders)
 
-    @property
+    @cached_property
     def holders(self) -> tuple[int, ...]:
         """Ranks on this node that work on a share each."""
         return self._holders[self.my_node]
