@@ -1,4 +1,4 @@
-"""Broadcast and sum-reduction between partitions, and along the dimensions of one."""
+"""Broadcast and sum-reduction between partitions, and the sum along the dimensions of one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from distdl_rma.geometry.rank_groups import groups_along, groups_onto
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import input_dtype
 from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.layers.moves.along_axes import Axes, LayerAlongAxes
 from distdl_rma.layers.moves.base import MovementLayer
-from distdl_rma.ops.grid_axes import Axes, chosen_axes
 from distdl_rma.ops.moves.staged import StagedMove
 from distdl_rma.ops.moves.sums import all_sum_reduce, broadcast, sum_reduce
 
@@ -32,8 +32,7 @@ class _OfSubtensors(MovementLayer[StagedMove]):
 
 
 class _Between(_OfSubtensors):
-    """What sum-reduction and broadcast share: groups of ranks on one side, one rank each on the other."""
-
+    # Groups of ranks on one side, one rank each on the other.
     _sums = True
 
     def __init__(
@@ -67,30 +66,17 @@ class SumReduce(_Between):
 
     The grid of P_y is extended to the left with ones; then each dimension equals that of P_x, or is 1.
     Subtensors that are summed are equal in shape; else they may have any shape, whatever the grids are.
-    The sum is taken in the order of P_x, the same from run to run; that of short types in float32. A
-    rank's result is memory of its own, also where it is its input. The adjoint is :class:`Broadcast`.
-
-    Collective to construct over the machine; a call involves the ranks of both partitions and blocks.
-    Over several nodes the sums of the nodes are taken first.
+    The sum is taken in the order of P_x, the same from run to run; that of short types in float32. Over
+    several nodes the sums of the nodes are taken first. The adjoint is :class:`Broadcast`.
 
     Parameters
     ----------
     P_x, P_y
-        Input and output partition; a rank may be in one, both or none.
+        Input and output partition.
     transpose_src, transpose_dest
         Whether the grid of P_x, or P_y, is transposed before: who is at (i, j) counts as at (j, i).
     preserve_batch
-        Whether outputs without elements keep the batch size of the input, as shape (b, 0).
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If the grids do not fit together.
-    ShapeError
-        In a call, on all its ranks: subtensors that are summed differ in shape, two ranks pass different
-        types, or a rank outside of P_x passes elements.
+        Whether outputs without elements keep the batch size, as shape (b, 0).
 
     Notes
     -----
@@ -106,30 +92,13 @@ class Broadcast(_Between):
     """Copy subtensors from P_x to P_y, along the dimensions in which the grid of P_x is 1.
 
     The grid of P_x is extended to the left with ones; then each dimension equals that of P_y, or is 1.
-    Subtensors may have any shape, whatever the grids are. A rank's result is memory of its own, also where
-    it is its input. The adjoint is :class:`SumReduce`: gradients are summed in the order of P_y.
-
-    Collective to construct over the machine; a call involves the ranks of both partitions and blocks.
-    Over several nodes each node gets one copy, which is handed on there.
+    Subtensors may have any shape, whatever the grids are. Over several nodes each node gets one copy, which
+    is handed on there. The adjoint is :class:`SumReduce`: gradients are summed in the order of P_y.
 
     Parameters
     ----------
-    P_x, P_y
-        Input and output partition; a rank may be in one, both or none.
-    transpose_src, transpose_dest
-        Whether the grid of P_x, or P_y, is transposed before: who is at (i, j) counts as at (j, i).
-    preserve_batch
-        Whether outputs without elements keep the batch size of the input, as shape (b, 0).
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If the grids do not fit together.
-    ShapeError
-        In a call, on all its ranks: two ranks pass different types, or a rank outside of P_x passes
-        elements.
+    P_x, P_y, transpose_src, transpose_dest, preserve_batch
+        As for :class:`SumReduce`.
 
     Notes
     -----
@@ -143,14 +112,11 @@ class Broadcast(_Between):
         return broadcast(self.site, self.P_x.ranks, self._groups, *self.subtensors(facts))
 
 
-class AllSumReduce(_OfSubtensors):
+class AllSumReduce(_OfSubtensors, LayerAlongAxes):
     """Sum the subtensors of ranks that differ in some grid dimensions only; each of them gets the sum.
 
     Subtensors that are summed are equal in shape; else they may have any shape, whatever the grid is. The
-    result is bitwise the same on the ranks that share it and from run to run, and memory of its own. The
-    layer is its own adjoint.
-
-    Collective to construct over the machine; a call involves the ranks of P_x and blocks.
+    result is bitwise the same on the ranks that share it and from run to run. The layer is its own adjoint.
 
     Parameters
     ----------
@@ -160,21 +126,13 @@ class AllSumReduce(_OfSubtensors):
         Grid dimensions to sum along, one or several; negative ones count from the end.
     axes_keep
         Instead of these, all the others.
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If not exactly one of the two is given, or a dimension is out of range or listed twice.
-    ShapeError
-        In a call, on all its ranks: subtensors that are summed differ in shape, or two ranks pass
-        different types.
 
     Notes
     -----
     Requirement B4.
     """
+
+    _argument = "axes_reduce"
 
     def __init__(
         self,
@@ -185,14 +143,8 @@ class AllSumReduce(_OfSubtensors):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        self.axes = chosen_axes(type(self).__name__, P_x, "axes_reduce", axes_reduce, axes_keep)
-        self._groups = groups_along(P_x, self.axes)
-        super().__init__(P_x, P_x, name=name, **callbacks)
-
-    def extra_repr(self) -> str:
-        """The partition, and the summed dimensions."""
-        return f"P_x={self.P_x.shape}, axes_reduce={self.axes}"
+        LayerAlongAxes.__init__(self, P_x, axes_reduce, axes_keep, name, **callbacks)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Groups of ranks to themselves."""
-        return all_sum_reduce(self.site, self._groups, *self.subtensors(facts))
+        return all_sum_reduce(self.site, groups_along(self.P_x, self.axes), *self.subtensors(facts))

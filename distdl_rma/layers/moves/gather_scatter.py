@@ -10,18 +10,16 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.plan_cache import InputFacts
-from distdl_rma.layers.moves.base import MovementLayer
-from distdl_rma.ops.grid_axes import Axes, chosen_axes
+from distdl_rma.layers.moves.along_axes import Axes, LayerAlongAxes
 from distdl_rma.ops.moves.redistribute import all_gather, reduce_scatter
 from distdl_rma.ops.moves.staged import StagedMove
 
 
-class AllGather(MovementLayer[StagedMove]):
+class AllGather(LayerAlongAxes):
     """Every rank gets what all ranks have that differ from it in some grid dimensions only.
 
     A tensor that P_x cuts along all grid dimensions becomes one that it cuts along the others only. Local
-    input: a shard of any size that forms a grid with the others. Local output: whole along the gathered
-    dimensions. The adjoint sums and scatters, along the cuts of the input.
+    output: whole along the gathered dimensions. The adjoint sums and scatters, along the cuts of the input.
 
     Parameters
     ----------
@@ -31,20 +29,13 @@ class AllGather(MovementLayer[StagedMove]):
         Dimensions to gather along, one or several; negative ones count from the end.
     axes_keep
         Instead of these, all the others.
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If not exactly one of the two is given, or a dimension is out of range or listed twice.
-    ShapeError
-        In a call, on all its ranks: local shapes do not form a grid, or two ranks pass different types.
 
     Notes
     -----
     Requirement B4.
     """
+
+    _argument = "axes_all_gather"
 
     def __init__(
         self,
@@ -55,12 +46,7 @@ class AllGather(MovementLayer[StagedMove]):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        self.axes = chosen_axes(type(self).__name__, P_x, "axes_all_gather", axes_all_gather, axes_keep)
-        super().__init__(P_x, P_x, name=name, **callbacks)
-
-    def extra_repr(self) -> str:
-        """The partition, and the gathered dimensions."""
-        return f"P_x={self.P_x.shape}, axes_all_gather={self.axes}"
+        super().__init__(P_x, axes_all_gather, axes_keep, name, **callbacks)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Blocks to blocks that are whole along the gathered dimensions."""
@@ -68,7 +54,7 @@ class AllGather(MovementLayer[StagedMove]):
         return all_gather(self.site, source, self.axes, dtype)
 
 
-class ReduceScatter(MovementLayer[StagedMove]):
+class ReduceScatter(LayerAlongAxes):
     """Sum what ranks have that differ in some grid dimensions only, and cut the sum along these.
 
     Local input: whole along the scattered dimensions, equal in shape on the ranks that are summed. Local
@@ -83,20 +69,13 @@ class ReduceScatter(MovementLayer[StagedMove]):
         Dimensions to sum and cut along, one or several; negative ones count from the end.
     axes_keep
         Instead of these, all the others.
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If not exactly one of the two is given, or a dimension is out of range or listed twice.
-    ShapeError
-        In a call, on all its ranks: local shapes do not form a grid, or two ranks pass different types.
 
     Notes
     -----
     Requirement B4.
     """
+
+    _argument = "axes_reduce_scatter"
 
     def __init__(
         self,
@@ -107,13 +86,7 @@ class ReduceScatter(MovementLayer[StagedMove]):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        kind = type(self).__name__
-        self.axes = chosen_axes(kind, P_x, "axes_reduce_scatter", axes_reduce_scatter, axes_keep)
-        super().__init__(P_x, P_x, name=name, **callbacks)
-
-    def extra_repr(self) -> str:
-        """The partition, and the scattered dimensions."""
-        return f"P_x={self.P_x.shape}, axes_reduce_scatter={self.axes}"
+        super().__init__(P_x, axes_reduce_scatter, axes_keep, name, **callbacks)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Copies along the scattered dimensions to balanced blocks."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import index as as_int
 from typing import Unpack
 
-from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.errors import ArgumentError, PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.arguments import per_dim
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.moves import halo_exchange
 from distdl_rma.ops.window_gather import MODES
+
+_SIDES = 2
 
 
 class HaloExchange(MovementLayer[halo_exchange.HaloExchange]):
@@ -24,8 +26,6 @@ class HaloExchange(MovementLayer[halo_exchange.HaloExchange]):
     it and ``width`` elements more on either side, in one round, also where a shard is smaller than the
     width. Where a rank's shard is empty in a spatial dimension, so is its result. The adjoint adds every
     gradient to that of the element that was copied.
-
-    Collective to construct over the machine; a call involves the ranks of P_x and blocks.
 
     Parameters
     ----------
@@ -39,17 +39,11 @@ class HaloExchange(MovementLayer[halo_exchange.HaloExchange]):
         ``"replicate"`` or ``"circular"``.
     value
         Of a constant padding.
-    name
-        For messages.
 
     Raises
     ------
-    PartitionError
-        If P_x has no spatial dimension.
     ShapeError
-        If a width is negative or no integer, there is not one for each spatial dimension, or the mode is
-        unknown. In a call, on all its ranks: local shapes do not form a grid, two ranks pass different
-        types, or the global tensor is too small for the mode.
+        In a call: also if the global tensor is too small for the mode.
 
     Notes
     -----
@@ -70,7 +64,7 @@ class HaloExchange(MovementLayer[halo_exchange.HaloExchange]):
         if P_x.dim <= LEADING:
             raise PartitionError(f"{kind}: grid {P_x.shape} needs a batch, a channel and spatial dimensions")
         if padding_mode not in MODES:
-            raise ShapeError(f"{kind}: padding_mode is one of {MODES}, got {padding_mode!r}")
+            raise ArgumentError(f"{kind}: padding_mode is one of {MODES}, got {padding_mode!r}")
         self.width = _pairs(kind, width, P_x.dim - LEADING)
         self.padding_mode, self.value = padding_mode, value
         super().__init__(P_x, P_x, name=name, **callbacks)
@@ -89,15 +83,14 @@ class HaloExchange(MovementLayer[halo_exchange.HaloExchange]):
 
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
     widths = list(width) if isinstance(width, Iterable) else [width] * dims
-    if len(widths) != dims:
-        raise ShapeError(f"{kind}: width {width} needs one entry for each of {dims} spatial dimensions")
     pairs = []
     for entry in widths:
-        try:
-            pair = tuple(map(as_int, entry)) if isinstance(entry, Iterable) else (as_int(entry),) * 2
-        except TypeError as error:
-            raise ShapeError(f"{kind}: widths are integers, got {entry} in width {width}: {error}") from None
-        if len(pair) != 2 or min(pair) < 0:
-            raise ShapeError(f"{kind}: width is a number or a pair, at least 0, got {entry} in {width}")
-        pairs.append(pair)
+        pair = tuple(entry) if isinstance(entry, Iterable) else (entry, entry)
+        if len(widths) != dims or len(pair) != _SIDES:
+            raise ArgumentError(
+                f"{kind}: width is a number, or for each of {dims} spatial dimensions a number or a pair, got"
+                f" {width}"
+            )
+        before, behind = per_dim(kind, "width", pair, _SIDES, 0)
+        pairs.append((before, behind))
     return tuple(pairs)

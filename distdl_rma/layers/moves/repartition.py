@@ -17,9 +17,8 @@ from distdl_rma.ops.moves.staged import StagedMove
 class Repartition(MovementLayer[StagedMove]):
     """Move a tensor from one Cartesian partition to another; the result is balanced.
 
-    Collective to construct over the machine; a call involves the ranks of both partitions and blocks.
-    The local input may have any size that forms a grid with the others; the local output is the balanced
-    shard, in memory of its own. The adjoint moves gradients back to where the input came from.
+    As of all layers that only move data, a rank's result is memory of its own, also where it is its input.
+    The adjoint moves gradients back to where the input came from.
 
     Parameters
     ----------
@@ -27,15 +26,6 @@ class Repartition(MovementLayer[StagedMove]):
         Input and output partition, with as many dimensions as the tensor.
     preserve_batch
         Whether outputs without elements keep the batch size, as shape (b, 0).
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If the partitions differ in their number of dimensions.
-    ShapeError
-        In a call, on all its ranks: local shapes do not form a grid, or two ranks pass different types.
 
     Notes
     -----

@@ -196,21 +196,6 @@ def test_short_types_are_rounded_once(P_world, comm, pretend):
     assert comm.rank or torch.equal(root.grad, expected)
 
 
-@pytest.mark.parametrize("axes", [{}, {"axes_reduce": 0, "axes_keep": 0}])
-def test_axes_are_given_in_one_way(P_world, axes):
-    with pytest.raises(PartitionError, match="give either axes_reduce or axes_keep"):
-        AllSumReduce(P_world, **axes)
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [(1, "out of range"), (-2, "out of range"), ([0, -1], "more than once"), (0.5, "are integers")],
-)
-def test_axes_are_those_of_the_grid(P_world, axes, message):
-    with pytest.raises(PartitionError, match=message):
-        AllSumReduce(P_world, axes_reduce=axes)
-
-
 def complex_integers(seed, *shape):
     parts = torch.randint(-5, 6, (*shape, 2), generator=torch.Generator().manual_seed(seed))
     return torch.view_as_complex(parts.double())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import PartitionError, ShapeError
+from distdl_rma import ShapeError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import AllGather, ReduceScatter
 from tests.layers.sequential import shard
@@ -58,12 +58,6 @@ def test_reduce_scatter_is_the_adjoint_of_all_gather(P_world, comm):
         whole = gradient.clone().requires_grad_()
         ReduceScatter(P, axes_reduce_scatter=1)(whole).backward(back)
         assert torch.equal(whole.grad, AllGather(P, axes_all_gather=1)(back))
-
-
-@pytest.mark.parametrize("kind", [AllGather, ReduceScatter])
-def test_axes_are_given_in_one_way(P_world, kind):
-    with pytest.raises(PartitionError, match=f"{kind.__name__}: give either"):
-        kind(P_world)
 
 
 @pytest.mark.mpi(min_size=2)

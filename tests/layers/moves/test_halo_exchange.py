@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import PartitionError, ShapeError
+from distdl_rma import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import HaloExchange
 from tests.layers.sequential import grids, shard
@@ -87,13 +87,13 @@ def test_image_too_small_for_its_padding_is_refused_on_all_ranks(P_world, comm):
 @pytest.mark.parametrize("width", [-1, [1], [1, 2, 3], [(1, 2, 3), 1], [(0, -1), 0], 1.5, [0.5, 1]], ids=str)
 def test_impossible_widths_are_refused(P_world, comm, width):
     P = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
-    with pytest.raises(ShapeError, match="HaloExchange: width"):
+    with pytest.raises(ArgumentError, match="HaloExchange: width"):
         HaloExchange(P, width)
 
 
 def test_unknown_modes_and_grids_without_space_are_refused(P_world, comm):
     P = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    with pytest.raises(ShapeError, match=r"padding_mode is one of .* got 'mirror'"):
+    with pytest.raises(ArgumentError, match=r"padding_mode is one of .* got 'mirror'"):
         HaloExchange(P, 1, "mirror")
     with pytest.raises(PartitionError, match="spatial dimensions"):
         HaloExchange(P_world, 1)
