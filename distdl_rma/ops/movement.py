@@ -32,8 +32,7 @@ class Request:
     """One movement under way: made by ``Movement.start``, given to ``Movement.wait``."""
 
     def __init__(self, movement: Movement, x: torch.Tensor) -> None:
-        self.movement = movement
-        self.shape, self.dtype = x.shape, x.dtype
+        self.movement, self.shape, self.dtype = movement, x.shape, x.dtype
         self.token: torch.Tensor | None = None
         self._sent: tuple[torch.Tensor, int] | None = None
 
@@ -55,7 +54,7 @@ class Request:
         return gradient if gradient.numel() else gradient.new_empty(self.shape, dtype=self.dtype)
 
 
-_Place = tuple[slice, ...]
+_Slices = tuple[slice, ...]
 
 
 class OneWay:
@@ -64,8 +63,7 @@ class OneWay:
     def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
         exchange = channel.exchange
         self.channel, self.dtype, self.backward = channel, dtype, backward
-        self._trace = machine.trace
-        self._own, self._need = exchange.own, exchange.need
+        self._trace, self._own, self._need = machine.trace, exchange.own, exchange.need
         # Short types are summed in a longer one, with one rounding at the end.
         self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
         self._disjoint, self._complete = exchange.disjoint, exchange.complete
@@ -109,10 +107,10 @@ class OneWay:
         y = result(self._need.shape, self._wide)
         parts = chain(islice(theirs := self._received(epoch), self._before), self._local(x), theirs)
         fresh = True
-        for place, part in parts:
-            if fresh and place is not None and not self._complete:
+        for where, part in parts:
+            if fresh and where is not None and not self._complete:
                 y.zero_()
-            target = y if place is None else y[place]
+            target = y if where is None else y[where]
             # What is still zero is overwritten: one pass over the memory less.
             if fresh or self._disjoint:
                 target.copy_(part)
@@ -123,20 +121,20 @@ class OneWay:
             y.zero_()
         return y if self._wide == self.dtype else y.to(self.dtype)
 
-    def _local(self, x: torch.Tensor) -> Iterator[tuple[_Place | None, torch.Tensor]]:
+    def _local(self, x: torch.Tensor) -> Iterator[tuple[_Slices | None, torch.Tensor]]:
         for target, source in self._mine:
             yield target, x[source]
 
-    def _received(self, epoch: int) -> Iterator[tuple[_Place | None, torch.Tensor]]:
-        for place, (_, words) in zip(self._theirs, self.channel.receive(epoch), strict=True):
-            yield place, as_tensor(words, self.dtype)
+    def _received(self, epoch: int) -> Iterator[tuple[_Slices | None, torch.Tensor]]:
+        for where, (_, words) in zip(self._theirs, self.channel.receive(epoch), strict=True):
+            yield where, as_tensor(words, self.dtype)
 
 
 class Movement:
     """An exchange and its adjoint: ``start`` and ``wait``, in both directions of autograd.
 
     Starting and waiting are two autograd operations, each the adjoint of the other: a forward ``start,
-    compute, wait`` becomes a backward ``start^T, compute^T, wait^T`` with the same overlap.
+    compute, wait`` becomes a backward ``wait^T, compute^T, start^T`` with the same overlap.
 
     Construction is local, and allocates slots for one direction. Those of the adjoint are allocated by the
     first backward, or by ``connect``: what only moves forward never has any.
@@ -154,9 +152,8 @@ class Movement:
     """
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
-        kind = numpy_dtype(dtype, name)
         self.machine, self.name, self.dtype = machine, name, dtype
-        self.forward = Channel(machine.segments, exchange, kind, name)
+        self.forward = Channel(machine.segments, exchange, numpy_dtype(dtype, name), name)
         self.forwards = OneWay(machine, self.forward, dtype, backward=False)
         self._made = [self.forward]
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
@@ -193,15 +190,15 @@ class Movement:
         needs_grad
             Whether some rank needs a gradient: then every rank takes part in the backward.
         """
-        flight = Request(self, x)
-        flight.token = _Start.apply(x, anchor(needs_grad), flight)  # type: ignore[no-untyped-call]
-        return flight
+        request = Request(self, x)
+        request.token = _Start.apply(x, anchor(needs_grad), request)  # type: ignore[no-untyped-call]
+        return request
 
-    def wait(self, flight: Request) -> torch.Tensor:
+    def wait(self, request: Request) -> torch.Tensor:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
-        # Of a flight that kept it, the token's graph would keep the flight.
-        token, flight.token = flight.token, None
-        y: torch.Tensor = _Wait.apply(token, flight)  # type: ignore[no-untyped-call]
+        # Of a request that kept it, the token's graph would keep the request.
+        token, request.token = request.token, None
+        y: torch.Tensor = _Wait.apply(token, request)  # type: ignore[no-untyped-call]
         return y
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
@@ -258,41 +255,41 @@ def _close_all(channels: list[Channel]) -> None:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Request) -> torch.Tensor:
-        ctx.flight, ctx.machine = flight, flight.movement.machine
-        flight.depart(flight.movement.forwards, x)
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:
+        ctx.request, ctx.machine = request, request.movement.machine
+        request.depart(request.movement.forwards, x)
         # Of the type that moves: x itself may have come in any type, if without elements.
-        return x.new_empty(0, dtype=flight.movement.dtype)
+        return x.new_empty(0, dtype=request.movement.dtype)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.flight.gradient(), None, None
+        return ctx.request.gradient(), None, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _token: torch.Tensor | None, flight: Request) -> torch.Tensor:
-        ctx.flight, ctx.machine = flight, flight.movement.machine
-        return flight.arrive(flight.movement.forwards)
+    def forward(ctx: Any, _token: torch.Tensor | None, request: Request) -> torch.Tensor:
+        ctx.request, ctx.machine = request, request.movement.machine
+        return request.arrive(request.movement.forwards)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ctx.flight.depart(ctx.flight.movement.backwards, gradient)
+        ctx.request.depart(ctx.request.movement.backwards, gradient)
         return gradient.new_empty(0), None
 
 
 class _Move(torch.autograd.Function):
     # Start and wait in one: half of the cost of two operations, which small tensors feel.
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, flight: Request) -> torch.Tensor:
-        ctx.flight, ctx.machine = flight, flight.movement.machine
-        flight.depart(flight.movement.forwards, x)
-        return flight.arrive(flight.movement.forwards)
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:
+        ctx.request, ctx.machine = request, request.movement.machine
+        request.depart(request.movement.forwards, x)
+        return request.arrive(request.movement.forwards)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ctx.flight.depart(ctx.flight.movement.backwards, gradient)
-        return ctx.flight.gradient(), None, None
+        ctx.request.depart(ctx.request.movement.backwards, gradient)
+        return ctx.request.gradient(), None, None

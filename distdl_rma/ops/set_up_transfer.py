@@ -27,25 +27,8 @@ def broadcast_from_first(
 
     All tensors travel one behind the other, in passes of half a MiB. Each rank's segment holds two passes
     meanwhile, the first one's too: on a node all load from one rank, and between nodes MPI's broadcast
-    carries one copy to each.
-
-    Parameters
-    ----------
-    machine
-        The machine.
-    ranks
-        Rank ids that have the tensors, this one included, in the same order on all of them.
-    tensors
-        Tensors of any types that move between ranks; in shape and type alike on all ranks.
-    name
-        For messages.
-
-    Raises
-    ------
-    MismatchError
-        If the ranks have tensors of other shapes or types, or call for something else.
-    UnsupportedError
-        If a type does not move between ranks.
+    carries one copy to each. ``MismatchError`` if the ranks' tensors differ in shape or type, in the order
+    given, ``UnsupportedError`` if a type does not move between ranks.
     """
     kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     for _, dtype in kinds:
@@ -62,20 +45,20 @@ def broadcast_from_first(
 
 def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], name: str) -> None:
     total = sum(vector.numel() for vector in vectors)
+    count, sends = min(total, PASS_NBYTES), machine.rank == ranks[0]
     if not total:
         return
-    count, sends = min(total, PASS_NBYTES), machine.rank == ranks[0]
     passes = Bcast(machine.segments, ranks, count, np.uint8, ranks[0], name)
     try:
         for low in range(0, total, count):
             spans = list(_spans(vectors, low, min(low + count, total)))
             active = as_tensor(passes.active)
-            for place, part in spans if sends else ():
-                active[place] = part
+            for span, part in spans if sends else ():
+                active[span] = part
             passes.start()
             result = as_tensor(passes.wait())
-            for place, part in () if sends else spans:
-                part.copy_(result[place])
+            for span, part in () if sends else spans:
+                part.copy_(result[span])
     finally:
         passes.close()
 
@@ -90,21 +73,10 @@ def _spans(vectors: Sequence[torch.Tensor], low: int, high: int) -> Iterator[tup
 
 
 class TransferInPasses:
-    """How a tensor that is kept in parts travels: from each part a run of elements in every pass.
+    """How a tensor that is kept in parts, each on one rank, travels: of each part a run in every pass.
 
-    Parameters
-    ----------
-    givers
-        Who keeps which box, each on one rank.
-    itemsize
-        Bytes of an element.
-
-    Attributes
-    ----------
-    count
-        Number of passes.
-    runs
-        Elements of each giver in a pass, in the order of the partition.
+    ``count`` is the number of passes, ``runs`` the elements of each giver in one, in the order of the
+    partition.
     """
 
     def __init__(self, givers: Decomposition, itemsize: int) -> None:
@@ -135,34 +107,19 @@ def gather_whole(
     In passes: whatever the size of the tensor and the number of ranks, the segment of a rank holds at most
     a MiB of what comes in, and of what is staged for other nodes.
 
-    Parameters
-    ----------
-    machine
-        The machine.
-    givers
-        Who keeps which box, each on one rank.
-    takers
-        The ranks that get the whole.
-    part
-        This rank's box; its type counts where it keeps none.
-    name
-        For messages.
-
-    Returns
-    -------
-    torch.Tensor
-        In memory of its own; without elements on ranks that are no takers.
+    ``part`` is this rank's box; its type counts where it keeps none. The result is memory of its own,
+    without elements on ranks that are no takers.
     """
     passes = TransferInPasses(givers, part.dtype.itemsize)
     ranks = givers.partition.ranks
     mine = part.detach().reshape(-1) if givers.partition.active else part.new_empty(0)
-    place = ranks.index(machine.rank) if givers.partition.active else None
+    giving = ranks.index(machine.rank) if givers.partition.active else None
     whole = part.new_empty(givers.shape if takers.active else (0,))
     boxes = [whole[givers.slices(rank)] for rank in ranks] if takers.active else []
     # A box whose elements do not lie one behind the other is put in its place at the end.
     vectors = [b.view(-1) if b.is_contiguous() else b.new_empty(b.numel()) for b in boxes]
     movement = Movement(machine, passes.exchange(takers), part.dtype, f"{name} of shape {givers.shape}")
-    sent = (mine if place is None else mine[passes.run(place, number)] for number in range(passes.count))
+    sent = (mine if giving is None else mine[passes.run(giving, number)] for number in range(passes.count))
     try:
         with torch.no_grad():
             for number, runs in enumerate(movement.forwards.stream(sent)):

@@ -20,27 +20,10 @@ MODES = ("zeros", "constant", "reflect", "replicate", "circular")
 class WindowGather:
     """Inputs that this rank's outputs read, in one movement: halo, redistribution, copies and padding.
 
-    Parameters
-    ----------
-    site
-        Where the call is.
-    stencil
-        The sliding windows, one per spatial dimension.
-    source
-        Who owns which part of the input (batch, channel, *spatial).
-    outputs
-        Who computes which outputs: as the input in batch and channels, the outputs in space.
-    dtype
-        Type of the elements.
-    mode
-        ``"zeros"``, ``"constant"`` (of ``value``), ``"reflect"``, ``"replicate"`` or ``"circular"``.
-    value
-        What a constant padding holds.
-
-    Raises
-    ------
-    ShapeError
-        If the padding is wider than the mode allows for this global input.
+    ``source`` says who owns which part of the input (batch, channel, *spatial), ``outputs`` who computes
+    which outputs: as the input in batch and channels, the outputs in space. ``value`` is what a constant
+    padding holds. ``region`` is what this rank reads in space, padding included, ``held`` what the movement
+    brings of it. ``ShapeError`` if the padding is wider than the mode allows for this global input.
     """
 
     def __init__(

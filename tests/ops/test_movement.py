@@ -38,8 +38,8 @@ def test_fused_convolution_equals_the_composed_form(P_world, comm):
     movement = halo_movement(P_x, x.shape, 2)
     fused, composed = (shard(P_x, x).requires_grad_() for _ in range(2))
     y_fused = layer(fused)
-    flight = movement.start(composed, needs_grad=True)
-    y_composed = F.conv2d(movement.wait(flight), **layer.placed.use())
+    request = movement.start(composed, needs_grad=True)
+    y_composed = F.conv2d(movement.wait(request), **layer.placed.use())
     agree(y_fused, y_composed, "output")
     y_fused.backward(gradient)
     of_fused = layer.weight.grad.clone()
@@ -55,10 +55,10 @@ def test_overlap_mirrors_itself(P_world, comm):
     movement = halo_movement(P_x, (1, 1, 8, 3), 1)
     order = []
     x = torch.randn(movement.forward.exchange.own.shape, dtype=torch.float64, requires_grad=True)
-    flight = movement.start(x, needs_grad=True)
+    request = movement.start(x, needs_grad=True)
     middle = x * 2
     middle.register_hook(lambda _: order.append("compute"))
-    y = movement.wait(flight)
+    y = movement.wait(request)
     start, receive = movement.adjoint.start, movement.adjoint.receive
     movement.adjoint.start = lambda parts: (order.append("start"), start(parts))[1]
     movement.adjoint.receive = lambda epoch: (order.append("wait"), receive(epoch))[1]

@@ -76,16 +76,10 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         Parameters
         ----------
         shape
-            Global shape of the input; may be left out of a layer that was built from global parameters.
+            Global shape of the input, or of each subtensor where these may have any shape; may be left out
+            of a layer that was built from global parameters, else ``ProtocolError``.
         dtype
             Its type; that of the parameters if None.
-
-        Raises
-        ------
-        ProtocolError
-            If the shape is not known.
-        ShapeError, PartitionError
-            If it does not fit the layer.
 
         Notes
         -----

@@ -21,17 +21,14 @@ from distdl_rma.ops.tensors import trouble_with
 class DistributedConcat(MovementLayer[Concat]):
     """Concatenation along the channels, dimension 1, of tensors split over ranks in any of their dimensions.
 
-    Local inputs: the shards of this rank, of any sizes that form a grid with the others', tensors without
-    elements on ranks outside of a partition. Local output: the balanced shard of the concatenated tensor on
-    P_y, in memory of its own; where that is the partition of the first input, the batch stays cut as it is
-    there. Where all partitions are the same and cut no channels, the shards of the output are those of the
-    inputs, and nothing is communicated.
+    Local inputs: the shards of this rank. Local output: the balanced shard of the concatenated tensor on
+    P_y; where that is the partition of the first input, the batch stays cut as it is there. Where all
+    partitions are the same and cut no channels, the shards of the output are those of the inputs, and
+    nothing is communicated: then only the ranks that see what is wrong with a call raise; the others learn
+    it in their next wait, and the machine cannot be used afterwards.
 
     Inputs of different types become one type, as in ``torch.cat``. Each travels as it is, and its gradient
     comes back in its own type.
-
-    Collective to construct over the machine; a call involves the ranks of all partitions and blocks, unless
-    nothing is communicated. Backward is the transpose: the gradient of each input goes back to its owners.
 
     Parameters
     ----------
@@ -39,18 +36,6 @@ class DistributedConcat(MovementLayer[Concat]):
         Partition of each input, as many dimensions as the tensors.
     P_y
         Partition of the output; that of the first input if None.
-    name
-        For messages.
-
-    Raises
-    ------
-    PartitionError
-        If there is no input, or the partitions differ in their number of dimensions.
-    ShapeError
-        In a call, on all its ranks: local shapes do not form a grid, the inputs differ in an extent other
-        than the channels or have no common type, the ranks differ in the type of one input, a rank passes
-        another number of inputs. Where nothing is communicated, only the ranks that see it can know; the
-        others learn it in their next wait, and the machine cannot be used afterwards.
 
     Notes
     -----
@@ -99,29 +84,7 @@ class DistributedConcat(MovementLayer[Concat]):
     def connect(  # type: ignore[override]
         self, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Plan for inputs before they are there, and exchange addresses with the neighbours, once.
-
-        Otherwise the first forward and the first backward do it. Collective over the ranks of the layer,
-        blocking. Calls with other inputs remain possible.
-
-        Parameters
-        ----------
-        shapes
-            Global shape of each input; may be left out of a layer that was built from global parameters.
-        dtype
-            Their type; torch's default if None.
-
-        Raises
-        ------
-        ProtocolError
-            If the shapes are not known.
-        ShapeError, PartitionError
-            If they do not fit the layer, or each other.
-
-        Notes
-        -----
-        Interface document, section 3.2; requirement A8.
-        """
+        """As of every layer, with the global shape of each input; ``dtype`` is torch's default if None."""
         given = [None] * len(self.P_xs) if shapes is None else list(shapes)
         if self._stays or self.plans is None:
             self._count(given)
