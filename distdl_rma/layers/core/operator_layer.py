@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar, Unpack
 
@@ -37,6 +37,9 @@ class OperatorLayer(DistributedLayer, Generic[O]):
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
     _call_arguments: tuple[int, ...] = ()  # the numbers of a call with nothing but an input
+    # What else is wrong with the inputs of this rank of P_x, for all to refuse; empty if nothing is. Inputs
+    # that are no tensors are none of its business.
+    trouble: Callable[..., str] | None = None
 
     def __init__(
         self,
@@ -96,13 +99,6 @@ class OperatorLayer(DistributedLayer, Generic[O]):
                 operation, _ = self.enter(self.plans, xs, list(self.parameters())).settle()
             operation.connect()
 
-    def trouble(self, *inputs: Any) -> str:
-        """What else is wrong with this rank's shards, for all to refuse; empty if nothing is.
-
-        Not asked where P_x has no part. Inputs that are no tensors are none of its business.
-        """
-        return ""
-
     def enter(
         self,
         plans: PlanCache[O],
@@ -114,7 +110,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """Begin to agree with the other ranks on what ``xs`` are parts of; does not wait for them."""
         # The others take part in a backward if any weight needs a gradient.
         told = sorted(weights, key=lambda weight: not weight.requires_grad) if weights else (None,)
-        if not problem and not self._idle[0]:
+        if self.trouble is not None and not problem and not self._idle[0]:
             problem = self.trouble(*xs)
         numbers = self._call_arguments if call_arguments is None else call_arguments
         plans.begin(xs, told[0], numbers, self._idle, problem)

@@ -71,22 +71,23 @@ class InputFacts(NamedTuple):
         Where a rank has no part of an input, all tensors without elements are the same. What are no tensors
         that can move, and any other ``problem`` of the caller, is told instead.
         """
-        problem = problem or _trouble(xs, call_arguments)
+        given = len(xs)
+        problem = problem or _trouble(xs, given, call_arguments)
         if problem:
             return cls((), GradientNeeds(False, False), problem=problem)
-        recording, missing = torch.is_grad_enabled(), len(idle) - len(xs)
-        inputs = [
-            _NOTHING if outside and 0 in x.shape else (tuple(x.shape), x.dtype)
-            for x, outside in zip(xs, idle, strict=False)
-        ]
-        needs = [recording and x.requires_grad for x in xs[: len(idle)]]
-        if missing > 0:
-            inputs, needs = [*inputs, *[_NOTHING] * missing], [*needs, *[False] * missing]
-        wanted = GradientNeeds(
-            needs[0], recording and weight is not None and weight.requires_grad, tuple(needs[1:])
+        if given < len(idle):
+            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
+        recording = torch.is_grad_enabled()
+        inputs = tuple(
+            [
+                _NOTHING if outside and 0 in xs[at].shape else (tuple(xs[at].shape), xs[at].dtype)
+                for at, outside in enumerate(idle)
+            ]
         )
-        kind = None if weight is None else weight.dtype
-        return cls(tuple(inputs), wanted, kind, call_arguments, given=len(xs))
+        others = tuple([recording and x.requires_grad for x in xs[1:]]) if given > 1 else ()
+        learns = recording and weight is not None and weight.requires_grad
+        needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
+        return cls(inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -128,12 +129,14 @@ class InputFacts(NamedTuple):
 _NOTHING: _Input = (0,), _DTYPE_CODES[0]
 
 
-def _trouble(xs: Sequence[torch.Tensor], call_arguments: tuple[int, ...]) -> str:
+def _trouble(xs: Sequence[torch.Tensor], given: int, call_arguments: tuple[int, ...]) -> str:
     # What is no tensor that can move, or does not fit into a row.
     for at, x in enumerate(xs):
-        problem = trouble_with(x, f"input {at}" if len(xs) > 1 else "input")
+        problem = trouble_with(x, f"input {at}" if given > 1 else "input")
         if problem:
             return problem
+    if not call_arguments:
+        return ""
     if len(call_arguments) > MAX_DIMS:
         return f"the call has {len(call_arguments)} numbers, {MAX_DIMS} are the most"
     worst = max(call_arguments, key=abs, default=0)
@@ -195,6 +198,7 @@ class PlanCache(Generic[P]):
         # Asked for when a call begins: within an operation of autograd grad mode is off.
         self._ask_outcome = None if outcome is None else weakly_bound(outcome)
         self._outcome: CallOutcome | None = None
+        self._alone = len(self._ranks) == 1
         self._rows: AllPush | None = None
         self._errors = ErrorExchange(machine, self._ranks, name)
         self._plans: OrderedDict[tuple[object, ...], P] = OrderedDict()
@@ -233,7 +237,7 @@ class PlanCache(Generic[P]):
         self._outcome = None if self._ask_outcome is None else self._ask_outcome()()
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode(self._inputs)
-        if len(self._ranks) > 1:
+        if not self._alone:
             if self._rows is None:
                 with self._telling():
                     self._rows = self._meet()
