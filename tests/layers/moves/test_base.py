@@ -14,6 +14,7 @@ from distdl_rma.layers import (
     Repartition,
     SumReduce,
 )
+from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.movement import check
 from tests.matrix import check_each, over_seeds
 
@@ -124,6 +125,20 @@ def test_more_shapes_come_back_than_plans_are_kept(P_world, make):
         y.sum().backward()
         assert x.grad.shape == x.shape
         assert y.shape[0] == rows or layer.P_y.shape[0] > 1
+
+
+@each_layer
+def test_a_connected_layer_shakes_no_hands_in_the_first_call(P_world, comm, monkeypatch, make):
+    layer = make(P_world)
+    cut = isinstance(layer, Repartition | AllGather | HaloExchange)
+    layer.connect((2, 3, 4 * comm.size if cut else 4), torch.float64)
+
+    def exchange(*_arguments, **_named):
+        raise AssertionError("a handshake")
+
+    monkeypatch.setattr(SegmentBuffer, "exchange", exchange)
+    x = input_of(layer).requires_grad_()
+    layer(x).sum().backward()
 
 
 @pytest.mark.mpi(min_size=2)
