@@ -56,18 +56,8 @@ class _Scale(torch.autograd.Function):
 class Embedding(GatherComputeScatter):
     """The vectors are where their indices are, and go to the ranks of ``P_y`` if one is given.
 
-    Parameters
-    ----------
-    site, source, dtype
-        Where the call is, who owns what of the indices, and their type.
-    embedding_dim, padding_idx
-        As in torch.
-    weight_dtype
-        Type of the table.
-    P_y
-        Partition of the balanced output; None where it stays.
-    frequencies
-        What gradients are divided by; None if nothing, and on ranks without indices.
+    ``dtype`` is that of the indices; ``frequencies`` are what gradients are divided by, None if by nothing,
+    and on ranks without indices.
     """
 
     def __init__(

@@ -62,21 +62,17 @@ class OneWay:
 
     def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
         exchange = channel.exchange
+        own, need = exchange.own, exchange.need
         self.channel, self.dtype, self.backward = channel, dtype, backward
-        self._trace, self._own, self._need = machine.trace, exchange.own, exchange.need
+        self._trace, self._own, self._need = machine.trace, own, need
         # Short types are summed in a longer one, with one rounding at the end.
         self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
         self._disjoint, self._complete = exchange.disjoint, exchange.complete
-        self._mine = [
-            (piece.target.slices(self._need), piece.box.slices(self._own)) for piece in exchange.local
-        ]
+        self._mine = [(piece.target.slices(need), piece.box.slices(own)) for piece in exchange.local]
         # None where a piece is all of the result.
-        self._theirs = [
-            None if piece.box == self._need else piece.box.slices(self._need) for piece in channel.receives
-        ]
+        self._theirs = [None if piece.box == need else piece.box.slices(need) for piece in channel.receives]
         # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
-        before = 0 if exchange.disjoint else exchange.before_local
-        self._before = channel.count(before)
+        self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
 
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start on a local shard; return it as it moves, and the epoch."""
@@ -141,14 +137,9 @@ class Movement:
 
     Parameters
     ----------
-    machine
-        The machine.
-    exchange
-        This rank's part; shapes include all tensor dimensions.
-    dtype
-        Type of the elements.
-    name
-        For messages.
+    machine, exchange, dtype, name
+        The machine, this rank's part of the exchange in all tensor dimensions, the type of the elements,
+        what messages call the movement.
     """
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
@@ -182,13 +173,8 @@ class Movement:
     def start(self, x: torch.Tensor, needs_grad: bool = False) -> Request:
         """Put the pieces of ``x`` on their way; does not wait for the transfer.
 
-        Parameters
-        ----------
-        x
-            Local shard of shape ``exchange.own.shape``, or any tensor without elements if that is empty.
-            It must not change until ``wait``.
-        needs_grad
-            Whether some rank needs a gradient: then every rank takes part in the backward.
+        The local shard has the shape ``exchange.own.shape``, or any if that is empty, and must not change
+        until ``wait``. If some rank needs a gradient, every rank takes part in the backward.
         """
         request = Request(self, x)
         request.token = _Start.apply(x, anchor(needs_grad), request)  # type: ignore[no-untyped-call]

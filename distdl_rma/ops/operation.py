@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -36,9 +36,15 @@ class Operation:
         """
         raise NotImplementedError
 
+    def movements(self) -> Sequence[Movement | None]:
+        """All that moves; None where this rank has no part of it."""
+        return ()
+
     def connect(self) -> None:
         """Exchange addresses with the neighbours, which otherwise the first call does; blocking."""
-        raise NotImplementedError
+        for movement in self.movements():
+            if movement is not None:
+                movement.connect()
 
     def void(self) -> None:
         """Give up what some ranks may have started before all agreed; nothing, unless it starts early."""
@@ -72,16 +78,8 @@ class Agreed(NamedTuple, Generic[P_co]):
 class GatherComputeScatter(Operation):
     """An operation of the form ``y = finish(scatter(compute(gather(x))))``.
 
-    Subclasses set ``gather`` and ``scatter`` where anything moves, and say what a rank computes.
-
-    Parameters
-    ----------
-    site
-        Where the call is.
-    reads, works
-        Whether this rank has a part of the input, and whether it computes.
-    output
-        Who has what of the result.
+    Subclasses set ``gather`` and ``scatter`` where anything moves, and say what a rank computes. ``reads``
+    and ``works`` say whether this rank has a part of the input, and whether it computes.
     """
 
     output: Decomposition
@@ -107,14 +105,8 @@ class GatherComputeScatter(Operation):
             return self.compute(x, **weights)
 
     def movements(self) -> tuple[Movement | None, ...]:
-        """All that moves."""
+        """Both."""
         return self.gather, self.scatter
-
-    def connect(self) -> None:
-        """Exchange addresses with the neighbours; blocking."""
-        for movement in self.movements():
-            if movement is not None:
-                movement.connect()
 
     def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Local result from a local shard."""

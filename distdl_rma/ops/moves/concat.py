@@ -11,7 +11,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Section
 from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import CallSite, movement_or_none
+from distdl_rma.ops.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.operation import Operation
 
 CHANNELS = 1
@@ -20,21 +20,8 @@ CHANNELS = 1
 class Concat(Operation):
     """Concatenation along the channels; each input travels in its own type, and so does its gradient.
 
-    Parameters
-    ----------
-    site
-        Where the call is.
-    sources, dtypes
-        Who owns what of each input, and its type.
-    P_y
-        Partition of the balanced result.
-    keep_batch
-        Whether the batch stays cut as that of the first input.
-
-    Raises
-    ------
-    ShapeError
-        If the inputs do not fit each other.
+    ``sources`` and ``dtypes`` say who owns what of each input, and its type. The result is balanced on P_y;
+    with ``keep_batch`` the batch stays cut as that of the first input.
     """
 
     output: Decomposition
@@ -52,7 +39,8 @@ class Concat(Operation):
         if keep_batch:
             target = target.with_splits({0: sources[0].splits[0]})
         self.output, offset = target, 0
-        self._movements, self._shapes = [], []
+        self._movements: list[Movement | None] = []
+        self._shapes: list[tuple[int, ...]] = []
         for at, (source, dtype) in enumerate(zip(sources, dtypes, strict=True)):
             channels = Section(target.splits[CHANNELS], offset, source.shape[CHANNELS])
             part = target.with_splits({CHANNELS: channels})
@@ -60,11 +48,9 @@ class Concat(Operation):
             self._movements.append(movement_or_none(site, source, part, dtype, f"input {at}"))
             self._shapes.append(part.box(site.machine.rank).shape)
 
-    def connect(self) -> None:
-        """Exchange addresses with the neighbours; blocking."""
-        for movement in self._movements:
-            if movement is not None:
-                movement.connect()
+    def movements(self) -> list[Movement | None]:
+        """One for each input."""
+        return self._movements
 
     def __call__(self, needs: GradientNeeds, *inputs: torch.Tensor) -> torch.Tensor:
         """Block of the concatenated tensor, in memory of its own; blocking."""
@@ -88,11 +74,8 @@ def joined(
 ) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and type of a concatenation along the channels.
 
-    Raises
-    ------
-    ShapeError
-        If an input has another number of dimensions than ``dim``, another extent than the first in a
-        dimension that is not that of the channels, or a type that torch does not promote.
+    ``ShapeError`` if an input has another number of dimensions than ``dim``, another extent than the first
+    in a dimension that is not that of the channels, or a type that torch does not promote.
     """
     first, joint = shapes[0], dtypes[0]
     for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):

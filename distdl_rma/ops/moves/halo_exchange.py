@@ -15,16 +15,8 @@ from distdl_rma.ops.window_gather import WindowGather
 class HaloExchange(StagedMove):
     """What windows as wide as both halos read, where every element has a window of its own.
 
-    The results of the ranks overlap: they are no blocks of one tensor.
-
-    Parameters
-    ----------
-    site, source, dtype
-        Where the call is, who owns what of the input, and its type.
-    width
-        Elements before and behind a block, for each spatial dimension.
-    mode, value
-        What lies beyond the domain, as of :class:`WindowGather`.
+    The results of the ranks overlap: they are no blocks of one tensor. ``width`` says how many elements
+    before and behind a block, for each spatial dimension; mode and value as of :class:`WindowGather`.
     """
 
     def __init__(

@@ -15,16 +15,8 @@ from distdl_rma.ops.operation import Operation
 class StagedMove(Operation):
     """Movements that follow one another, at least one; the result is memory of its own.
 
-    Parameters
-    ----------
-    movements
-        The movements.
-    dtype
-        Type of the result, which may be shorter than the one that moves.
-    output
-        As of every operation.
-    flat
-        Local shape of the result where the movements see vectors; None where they see tensors.
+    ``dtype`` is that of the result, which may be shorter than the one that moves. ``flat`` is the local
+    shape of the result where the movements see vectors; None where they see tensors.
     """
 
     def __init__(
@@ -34,18 +26,17 @@ class StagedMove(Operation):
         output: Decomposition | None,
         flat: tuple[int, ...] | None = None,
     ) -> None:
-        self.movements, self.dtype, self.output, self._flat = movements, dtype, output, flat
+        self._stages, self.dtype, self.output, self._flat = tuple(movements), dtype, output, flat
 
     def __call__(self, needs: GradientNeeds, x: torch.Tensor) -> torch.Tensor:
         """Local result of a local shard; blocking."""
         y = x if self._flat is None else x.reshape(-1)
-        for movement in self.movements:
+        for movement in self._stages:
             # What has no elements may be of any type.
             y = movement(y.to(movement.dtype) if y.numel() else y, needs.input)
         y = y.to(self.dtype)
         return y if self._flat is None else y.reshape(self._flat)
 
-    def connect(self) -> None:
-        """Exchange addresses with the neighbours; blocking."""
-        for movement in self.movements:
-            movement.connect()
+    def movements(self) -> tuple[Movement, ...]:
+        """The stages."""
+        return self._stages
