@@ -1,0 +1,93 @@
+"""Arguments of convolutions: what editors show of them, and what is refused."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import ArgumentError, PartitionError, layers
+from distdl_rma.geometry import Partition
+from distdl_rma.layers.conv.arguments import Partitions, check_dtypes, stencil_of, torch_layer
+from distdl_rma.layers.conv.base import ConvolutionLayer
+from distdl_rma.ops.conv.worker_grid import IN, OUT
+
+LAYERS = [
+    getattr(layers, f"DistributedConv{kind}{dims}d") for kind in ("", "Transpose") for dims in (1, 2, 3)
+]
+P = Partition((0, 1), (1, 2, 1), 0)
+Q = Partition((1, 0), (2, 1, 1), 0)
+NONE = {"P_y": None, "P_W": None, "P_w": None}
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_constructors_show_the_arguments_of_torch_between_partitions_and_names(layer):
+    mine, torchs = inspect.signature(layer).parameters, inspect.signature(layer._twin).parameters
+    assert list(mine)[: len(torchs) + 1] == ["P_x", *torchs]
+    assert all(mine[key].default == parameter.default for key, parameter in torchs.items())
+    named = set(list(mine)[len(torchs) + 1 :])
+    assert {"P_y", "P_W", "P_w", "placement", "weights", "name", "get_ranks_synch_weights"} <= named
+    assert all(mine[key].kind is inspect.Parameter.KEYWORD_ONLY for key in named)
+
+
+def test_a_layer_of_ones_own_shows_its_own_arguments():
+    class Twice(layers.DistributedConv2d):
+        def __init__(self, P_x, channels):
+            super().__init__(P_x, channels, channels, 3)
+
+    assert list(inspect.signature(Twice).parameters) == ["P_x", "channels"]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_layers_are_found_as_those_of_torch(layer):
+    assert issubclass(layer, layer._twin)
+    assert layer.__name__ == f"Distributed{layer._twin.__name__}"
+    assert layer.__mro__.index(ConvolutionLayer) < layer.__mro__.index(layer._twin)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((1, 1), {}, "Conv: missing a required argument: 'kernel_size'; it takes partitions, then "),
+        ((1, 1, 3), {"strid": 2}, "Conv: got an unexpected keyword argument 'strid'"),
+        ((1, 1, 3, 2), {"stride": 2}, "Conv: multiple values for argument 'stride'"),
+    ],
+)
+def test_typos_are_refused_by_the_name_of_the_layer(arguments, options, message):
+    with pytest.raises(TypeError, match=message):
+        torch_layer("Conv", nn.Conv2d, 2, arguments, options)
+
+
+def test_what_torch_would_refuse_in_a_call_is_refused_at_once():
+    with pytest.raises(ArgumentError, match="Conv: padding needs 1 numbers"):
+        torch_layer("Conv", nn.Conv1d, 1, (1, 1, 3), {"padding": (1, 1)})
+    with pytest.raises(ArgumentError, match="Conv: output_padding"):
+        torch_layer("Conv", nn.ConvTranspose1d, 1, (1, 1, 3, 2), {"output_padding": 2})
+
+
+def test_windows_are_those_of_torch_for_named_padding_too():
+    stencil = stencil_of("Conv", nn.Conv2d(1, 1, (4, 3), padding="same", dilation=(1, 2)))
+    assert [(w.kernel, w.dilation, w.left, w.right) for w in stencil.windows] == [(4, 1, 1, 2), (3, 2, 2, 2)]
+
+
+def test_partitions_come_first_or_by_name():
+    assert Partitions.among("Conv", 3, (P, 4, 5), NONE) == ((P, None, None), (4, 5))
+    assert Partitions.among("Conv", 3, (P, Q, P, 4), NONE) == ((P, Q, P), (4,))
+    assert Partitions.among("Conv", 3, (P, Q, 4), {**NONE, "P_w": P}) == ((P, Q, P), (4,))
+    with pytest.raises(PartitionError, match="P_W is given twice"):
+        Partitions.among("Conv", 3, (P, 4), {**NONE, "P_W": P, "P_w": Q})
+    with pytest.raises(PartitionError, match="P_y must be a partition, got 3"):
+        Partitions.among("Conv", 3, (P, 4), {**NONE, "P_y": 3})
+    with pytest.raises(PartitionError, match=r"P_x has 3 dimensions .* the tensor has 4"):
+        Partitions.among("Conv", 4, (P, 4), NONE)
+
+
+def test_without_work_of_their_own_the_channels_of_one_side_are_cut():
+    assert Partitions(P, None, None).workers(P, OUT).shape == (1, 2, 1, 1)
+    assert Partitions(P, None, None).workers(P, IN).shape == (1, 1, 2, 1)
+    assert Partitions(P, None, Q).workers(P, OUT).shape == (1, 2, 1, 1)
+    assert Partitions(P, None, Q).workers(P, OUT).ranks == Q.ranks
+
+
+def test_no_type_is_wrong_where_nobody_tells_one():
+    check_dtypes(torch.float32, {})

@@ -1,0 +1,182 @@
+"""The operator of convolutions, called with tensors of known decompositions and without a layer."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import Machine, ShapeError
+from distdl_rma.geometry import Decomposition, Partition, Stencil
+from distdl_rma.ops.autograd import GradientNeeds
+from distdl_rma.ops.conv.convolution import Convolution, can_overlap, convolve
+from distdl_rma.ops.conv.worker_grid import OUT, WorkerGrid
+from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.operation import Agreed
+from tests.layers.sequential import agree
+
+NEEDS = GradientNeeds(True, True)
+SHAPE, WEIGHT = (2, 4, 7, 6), (6, 4, 3, 3)
+STENCIL = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))
+# Grids of input, output and work (batch, out-channel, in-channel, *space), and the groups.
+FORMS = {
+    "feature": lambda n: ((1, 1, n, 1), (1, 1, n, 1), (1, 1, 1, n, 1), 1),
+    "other ranks in space": lambda n: ((1, 1, n, 1), (1, 1, 1, n), (1, 1, 1, 1, n), 1),
+    "batch": lambda n: ((1, 1, 1, n), (n, 1, 1, 1), (n, 1, 1, 1, 1), 1),
+    "in-channels": lambda n: ((1, n, 1, 1), (1, 1, n, 1), (1, 1, n, 1, 1), 1),
+    "out-channels": lambda n: ((1, 1, n, 1), (1, n, 1, 1), (1, n, 1, 1, 1), 1),
+    "groups": lambda n: ((1, 1, n, 1), (1, 1, 1, n), (1, 1, 1, n, 1), 2),
+    "cut groups": lambda n: ((1, n, 1, 1), (1, 1, n, 1), (1, n, 1, 1, 1), 2),
+}
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def whole_tensors(groups):
+    """Input, weight and bias with gradients."""
+    torch.manual_seed(0)
+    shapes = SHAPE, (WEIGHT[0], WEIGHT[1] // groups, *WEIGHT[2:]), (WEIGHT[0],)
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def made(P_world, form, name, **options):
+    """An operation, and who has which part of the input."""
+    first, second, work, groups = FORMS[form](P_world.size)
+    P_x, P_y, grid = (P_world.create_cartesian_topology_partition(shape) for shape in (first, second, work))
+    workers = WorkerGrid(grid, OUT, groups, (WEIGHT[0], WEIGHT[1] // groups, *WEIGHT[2:]))
+    source = Decomposition.balanced(P_x, SHAPE)
+    options = {"overlaps": can_overlap(STENCIL, "zeros", workers, P_x), **options}
+    site = CallSite(Machine.of(P_world), name)
+    return Convolution(site, STENCIL, workers, source, P_y, torch.float64, **options), source, workers
+
+
+def part(decomposition, whole):
+    return whole.detach()[decomposition.slices()].clone()
+
+
+@pytest.mark.mpi
+@each_form
+@pytest.mark.parametrize("kept", ["blocks", "whole"])
+def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form, kept):
+    operation, source, workers = made(P_world, form, f"{form} {kept}")
+    x, weight, bias = whole_tensors(workers.groups)
+    y = F.conv2d(x, weight, bias, padding=1, groups=workers.groups)
+    d_y = torch.randn_like(y)
+    y.backward(d_y)
+    blocks, local = workers.blocks(), part(source, x).requires_grad_()
+    adds = workers.bias(len(bias)).partition.active
+    mine = {"weight": part(blocks, weight) if kept == "blocks" else weight.detach().clone()}
+    if kept == "whole" and adds:
+        mine["bias"] = bias.detach().clone()
+    elif kept == "blocks":
+        mine["bias"] = part(workers.bias(len(bias)), bias) if adds else bias.new_empty(0).detach()
+    for value in mine.values():
+        value.requires_grad_()
+    for _ in range(2):
+        local.grad = None
+        out = operation(NEEDS, local, **mine)
+        agree(out, part(operation.output, y), "output")
+        out.backward(part(operation.output, d_y))
+        agree(local.grad, part(source, x.grad), "input gradient")
+    if form == "out-channels":
+        cut = weight.grad[blocks.slices()]
+        found = mine["weight"].grad if kept == "blocks" else mine["weight"].grad[blocks.slices()]
+        agree(found / 2, cut, "weight gradient")
+        assert mine["weight"].grad.count_nonzero() == cut.numel(), "nothing beyond this rank's block"
+    else:
+        total = torch.from_numpy(sum(comm.allgather(whole_gradient(mine["weight"], blocks, weight).numpy())))
+        agree(total / 2, weight.grad, "weight gradient")
+
+
+def whole_gradient(mine, blocks, weight):
+    """A rank's weight gradient in the shape of the whole weight."""
+    found = torch.zeros_like(weight)
+    if mine.shape == weight.shape:
+        return found + mine.grad
+    found[blocks.slices()] = mine.grad
+    return found.detach()
+
+
+@pytest.mark.mpi
+@each_form
+def test_gradients_of_weights_are_filled_where_they_are_wanted(P_world, comm, form):
+    operation, source, workers = made(P_world, form, form)
+    if not operation.overlaps:
+        pytest.skip("torch's autograd makes the gradients of what is gathered")
+    x, weight, bias = whole_tensors(workers.groups)
+    places = {"weight": torch.full_like(weight, torch.nan), "bias": torch.full_like(bias, torch.nan)}
+    asked = []
+
+    def fill(key, gradient):
+        asked.append(key)
+        return places[key].detach().copy_(gradient)
+
+    weights = {"weight": weight, "bias": bias}
+    y, needs = convolve(Agreed(operation, NEEDS), True, part(source, x), weights, fill)
+    assert needs is NEEDS
+    y.sum().backward()
+    assert sorted(asked) == ["bias", "weight"]
+    torch.testing.assert_close(places["weight"], weight.grad)
+    torch.testing.assert_close(places["bias"], bias.grad)
+    assert weight.grad.data_ptr() == places["weight"].data_ptr(), "no copy"
+
+
+class Late:
+    """An agreement that guesses one operation, and settles for another."""
+
+    def __init__(self, guess, holds):
+        self.guess, self.holds = guess, holds
+
+    def settle(self):
+        if self.guess is not None:
+            self.guess.void()
+        return self.holds, NEEDS
+
+
+@pytest.mark.mpi
+def test_a_wrong_guess_costs_a_start_and_changes_nothing(P_world, comm):
+    first, source, _ = made(P_world, "feature", "first")
+    second, _, _ = made(P_world, "feature", "second")
+    x, weight, bias = whole_tensors(1)
+    local, weights = part(source, x), {"weight": weight, "bias": bias}
+    first(NEEDS, local, **weights)
+    expected = second(NEEDS, local, **weights)
+    # Only some ranks see a reason to guess.
+    y, _ = convolve(Late(first, second), True, local, weights)
+    assert torch.equal(y, expected)
+    assert torch.equal(first(NEEDS, local, **weights), expected)
+
+
+@pytest.mark.mpi
+def test_an_input_that_does_not_fit_is_refused_before_anything_moves(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    workers = WorkerGrid(
+        P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size, 1)), OUT, 1, WEIGHT
+    )
+    for shape, message in (
+        ((2, 3, 7, 6), "input has 3 channels, the layer takes 4"),
+        ((2, 4, 0, 6), "no elements in space"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            Convolution(
+                CallSite(Machine.of(P_world), "refused"),
+                STENCIL,
+                workers,
+                Decomposition.balanced(P_x, shape),
+                P_x,
+                torch.float64,
+            )
+
+
+@pytest.mark.parametrize(
+    ("mode", "groups", "channels", "overlaps"),
+    [
+        ("zeros", 1, 2, True),
+        ("zeros", 2, 1, True),
+        ("zeros", 2, 2, False),
+        ("reflect", 1, 1, False),
+    ],
+)
+def test_only_sums_over_disjoint_boxes_overlap(mode, groups, channels, overlaps):
+    P_x = Partition((0, 1), (1, channels, 2 // channels), 0)
+    workers = WorkerGrid(Partition((0, 1), (1, 1, 1, 2), 0), OUT, groups, (4, 2, 3))
+    padded, bare = (Stencil.of((3,), (1,), (1,), ((n, n),)) for n in (1, 0))
+    assert can_overlap(padded, mode, workers, P_x) is overlaps
+    assert can_overlap(bare, mode, workers, P_x) is (overlaps or mode == "reflect")
