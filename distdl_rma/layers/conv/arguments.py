@@ -21,8 +21,10 @@ Extents = int | Sequence[int]
 
 
 class Options(Callbacks, total=False):
-    """What a convolution takes by name alone, beside what torch's takes."""
+    """What a convolution takes by name, beside what torch's takes in order."""
 
+    device: torch.device | str | None
+    dtype: torch.dtype | None
     P_w: Partition | None
     placement: str | None
     weights: str | None
@@ -40,13 +42,7 @@ class Partitions(NamedTuple):
     def among(
         cls, kind: str, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
     ) -> tuple[Partitions, tuple[Any, ...]]:
-        """Partitions among the arguments of a layer, P_x, P_y and P_W at first, and its other arguments.
-
-        Raises
-        ------
-        PartitionError
-            If one is given twice, is not a partition, or has another number of dimensions.
-        """
+        """Partitions among the arguments of a layer, P_x, P_y and P_W at first, and its other arguments."""
         P_x, *others = positional
         count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
         if count > 2:
@@ -80,14 +76,13 @@ class Partitions(NamedTuple):
 
 def takes_arguments_of(twin: type[nn.Module]) -> Callable[[F], F]:
     """Show a constructor's arguments: P_x, those of a torch layer, then the named ones."""
-    _, *torchs = inspect.signature(twin.__init__).parameters.values()
-    kinds = inspect.Parameter
+    torchs, kinds = inspect.signature(twin).parameters, inspect.Parameter
     first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
-    named = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in ("P_y", "P_W", *Options.__annotations__)]
+    others = [key for key in ("P_y", "P_W", *Options.__annotations__) if key not in torchs]
+    named = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in others]
 
     def shown(constructor: F) -> F:
-        signature = inspect.Signature([*first, *torchs, *named])
-        vars(constructor)["__signature__"] = signature
+        vars(constructor)["__signature__"] = inspect.Signature([*first, *torchs.values(), *named])
         return constructor
 
     return shown
@@ -98,14 +93,8 @@ def torch_layer(
 ) -> Any:
     """Build the torch layer of the same arguments: it checks them, and makes the initial weights.
 
-    Raises
-    ------
-    TypeError
-        If an argument is missing, or there is none of its name.
-    ArgumentError
-        If an argument is refused by torch, or would be when the layer is called.
-    UnsupportedError
-        If the layer were complex, or not on the CPU.
+    Raises ``TypeError`` where one is missing, or unknown by its name; ``ArgumentError`` where torch refuses
+    one, or would when the layer is called; ``UnsupportedError`` of a layer that is complex or not on the CPU.
     """
     try:
         inspect.signature(twin).bind(*arguments, **options)
@@ -147,15 +136,7 @@ def stencil_of(kind: str, like: Any) -> Stencil:
 
 
 def check_dtypes(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
-    """Check the type of an input against the weights of all ranks.
-
-    Raises
-    ------
-    ShapeError
-        If it is another one.
-    UnsupportedError
-        If it is not of floating point.
-    """
+    """Refuse an input of another type than the weights of any rank, or not of floating point."""
     for rank, fact in facts.items():
         if fact.weights != dtype:
             raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")

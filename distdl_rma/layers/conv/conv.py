@@ -25,30 +25,24 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     ``DistributedConv2d(P_x, in_channels, out_channels, kernel_size, ...)`` is the feature-distributed form,
     ``DistributedConv2d(P_x, P_y, P_W, in_channels, ...)`` the channel-distributed and the general one.
 
-    Local output: the balanced shard of the global output on P_y; where P_y is P_x and P_W is not given, the
-    batch stays cut as it is. The numbers are those of the sequential torch layer on the global tensor, for
-    every argument of torch, with uneven, too small and empty shards.
+    Local output: the balanced shard on P_y; where P_y is P_x and P_W is not given, the batch stays cut as it
+    is. The numbers are those of the sequential torch layer on the global tensor, for every argument of torch,
+    with uneven, too small and empty shards.
 
     Parameters
     ----------
-    P_x
-        Partition of the input (batch, channel, *spatial).
-    P_y
-        Partition of the output; P_x if None. Also the second positional argument.
+    P_x, P_y
+        Partitions of input and output (batch, channel, *spatial); P_y is P_x if None.
     P_W
-        Partition of the work, (out-channel, in-channel, *spatial); also the third positional argument, and
-        by name ``P_w``. If None, every rank of the output computes its own part of it.
-    in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode
-        As in torch, in torch's order, positional or by name.
-    device, dtype
-        As in torch; floating point, on the CPU.
+        Partition of the work, (out-channel, in-channel, *spatial); by name also ``P_w``. If None, every rank
+        of the output computes its own part of it.
+    in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, ...
+        As in torch.
     placement
         ``"replicated"``: on all ranks that use them, gradients summed; without P_W these are all ranks of
         the machine. ``"root"``: each block on one rank only, sent to the others in each forward, gradients
         summed there: without P_W on the first rank of P_x, else weights on the first spatial block of P_W,
         the bias there on the first in-channel block. Ranks that keep none hold empty parameters.
-    weights
-        Another name for ``placement``.
 
     Notes
     -----
@@ -72,8 +66,6 @@ class DistributedConv(ConvolutionLayer[Convolution]):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
         P_y: Partition | None = None,
         P_W: Partition | None = None,
@@ -95,8 +87,6 @@ class DistributedConv(ConvolutionLayer[Convolution]):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Unpack[Options],
     ) -> None: ...
 

@@ -25,19 +25,15 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     """Transposed convolution of a tensor that is split over ranks in any of its dimensions.
 
     Every rank applies the transposed convolution to its own data, outputs that overlap are summed on their
-    way to their owners, who add the bias. Local output: the balanced shard of the global output on P_y; where
-    that is P_x and P_W is not given, the batch stays cut as it is. The numbers are those of the sequential
-    torch layer on the global tensor, for every argument of torch.
+    way to their owners, who add the bias. Outputs and numbers are as of :class:`DistributedConv`.
 
     Parameters
     ----------
     P_x, P_y, P_W
         As of :class:`DistributedConv`; without P_W every rank of P_x computes with its own data.
-    in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation
-        As in torch, in torch's order, positional or by name; ``padding_mode`` too.
-    device, dtype
-        As in torch; floating point, on the CPU.
-    placement, weights
+    in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, ...
+        As in torch.
+    placement
         As of :class:`DistributedConv`. With P_W the bias is kept on its first in-channel block and sent to
         P_y.
 
@@ -64,8 +60,6 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         bias: bool = True,
         dilation: Extents = 1,
         padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
         P_y: Partition | None = None,
         P_W: Partition | None = None,
@@ -88,8 +82,6 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         bias: bool = True,
         dilation: Extents = 1,
         padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Unpack[Options],
     ) -> None: ...
 

@@ -53,7 +53,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         P_y = P_xs[0] if P_y is None else P_y
         super().__init__(*P_xs, P_y, *others, name=name, **callbacks)
         self.P_xs, self.P_x, self.P_y = P_xs, P_xs[0], P_y
-        self._idle = tuple(not P.active for P in P_xs)
+        self._idle, self._has_output = tuple(not P.active for P in P_xs), P_y.active
 
     def plan(self, facts: dict[int, InputFacts]) -> O:
         """Operation for what all ranks said of their inputs; alike on all ranks, errors included."""
@@ -128,8 +128,9 @@ class OperatorLayer(DistributedLayer, Generic[O]):
 
         Without elements outside of P_y, and in a graph if any rank's is.
         """
-        batch = x.shape[0] if x.dim() else None
-        return anchored(deliver(y, self.P_y.active, batch), needs.any)
+        if not self._has_output:
+            y = deliver(y, False, x.shape[0] if x.dim() else None)
+        return anchored(y, needs.any)
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> Any:

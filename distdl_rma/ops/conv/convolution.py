@@ -21,6 +21,7 @@ from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape, group_runs
 from distdl_rma.ops.idle_ranks import tied
 from distdl_rma.ops.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.operation import Agreed, Agreement, Operation
+from distdl_rma.ops.result_pool import result
 from distdl_rma.ops.tensors import as_tensor, as_words, no_autocast, sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 
@@ -42,25 +43,11 @@ def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: P
 class Convolution(Operation):
     """Convolution of an input that is split in any way, by a grid of ranks, for any partition.
 
-    Weights are this rank's block of the grid, or whole.
+    The ``source`` says who owns which part of the input (batch, channel, *spatial); the ``target`` gets the
+    output in balanced blocks. Where that are the workers themselves, ``in_place``, the batch stays cut as it
+    is. Weights are this rank's block of the grid, or whole. Whether it ``overlaps`` says ``can_overlap``.
 
-    Parameters
-    ----------
-    workers
-        Who computes which outputs, with which block of the weight.
-    source
-        Who owns which part of the input (batch, channel, *spatial).
-    target
-        Who gets the output, in balanced blocks.
-    in_place
-        Whether the workers are the target, and the batch stays cut as it is.
-    overlaps
-        What ``can_overlap`` says.
-
-    Raises
-    ------
-    ShapeError
-        If the input has other channels, is too small for a window, or for the padding.
+    Raises ``ShapeError`` if the input has other channels, or is too small for a window or for the padding.
     """
 
     def __init__(
@@ -148,7 +135,10 @@ class Convolution(Operation):
 
     def receive(self, epoch: int) -> list[torch.Tensor]:
         """Remote data, one block per strip, zero where the domain ends; blocking."""
-        blocks = [torch.zeros(strip.region.shape, dtype=self.dtype) for strip in self.parts.strips]
+        blocks = [result(strip.region.shape, self.dtype) for strip in self.parts.strips]
+        for strip, block in zip(self.parts.strips, blocks, strict=True):
+            if strip.sticks_out:
+                block.zero_()
         arrays = [as_words(block) for block in blocks]
         for (_, view), landing in zip(self._halo.forward.receive(epoch), self._landings, strict=True):
             for number, there, here in landing:

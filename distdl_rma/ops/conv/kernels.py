@@ -36,19 +36,26 @@ class ConvolutionSteps(NamedTuple):
     def fills(self, extents: Sequence[int], kernel: Sequence[int], short: bool) -> bool:
         """Whether a block is as wide as a window that starts in the padding, in every dimension.
 
-        Parameters
-        ----------
-        extents
-            Of the input, or of the output of a transposed convolution, without padding.
-        kernel
-            Of the weight.
-        short
-            Whether the elements are of 16 bits, which need two strides more where windows jump.
+        The extents are those of the input, or of the output of a transposed convolution, without padding.
+        Elements of 16 bits are ``short``, and need two strides more where windows jump.
         """
         return all(
             n >= d * (k - 1) + 1 + p + (2 * (s - 1) if short else 0)
             for n, k, s, p, d in zip(extents, kernel, self.stride, self.padding, self.dilation, strict=True)
         )
+
+    def outputs(self, extents: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
+        """Extents of the output of a transposed convolution."""
+        return tuple(
+            (n - 1) * s - 2 * p + d * (k - 1) + 1
+            for n, k, s, p, d in zip(extents, kernel, self.stride, self.padding, self.dilation, strict=True)
+        )
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As torch takes them, behind the tensors."""
+        stride, padding, dilation, groups, transposed = self
+        return stride, padding, dilation, transposed, (0,) * len(stride), groups
 
 
 def convolution(
@@ -62,7 +69,7 @@ def convolution(
     type that sums are taken in.
     """
     if _safe(x, weight, steps):
-        return torch.convolution(x, weight, bias, *_arguments(steps))
+        return torch.convolution(x, weight, bias, *steps.arguments)
     y: torch.Tensor = _Plain.apply(x, weight, bias, steps)  # type: ignore[no-untyped-call]
     return y
 
@@ -75,14 +82,25 @@ def convolution_adjoint(
     needs: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the input and of the weight of :func:`convolution`, those that are needed."""
-    if _safe(x, weight, steps):
-        inner, taps, _ = _backward(gradient, x, weight, steps, (*needs, False))
-        return inner, taps
-    inner, taps, _ = _plain_backward(gradient, x, weight, steps, (*needs, False))
+    inner, taps, _ = _adjoint(gradient, x, weight, steps, (*needs, False))
     return inner, taps
 
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+def _adjoint(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    steps: ConvolutionSteps,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, ...]:
+    channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
+    behind = channels if needs[2] else None, *steps.arguments, needs
+    if _safe(x, weight, steps):
+        return tuple(torch.ops.aten.convolution_backward(gradient, x, weight, *behind))
+    wide, dtype = sum_dtype(x.dtype), x.dtype
+    with _without_onednn():
+        found = torch.ops.aten.convolution_backward(gradient.to(wide), x.to(wide), weight.to(wide), *behind)
+    return tuple(None if part is None else part.to(dtype) for part in found)
 
 
 class _Plain(torch.autograd.Function):
@@ -93,45 +111,15 @@ class _Plain(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.steps = steps
         wide = sum_dtype(x.dtype)
+        offset = None if bias is None else bias.to(wide)
         with _without_onednn():
-            y = torch.convolution(
-                x.to(wide), weight.to(wide), None if bias is None else bias.to(wide), *_arguments(steps)
-            )
-        return y.to(x.dtype)
+            return torch.convolution(x.to(wide), weight.to(wide), offset, *steps.arguments).to(x.dtype)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return *_plain_backward(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
-
-
-def _plain_backward(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    steps: ConvolutionSteps,
-    needs: Sequence[bool],
-) -> Gradients:
-    wide, dtype = sum_dtype(x.dtype), x.dtype
-    with _without_onednn():
-        found = _backward(gradient.to(wide), x.to(wide), weight.to(wide), steps, needs)
-    inner, taps, offset = (None if part is None else part.to(dtype) for part in found)
-    return inner, taps, offset
-
-
-def _backward(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    steps: ConvolutionSteps,
-    needs: Sequence[bool],
-) -> Gradients:
-    channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
-    found: Gradients = torch.ops.aten.convolution_backward(
-        gradient, x, weight, channels if needs[2] else None, *_arguments(steps), tuple(needs)
-    )
-    return found
+        return *_adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
 
 
 @contextmanager
@@ -157,16 +145,4 @@ def _safe(x: torch.Tensor, weight: torch.Tensor, steps: ConvolutionSteps) -> boo
 def _wide_enough(
     steps: ConvolutionSteps, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool
 ) -> bool:
-    if steps.transposed:
-        extents = tuple(
-            (n - 1) * s - 2 * p + d * (k - 1) + 1
-            for n, k, s, p, d in zip(
-                extents, kernel, steps.stride, steps.padding, steps.dilation, strict=True
-            )
-        )
-    return steps.fills(extents, kernel, short)
-
-
-def _arguments(steps: ConvolutionSteps) -> tuple[Any, ...]:
-    zeros = (0,) * len(steps.stride)
-    return steps.stride, steps.padding, steps.dilation, steps.transposed, zeros, steps.groups
+    return steps.fills(steps.outputs(extents, kernel) if steps.transposed else extents, kernel, short)

@@ -29,20 +29,10 @@ def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
 class Patch:
     """A block of input data and the outputs that it adds to; boxes have batch, channel and space.
 
-    A convolution is linear: the sum over disjoint blocks of data is the whole convolution.
-
-    Parameters
-    ----------
-    data
-        Inputs that are given.
-    outputs
-        Outputs that read any of them, of those that lie ``within`` a box.
-    taps
-        Per dimension the taps of the kernel by which they do.
-    region
-        Inputs that these outputs read through these taps; zero where no data is.
-    held
-        Inputs in the tensor that is convolved: the region, or any box that has all of its data.
+    A convolution is linear: the sum over disjoint blocks of data is the whole convolution. The outputs are
+    those ``within`` a box that read any of the data. The taps are bounds, per dimension, of those of the
+    kernel by which they do; the region is what they read through these, and zero where no data is. The
+    tensor that is convolved is ``held``: the region, or any box that has all of its data.
     """
 
     stencil: Stencil
@@ -94,6 +84,11 @@ class Patch:
         """Per dimension the zeros before and behind the data in the region."""
         inside = (self.data & self.region).bounds
         return tuple((i[0] - r[0], r[1] - i[1]) for i, r in zip(inside, self.region.bounds, strict=True))
+
+    @cached_property
+    def sticks_out(self) -> bool:
+        """Whether the region has zeros beside the data."""
+        return any(map(any, self.margins))
 
     @cached_property
     def native_padding(self) -> tuple[int, ...] | None:
@@ -155,18 +150,8 @@ class Patch:
 class OwnAndHalo:
     """The convolution of one rank: a core on its own data, and a strip per side with remote data.
 
-    Parameters
-    ----------
-    stencil
-        The windows, of all tensor dimensions.
-    domain
-        All inputs there are; beyond lies the padding, which is zero.
-    own
-        Inputs of this rank.
-    outputs
-        Outputs of this rank.
-    groups
-        As in torch; where there are several, no rank's channels differ from another's.
+    The stencil has windows of all tensor dimensions. Beyond the domain, all inputs there are, lies the
+    padding, which is zero. Where there are several groups, no rank's channels differ from another's.
     """
 
     stencil: Stencil

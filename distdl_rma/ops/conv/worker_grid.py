@@ -20,17 +20,8 @@ _SPACE = 3
 class WorkerGrid:
     """The ranks that compute a convolution, on a grid (batch, out-channel, in-channel, *spatial).
 
-    Parameters
-    ----------
-    grid
-        The ranks.
-    rows
-        Grid dimension that cuts the first dimension of the weight: ``OUT`` for a convolution, ``IN`` for a
-        transposed one. The other one cuts the second, the channels within a group.
-    groups
-        As in torch.
-    weight
-        Global shape of the weight.
+    The grid dimension ``rows`` cuts the first dimension of the weight, whose global shape is given: ``OUT``
+    for a convolution, ``IN`` for a transposed one. The other one cuts the second, channels within a group.
     """
 
     grid: Partition
@@ -85,13 +76,7 @@ class WorkerGrid:
 
 
 def check_shape(source: Decomposition, channels: int) -> None:
-    """Refuse an input of other channels than a convolution takes, or without any extent in space.
-
-    Raises
-    ------
-    ShapeError
-        If it is one.
-    """
+    """Refuse an input of other channels than a convolution takes, or empty in space, with ``ShapeError``."""
     if source.shape[1] != channels:
         raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {channels}")
     if 0 in source.shape[LEADING:]:
@@ -101,10 +86,7 @@ def check_shape(source: Decomposition, channels: int) -> None:
 def group_runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Cut an interval of channels into runs of whole groups, and parts of groups at its ends.
 
-    Yields
-    ------
-    tuple of int
-        Start and stop of a run, and how many groups of ``size`` channels it belongs to.
+    Yields start and stop of each run, and how many groups of ``size`` channels it belongs to.
     """
     while start < stop:
         whole_groups = (stop - start) // size if start % size == 0 else 0
