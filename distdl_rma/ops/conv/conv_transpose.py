@@ -13,8 +13,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
-from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape, group_runs
+from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution_in_runs
+from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape
 from distdl_rma.ops.idle_ranks import tied
 from distdl_rma.ops.movement import CallSite, movement_or_none
 from distdl_rma.ops.operation import GatherComputeScatter
@@ -23,26 +23,12 @@ from distdl_rma.ops.operation import GatherComputeScatter
 class TransposedConvolution(GatherComputeScatter):
     """Transposed convolution of an input that is split in any way; its output in blocks on any partition.
 
-    Weights are this rank's block of the grid of workers, or whole; the bias is where the output is.
+    Weights are this rank's block of the grid of workers, or whole; the bias is where the output is. The
+    ``source`` says who owns which part of the input (batch, channel, *spatial); the ``target`` gets the
+    output in balanced blocks. Where the workers are the owners, ``in_place``, they work on their own data,
+    and the batch stays cut as it is if the target is their partition.
 
-    Parameters
-    ----------
-    workers
-        Who computes with which block of the weight.
-    source
-        Who owns which part of the input (batch, channel, *spatial).
-    target
-        Who gets the output, in balanced blocks; the batch as in the source if that is the same partition, and
-        the data do not move.
-    output_padding
-        As in torch.
-    in_place
-        Whether the workers are the owners of the input, and work on their own data.
-
-    Raises
-    ------
-    ShapeError
-        If the input has other channels, or is too small.
+    Raises ``ShapeError`` if the input has other channels, or is too small.
     """
 
     def __init__(
@@ -87,18 +73,9 @@ class TransposedConvolution(GatherComputeScatter):
         if 0 in (*self._shape, *shape):
             return tied(weight.new_zeros(self._shape), (x, weight, bias))
         (start, stop), (low, high) = self._block.bounds[:2]
-        rows, width, *_ = self._workers.weight
+        width, runs = self._workers.weight[1], self._workers.runs(self._block)
         block = weight if weight.shape == shape else weight[start:stop, low:high]
-        parts = [
-            convolution(
-                x[:, a - start : b - start],
-                block[a - start : b - start],
-                None,
-                self._steps._replace(groups=groups),
-            )
-            for a, b, groups in group_runs(start, stop, rows // self._workers.groups)
-        ]
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        y = convolution_in_runs(x, block, None, self._steps, runs)
         if self._workers.groups > 1 and high - low < width:
             # Each group's channels, those of other columns too, which are zero here.
             sides = (0, 0) * (y.dim() - LEADING) + (low, width - high)
@@ -124,13 +101,7 @@ def least_outputs(stencil: Stencil, inputs: Sequence[int]) -> tuple[int, ...]:
 def output_padding_for(
     stencil: Stencil, inputs: Sequence[int], output_size: Sequence[int]
 ) -> tuple[int, ...]:
-    """What makes the output as large as it is asked for, in space or in all dimensions.
-
-    Raises
-    ------
-    ShapeError
-        If nothing does.
-    """
+    """What makes the output as large as it is asked for, in space or in all dimensions; or ``ShapeError``."""
     dims = len(stencil.windows)
     if len(output_size) not in (dims, dims + LEADING):
         raise ShapeError(f"output_size has {len(output_size)} numbers, it needs {dims} or {dims + LEADING}")

@@ -15,9 +15,9 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.ops.autograd import GradientNeeds, anchor, first_derivative
-from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
+from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution_in_runs
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
-from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape, group_runs
+from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape
 from distdl_rma.ops.idle_ranks import tied
 from distdl_rma.ops.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.operation import Agreed, Agreement, Operation
@@ -217,24 +217,13 @@ class Convolution(Operation):
             x = self._gather.movement(x, needs.input)
         if not self._works:
             return tied(weight.new_zeros(self._shape), (x, weight, bias))
+        (_, width, *_), (low, high) = self._workers.weight, self._block.bounds[1]
         with self._trace.span("local", self.site.name):
-            return self._by_groups(self._gather.add_padding(x), self.block(weight), self._rows(bias))
-
-    def _by_groups(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # Filters of whole groups at once, and those of parts of groups.
-        groups, (filters, width, *_) = self._workers.groups, self._workers.weight
-        (start, stop), (low, high) = self._block.bounds[:2]
-        if groups > 1 and high - low < width:
-            x = x.unflatten(1, (-1, width))[:, :, low:high].flatten(1, 2)
-        size, found = filters // groups, []
-        for a, b, count in group_runs(start, stop, size):
-            rows, first = slice(a - start, b - start), (a // size - start // size) * (high - low)
-            channels = slice(first, first + count * (high - low))
-            steps = self._steps._replace(groups=count)
-            found.append(
-                convolution(x[:, channels], weight[rows], None if bias is None else bias[rows], steps)
-            )
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+            x = self._gather.add_padding(x)
+            if self._workers.groups > 1 and high - low < width:
+                x = x.unflatten(1, (-1, width))[:, :, low:high].flatten(1, 2)
+            runs = self._workers.runs(self._block)
+            return convolution_in_runs(x, self.block(weight), self._rows(bias), self._steps, runs)
 
 
 def _returned(_name: str, gradient: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,23 @@ def convolution(
     return y
 
 
+def convolution_in_runs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    steps: ConvolutionSteps,
+    runs: Sequence[tuple[slice, slice, int]],
+) -> torch.Tensor:
+    """Local convolutions of channels by rows of the weight, of so many groups each, one behind the other."""
+    found = [
+        convolution(
+            x[:, channels], weight[rows], bias if bias is None else bias[rows], steps._replace(groups=n)
+        )
+        for channels, rows, n in runs
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
 def convolution_adjoint(
     gradient: torch.Tensor,
     x: torch.Tensor,

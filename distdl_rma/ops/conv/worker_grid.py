@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Grouped, Split
@@ -66,6 +66,15 @@ class WorkerGrid:
         """Blocks of the bias, on the ranks of the first in-channel block."""
         slab = self.grid.slab({IN: 0})
         return Decomposition(slab, (Balanced(channels, slab.shape[OUT]),), self._axes({OUT: 0}))
+
+    def runs(self, block: Box) -> list[tuple[slice, slice, int]]:
+        """What a block of the weight is convolved in: channels of the input, rows of the block, groups."""
+        (start, stop), (low, high) = block.bounds[:2]
+        size, width, found = self.weight[0] // self.groups, high - low, []
+        for a, b, groups in group_runs(start, stop, size):
+            rows, first = slice(a - start, b - start), (a // size - start // size) * width
+            found.append((rows if self.rows == IN else slice(first, first + groups * width), rows, groups))
+        return found
 
     def _tensor(self, batch: Split, channels: Split, by: int, space: Sequence[Split]) -> Decomposition:
         spatial = {_SPACE + d: LEADING + d for d in range(len(space))}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma.geometry import Partition
+from distdl_rma.geometry import Box, Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, group_runs
 
@@ -37,3 +37,13 @@ def test_every_block_of_the_weight_finds_the_channels_it_works_on(rows, first, s
         assert needed <= set(range(low, high))
         counted |= {(row, column) for row in range(a, b) for column in range(c, d)}
     assert counted == {(row, column) for row in range(groups * out) for column in range(width)}
+
+
+@pytest.mark.parametrize("rows", [OUT, IN])
+def test_runs_of_a_block_say_which_channels_meet_which_rows(rows):
+    # Three groups of four rows and two columns; the block has half of the first, all of the second, no third.
+    work = WorkerGrid(Partition((0,), (1, 1, 1, 1), 0), rows, 3, (12, 2, 3))
+    runs = work.runs(Box(((2, 8), (0, 2), (0, 3))))
+    channels = {OUT: (slice(0, 2), slice(2, 4)), IN: (slice(0, 2), slice(2, 6))}[rows]
+    assert runs == [(channels[0], slice(0, 2), 1), (channels[1], slice(2, 6), 1)]
+    assert work.channels == ((6, 12) if rows == OUT else (12, 6))
