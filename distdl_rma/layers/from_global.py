@@ -91,7 +91,7 @@ def Conv(  # noqa: N802
     arguments = (channels, filters, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
     layer = _CONVS[len(space) - 1](P_x, *arguments, device, dtype, P_y=P_y, name=name, **callbacks)
     try:
-        outputs = layer.stencil.outputs(tuple(space))
+        outputs = layer.options.stencil.outputs(tuple(space))
     except ShapeError as error:
         raise ShapeError(f"{who}: {error}") from None
     layer.announce(

@@ -150,7 +150,7 @@ def one_call(rng, comm, layer, sequential, P_x, P_y, shape, transposed, in_place
     )
     options = {}
     if transposed and rng.random() < 0.3:
-        windows = layer.stencil.windows
+        windows = layer.options.stencil.windows
         size = [(n - 1) * w.stride + w.span - 2 * w.left for n, w in zip(shape[2:], windows, strict=True)]
         size = [n + rng.randrange(w.stride) for n, w in zip(size, windows, strict=True)]
         if min(size) > 0:

@@ -15,7 +15,7 @@ from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import callbacks_among
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
-from distdl_rma.ops.conv.worker_grid import OUT, WorkerGrid
+from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap
 from distdl_rma.ops.operation import Operation
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
@@ -70,8 +70,11 @@ class ConvolutionLayer(OperatorLayer[O]):
         stencil, P_y = stencil_of(kind, like), given.P_y or P_x
         grid = given.workers(P_y if self._rows == OUT else P_x, self._rows)
         super().__init__(P_x, P_y, grid, name=name, **callbacks)
-        self.P_W, self.placement, self.stencil = given.P_W, placement, stencil
-        self.workers = WorkerGrid(grid, self._rows, like.groups, tuple(like.weight.shape))
+        workers = WorkerGrid(grid, self._rows, like.groups, tuple(like.weight.shape))
+        overlaps = can_overlap(stencil, like.padding_mode, workers, P_x)
+        in_place = given.P_W is None and (self._rows == IN or P_y == P_x)
+        self.options = ConvolutionOptions(stencil, workers, like.padding_mode, in_place, overlaps)
+        self.P_W, self.placement = given.P_W, placement
         for key in _LIKE:
             setattr(self, key, getattr(like, key))
         values = {"weight": like.weight, "bias": like.bias}
@@ -83,12 +86,12 @@ class ConvolutionLayer(OperatorLayer[O]):
         return self.placement
 
     def _placement(self, key: str, shape: torch.Size) -> Placement:
-        grid, pattern, of_weight = self.workers.grid, self.placement, key == "weight"
-        users = grid if of_weight or self._rows == OUT else self.P_y
+        workers, pattern, of_weight = self.options.workers, self.placement, key == "weight"
+        users = workers.grid if of_weight or self._rows == OUT else self.P_y
         if self.P_W is None:
             return whole_placement(self.machine, self.P_x, users, shape, pattern)
-        blocks = self.workers.blocks() if of_weight else self.workers.bias(self.out_channels)
-        if users is grid:
+        blocks = workers.blocks() if of_weight else workers.bias(self.out_channels)
+        if users is workers.grid:
             return block_placement(blocks, pattern)
         # The owners of the output add the bias of a transposed convolution, wherever they are.
         channels = Balanced(self.out_channels, users.shape[1])

@@ -14,7 +14,7 @@ from distdl_rma.layers.conv.base import ConvolutionLayer
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.conv.convolution import Convolution, can_overlap, convolve
+from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT
 from distdl_rma.ops.operation import Agreement
 
@@ -93,23 +93,12 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     @takes_arguments_of(nn.Conv2d)
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._overlaps = can_overlap(self.stencil, self.padding_mode, self.workers, self.P_x)
 
     def plan(self, facts: dict[int, InputFacts]) -> Convolution:
         """Who reads and computes what, and whom it is for."""
         source, dtype = source_of(self.P_x, facts)
         check_dtypes(dtype, facts)
-        return Convolution(
-            self.site,
-            self.stencil,
-            self.workers,
-            source,
-            self.P_y,
-            dtype,
-            padding_mode=self.padding_mode,
-            in_place=self.P_y == self.P_x and self.P_W is None,
-            overlaps=self._overlaps,
-        )
+        return Convolution(self.site, self.options, source, self.P_y, dtype)
 
     def run(
         self,
@@ -118,7 +107,7 @@ class DistributedConv(ConvolutionLayer[Convolution]):
         weights: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, GradientNeeds]:
         """As of every layer; the gradients of the weights go where a ``GradientSync`` wants them."""
-        return convolve(agreement, self._overlaps, xs[0], weights, self.placed.fill)  # type: ignore[union-attr]
+        return convolve(agreement, self.options.overlaps, xs[0], weights, self.placed.fill)  # type: ignore[union-attr]
 
 
 class DistributedConv1d(DistributedConv, nn.Conv1d):

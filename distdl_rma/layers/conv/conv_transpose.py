@@ -114,17 +114,8 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         given, *output_size = _common_arguments(facts)
         extra = self.output_padding
         if given:
-            extra = output_padding_for(self.stencil, source.shape[LEADING:], output_size)
-        return TransposedConvolution(
-            self.site,
-            self.stencil,
-            self.workers,
-            source,
-            self.P_y,
-            dtype,
-            output_padding=extra,
-            in_place=self.P_W is None,
-        )
+            extra = output_padding_for(self.options.stencil, source.shape[LEADING:], output_size)
+        return TransposedConvolution(self.site, self.options, source, self.P_y, dtype, extra)
 
 
 def _common_arguments(facts: dict[int, InputFacts]) -> tuple[int, ...]:

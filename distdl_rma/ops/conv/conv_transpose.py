@@ -14,7 +14,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution_in_runs
-from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape
+from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, check_shape
 from distdl_rma.ops.idle_ranks import tied
 from distdl_rma.ops.movement import CallSite, movement_or_none
 from distdl_rma.ops.operation import GatherComputeScatter
@@ -34,15 +34,13 @@ class TransposedConvolution(GatherComputeScatter):
     def __init__(
         self,
         site: CallSite,
-        stencil: Stencil,
-        workers: WorkerGrid,
+        options: ConvolutionOptions,
         source: Decomposition,
         target: Partition,
         dtype: torch.dtype,
-        *,
         output_padding: Sequence[int],
-        in_place: bool,
     ) -> None:
+        stencil, workers, in_place = options.stencil, options.workers, options.in_place
         in_channels, out_channels = workers.channels
         check_shape(source, in_channels)
         inputs, grid, rank = source.shape[LEADING:], workers.grid, site.machine.rank

@@ -13,11 +13,10 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.ops.autograd import GradientNeeds, anchor, first_derivative
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution_in_runs
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
-from distdl_rma.ops.conv.worker_grid import WorkerGrid, check_shape
+from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, check_shape
 from distdl_rma.ops.idle_ranks import tied
 from distdl_rma.ops.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.operation import Agreed, Agreement, Operation
@@ -29,23 +28,12 @@ from distdl_rma.ops.window_gather import WindowGather
 Fill = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: Partition) -> bool:
-    """Whether a convolution is a sum over disjoint boxes of its input, each times a box of the weight.
-
-    It is not where padding is made of elements that also count as themselves, nor where ranks share the
-    channels of groups: these it reads strided.
-    """
-    padded = any(window.left or window.right for window in stencil.windows)
-    channels = (P_x.shape[1], *workers.grid.shape[1:3])
-    return (padding_mode == "zeros" or not padded) and (workers.groups == 1 or max(channels) == 1)
-
-
 class Convolution(Operation):
     """Convolution of an input that is split in any way, by a grid of ranks, for any partition.
 
     The ``source`` says who owns which part of the input (batch, channel, *spatial); the ``target`` gets the
     output in balanced blocks. Where that are the workers themselves, ``in_place``, the batch stays cut as it
-    is. Weights are this rank's block of the grid, or whole. Whether it ``overlaps`` says ``can_overlap``.
+    is. Weights are this rank's block of the grid, or whole.
 
     Raises ``ShapeError`` if the input has other channels, or is too small for a window or for the padding.
     """
@@ -53,23 +41,19 @@ class Convolution(Operation):
     def __init__(
         self,
         site: CallSite,
-        stencil: Stencil,
-        workers: WorkerGrid,
+        options: ConvolutionOptions,
         source: Decomposition,
         target: Partition,
         dtype: torch.dtype,
-        *,
-        padding_mode: str = "zeros",
-        in_place: bool = False,
-        overlaps: bool = True,
     ) -> None:
+        stencil, workers, overlaps = options.stencil, options.workers, options.overlaps
         in_channels, out_channels = workers.channels
         check_shape(source, in_channels)
         machine, rank, grid, batch = site.machine, site.machine.rank, workers.grid, source.splits[0]
         extents = stencil.outputs(source.shape[LEADING:])
         space = [Balanced(n, p) for n, p in zip(extents, grid.shape[LEADING + 1 :], strict=True)]
         self.output = Decomposition.balanced(target, (source.shape[0], out_channels, *extents))
-        if in_place:
+        if options.in_place:
             self.output = self.output.with_splits({0: batch})
         else:
             batch = Balanced(source.shape[0], grid.shape[0])
@@ -81,7 +65,7 @@ class Convolution(Operation):
         self._scatter = movement_or_none(site, computed, self.output, dtype, "output")
         self._sum_dtype, self._trace = sum_dtype(dtype), machine.trace
         if not overlaps:
-            self._gather = WindowGather(site, stencil, source, reads, dtype, padding_mode)
+            self._gather = WindowGather(site, stencil, source, reads, dtype, options.padding_mode)
             self._movements = self._gather.movement, self._scatter
             return
         widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))

@@ -1,4 +1,4 @@
-"""Who computes which part of a convolution."""
+"""Who computes which part of a convolution, and what kind of convolution it is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Grouped, Split
+from distdl_rma.geometry.stencil import Stencil
 
 # Grid dimensions of the ranks that compute; the spatial ones follow.
 BATCH, OUT, IN = 0, 1, 2
@@ -82,6 +83,32 @@ class WorkerGrid:
 
     def _axes(self, cuts: dict[int, int]) -> tuple[int | None, ...]:
         return tuple(cuts.get(d) for d in range(self.grid.dim))
+
+
+@dataclass(frozen=True)
+class ConvolutionOptions:
+    """What a convolution is, whatever its input.
+
+    Data stay ``in_place`` where the workers are the ranks of the output, or of the input of a transposed one;
+    the batch then stays cut as it is. Whether movement ``overlaps`` computation says ``can_overlap``.
+    """
+
+    stencil: Stencil
+    workers: WorkerGrid
+    padding_mode: str = "zeros"
+    in_place: bool = False
+    overlaps: bool = True
+
+
+def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: Partition) -> bool:
+    """Whether a convolution is a sum over disjoint boxes of its input, each times a box of the weight.
+
+    It is not where padding is made of elements that also count as themselves, nor where ranks share the
+    channels of groups: these it reads strided.
+    """
+    padded = any(window.left or window.right for window in stencil.windows)
+    channels = (P_x.shape[1], *workers.grid.shape[1:3])
+    return (padding_mode == "zeros" or not padded) and (workers.groups == 1 or max(channels) == 1)
 
 
 def check_shape(source: Decomposition, channels: int) -> None:

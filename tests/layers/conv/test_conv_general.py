@@ -1,5 +1,7 @@
 """Convolutions in every form (channel, general, all padding modes) against the sequential layers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -200,8 +202,8 @@ def test_only_made_up_padding_and_cut_groups_do_not_overlap(P_world, comm):
         DistributedConv1d(P_x, 1, 1, 3, padding=1, padding_mode="circular"),
         DistributedConv1d(P_x, 2, 2, 3, groups=2, P_W=grid(P_world, (comm.size, 1, 1))),
     ]
-    assert all(layer._overlaps for layer in overlap)
-    assert not any(layer._overlaps for layer in gathered[: min(2, comm.size)])
+    assert all(layer.options.overlaps for layer in overlap)
+    assert not any(layer.options.overlaps for layer in gathered[: min(2, comm.size)])
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
@@ -213,7 +215,7 @@ def test_overlapping_way_equals_the_gathered_one(P_world, comm, weights):
     for overlaps in (True, False):
         torch.manual_seed(2)
         pair.append(DistributedConv2d(P_x, 4, 6, (3, 4), **arguments, dtype=torch.float64))
-        pair[-1]._overlaps = overlaps
+        pair[-1].options = replace(pair[-1].options, overlaps=overlaps)
     for shape in ((2, 4, 9, 11), (1, 4, 3, 2)):
         x = torch.randn(shape, dtype=torch.float64)
         given = [shard(P_x, x).requires_grad_() for _ in pair]

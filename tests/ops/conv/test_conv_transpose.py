@@ -8,7 +8,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Stencil
 from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, least_outputs, output_padding_for
-from distdl_rma.ops.conv.worker_grid import IN, WorkerGrid
+from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, WorkerGrid
 from distdl_rma.ops.movement import CallSite
 from tests.layers.sequential import agree
 
@@ -37,13 +37,11 @@ def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form):
     source = Decomposition.balanced(P_x, x.shape)
     operation = TransposedConvolution(
         CallSite(Machine.of(P_world), form),
-        STENCIL,
-        WorkerGrid(grid, IN, 1, tuple(weight.shape)),
+        ConvolutionOptions(STENCIL, WorkerGrid(grid, IN, 1, tuple(weight.shape)), in_place=in_place),
         source,
         P_y,
         torch.float64,
-        output_padding=(1, 2),
-        in_place=in_place,
+        (1, 2),
     )
     assert operation.output.shape == y.shape
     local = x.detach()[source.slices()].clone().requires_grad_()

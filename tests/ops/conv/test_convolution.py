@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
-from distdl_rma.geometry import Decomposition, Partition, Stencil
+from distdl_rma.geometry import Decomposition, Stencil
 from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.conv.convolution import Convolution, can_overlap, convolve
-from distdl_rma.ops.conv.worker_grid import OUT, WorkerGrid
+from distdl_rma.ops.conv.convolution import Convolution, convolve
+from distdl_rma.ops.conv.worker_grid import OUT, ConvolutionOptions, WorkerGrid, can_overlap
 from distdl_rma.ops.movement import CallSite
 from distdl_rma.ops.operation import Agreed
 from tests.layers.sequential import agree
@@ -36,15 +36,15 @@ def whole_tensors(groups):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def made(P_world, form, name, **options):
+def made(P_world, form, name):
     """An operation, and who has which part of the input."""
     first, second, work, groups = FORMS[form](P_world.size)
     P_x, P_y, grid = (P_world.create_cartesian_topology_partition(shape) for shape in (first, second, work))
     workers = WorkerGrid(grid, OUT, groups, (WEIGHT[0], WEIGHT[1] // groups, *WEIGHT[2:]))
     source = Decomposition.balanced(P_x, SHAPE)
-    options = {"overlaps": can_overlap(STENCIL, "zeros", workers, P_x), **options}
+    options = ConvolutionOptions(STENCIL, workers, overlaps=can_overlap(STENCIL, "zeros", workers, P_x))
     site = CallSite(Machine.of(P_world), name)
-    return Convolution(site, STENCIL, workers, source, P_y, torch.float64, **options), source, workers
+    return Convolution(site, options, source, P_y, torch.float64), source, workers
 
 
 def part(decomposition, whole):
@@ -157,26 +157,8 @@ def test_an_input_that_does_not_fit_is_refused_before_anything_moves(P_world):
         with pytest.raises(ShapeError, match=message):
             Convolution(
                 CallSite(Machine.of(P_world), "refused"),
-                STENCIL,
-                workers,
+                ConvolutionOptions(STENCIL, workers),
                 Decomposition.balanced(P_x, shape),
                 P_x,
                 torch.float64,
             )
-
-
-@pytest.mark.parametrize(
-    ("mode", "groups", "channels", "overlaps"),
-    [
-        ("zeros", 1, 2, True),
-        ("zeros", 2, 1, True),
-        ("zeros", 2, 2, False),
-        ("reflect", 1, 1, False),
-    ],
-)
-def test_only_sums_over_disjoint_boxes_overlap(mode, groups, channels, overlaps):
-    P_x = Partition((0, 1), (1, channels, 2 // channels), 0)
-    workers = WorkerGrid(Partition((0, 1), (1, 1, 1, 2), 0), OUT, groups, (4, 2, 3))
-    padded, bare = (Stencil.of((3,), (1,), (1,), ((n, n),)) for n in (1, 0))
-    assert can_overlap(padded, mode, workers, P_x) is overlaps
-    assert can_overlap(bare, mode, workers, P_x) is (overlaps or mode == "reflect")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma.geometry import Box, Partition
+from distdl_rma.geometry import Box, Partition, Stencil
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, group_runs
+from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, can_overlap, group_runs
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 6))
@@ -47,3 +47,20 @@ def test_runs_of_a_block_say_which_channels_meet_which_rows(rows):
     channels = {OUT: (slice(0, 2), slice(2, 4)), IN: (slice(0, 2), slice(2, 6))}[rows]
     assert runs == [(channels[0], slice(0, 2), 1), (channels[1], slice(2, 6), 1)]
     assert work.channels == ((6, 12) if rows == OUT else (12, 6))
+
+
+@pytest.mark.parametrize(
+    ("mode", "groups", "channels", "overlaps"),
+    [
+        ("zeros", 1, 2, True),
+        ("zeros", 2, 1, True),
+        ("zeros", 2, 2, False),
+        ("reflect", 1, 1, False),
+    ],
+)
+def test_only_sums_over_disjoint_boxes_overlap(mode, groups, channels, overlaps):
+    P_x = Partition((0, 1), (1, channels, 2 // channels), 0)
+    workers = WorkerGrid(Partition((0, 1), (1, 1, 1, 2), 0), OUT, groups, (4, 2, 3))
+    padded, bare = (Stencil.of((3,), (1,), (1,), ((n, n),)) for n in (1, 0))
+    assert can_overlap(padded, mode, workers, P_x) is overlaps
+    assert can_overlap(bare, mode, workers, P_x) is (overlaps or mode == "reflect")
