@@ -238,7 +238,7 @@ _ADJOINTS = [
     Mutant(
         "the backward of a norm does not add up over the ranks",
         "distdl_rma/ops/norm/statistics.py",
-        "return _start(self._backward, pair) if self._backward is not None else lambda: pair",
+        "return (lambda: pair) if self._alone else _start(self._adjoint, pair)",
         "return lambda: pair",
         _NORM,
     ),

@@ -148,6 +148,14 @@ class Decomposition:
             )
         )
 
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """Ranks that have the same box as a rank, itself included; none if it is no member."""
+        if rank not in self.partition:
+            return ()
+        index = self.partition.index_of(rank)
+        fixed = {d: index[d] for d, axis in enumerate(self.axes) if axis is not None}
+        return self.partition.slab(fixed).ranks
+
     def slices(self, rank: int | None = None) -> tuple[slice, ...]:
         """Slices that cut a rank's shard out of the global tensor; of this process if None."""
         return self.box(self.partition.me if rank is None else rank).slices(Box.of_shape(self.shape))

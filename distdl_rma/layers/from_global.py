@@ -142,7 +142,7 @@ def InstanceNorm(  # noqa: N802
     batch, channels, *space = _extents(who, "(N, C, H, W)", extents, LEADING)
     P_x = _partition_for(who, machine, distribution, NORM, len(space))
     arguments = (channels, eps, momentum, affine, track_running_stats, device, dtype)
-    layer = _NORMS[len(space) - 1](P_x, *arguments, bias=bias, weights="replicated", name=name, **callbacks)
+    layer = _NORMS[len(space) - 1](P_x, *arguments, bias=bias, placement="replicated", name=name, **callbacks)
     blocks = Decomposition.balanced(P_x, (batch, channels, *space))
     layer.announce((blocks,), blocks, dtype or torch.get_default_dtype())
     return layer

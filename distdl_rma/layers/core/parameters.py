@@ -14,7 +14,7 @@ from torch import nn
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.layers.core.placement import Placement, copies_of, one_copy
+from distdl_rma.layers.core.placement import Placement, one_copy
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import first_derivative
 from distdl_rma.ops.movement import CallSite, Movement, Request
@@ -52,8 +52,8 @@ class Parameters:
         self.taken_over: dict[str, TakenOver] = {}
         rank = site.machine.rank
         # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
-        stores = [p.store for p in self.placements.values() if rank in p.store.partition]
-        self.holders = max((copies_of(store) for store in stores), key=len, default=(rank,))
+        holders = (place.store.holders(rank) for place in self.placements.values())
+        self.holders = max(holders, key=len, default=()) or (rank,)
         self._travels = {key: p.use for key, p in self.placements.items() if p.use is not None}
         self._movements: dict[tuple[str, torch.dtype], Movement] = {}
         # The dtype of a layer may change, and so may what its user's callback says.

@@ -129,14 +129,6 @@ def _tensor_of(layer: nn.Module, key: str) -> torch.Tensor | None:
     return layer._buffers.get(key) if found is None else found
 
 
-def copies_of(store: Decomposition) -> tuple[int, ...]:
-    """Ranks that keep the same box as this one, itself included."""
-    partition = store.partition
-    index = partition.index_of(partition.me)
-    fixed = {d: i for d, (i, axis) in enumerate(zip(index, store.axes, strict=True)) if axis is not None}
-    return partition.slab(fixed).ranks
-
-
 def one_copy(store: Decomposition) -> Decomposition:
     """The same boxes, each on the first of the ranks that keep it only."""
     spare = {d: 0 for d, axis in enumerate(store.axes) if axis is None}

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Unpack
 
 import torch
+from torch import nn
+from torch.nn.modules import batchnorm, instancenorm
 
-from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.norm.base import DistributedNorm, NormPlan, check_extents
+from distdl_rma.layers.norm.base import DistributedNorm, NormArguments, check_dims, check_extents
 from distdl_rma.layers.norm.running import DistributedRunningNorm
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 
 
-class DistributedBatchNorm(DistributedRunningNorm):
+class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     """Batch normalisation of a tensor that is split over ranks along any of its dimensions.
 
     Mean and variance of a channel are those of the whole batch and all of space, on however many ranks.
-    Local input and output: the shard of this rank. Collective to construct over the machine; a call involves
-    all ranks of P_x, and with running statistics those outside that keep them.
+    Local input and output: the shard of this rank. A call involves all ranks of P_x, and with running
+    statistics those outside that keep them.
 
     Parameters
     ----------
@@ -28,16 +29,13 @@ class DistributedBatchNorm(DistributedRunningNorm):
         Partition of input and output, as many dimensions as the tensor.
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
         As in torch. ``momentum=None`` for the average over all batches.
-    name
-        For messages.
 
     Raises
     ------
-    PartitionError
-        If P_x does not fit the dimensions.
+    ArgumentError
+        If ``eps`` is not positive.
     ShapeError
-        If ``eps`` is not positive; in a call, on all its ranks, if the input does not fit, or has only one
-        value per channel in training.
+        In a call, on all its ranks, if it has only one value per channel in training.
 
     Notes
     -----
@@ -45,6 +43,7 @@ class DistributedBatchNorm(DistributedRunningNorm):
     """
 
     _dims: tuple[int, ...] = ()
+    several = "value per channel"
 
     def __init__(
         self,
@@ -61,25 +60,12 @@ class DistributedBatchNorm(DistributedRunningNorm):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        _check_dims(self, P_x, self._dims)
-        check_extents(self, num_features=num_features)
+        check_dims(self, P_x, self._dims)
         if eps <= 0:
-            raise ShapeError(f"{type(self).__name__}: eps must be positive, got {eps}")
-        layout = NormAxes(reduced=tuple(d for d in range(P_x.dim) if d != 1), weighted=(1,))
-        super().__init__(
-            P_x,
-            layout,
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device,
-            dtype,
-            bias,
-            name,
-            **callbacks,
-        )
+            raise ArgumentError(f"{type(self).__name__}: eps must be positive, got {eps}")
+        axes = NormAxes(reduced=tuple(d for d in range(P_x.dim) if d != 1), weighted=(1,))
+        given = NormArguments(eps, affine, bias, device, dtype)
+        super().__init__(P_x, axes, num_features, given, momentum, track_running_stats, name, **callbacks)
 
     @property
     def by_batch(self) -> bool:
@@ -98,38 +84,42 @@ class DistributedBatchNorm(DistributedRunningNorm):
         self.num_batches_tracked.add_(1)
         return 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
 
-    def check(self, plan: NormPlan) -> None:
-        """More than one value per channel, as in torch."""
-        if self.by_batch and plan.fewest == 1:
-            raise ShapeError(
-                f"more than 1 value per channel is needed in training, the global input is {plan.shape}"
-            )
+    @property
+    def qconfig(self) -> None:
+        """Refuse what asks for it: quantisation, and ``nn.SyncBatchNorm.convert_sync_batchnorm``.
+
+        That would put a layer in the place of this one which normalises each shard by itself.
+        """
+        raise UnsupportedError(
+            f"{self.label!r} shares its statistics over all ranks already, and is not to be converted to"
+            " another kind of batch norm"
+        )
 
 
-class DistributedBatchNorm1d(DistributedBatchNorm):
+class DistributedBatchNorm1d(DistributedBatchNorm, nn.BatchNorm1d):
     """Distributed ``torch.nn.BatchNorm1d``; tensors are (batch, channel) or (batch, channel, width)."""
 
     _dims = (2, 3)
 
 
-class DistributedBatchNorm2d(DistributedBatchNorm):
+class DistributedBatchNorm2d(DistributedBatchNorm, nn.BatchNorm2d):
     """Distributed ``torch.nn.BatchNorm2d``; tensors are (batch, channel, height, width)."""
 
     _dims = (4,)
 
 
-class DistributedBatchNorm3d(DistributedBatchNorm):
+class DistributedBatchNorm3d(DistributedBatchNorm, nn.BatchNorm3d):
     """Distributed ``torch.nn.BatchNorm3d``; tensors are (batch, channel, depth, height, width)."""
 
     _dims = (5,)
 
 
-class DistributedInstanceNorm(DistributedRunningNorm):
+class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm):
     """Instance normalisation of a tensor that is split over ranks along any of its dimensions.
 
     Mean and variance of a channel of an instance are those of the whole image. Local input and output: the
-    shard of this rank. Collective to construct over the machine; a call involves the ranks of P_x, and with
-    running statistics those outside that keep them.
+    shard of this rank. A call involves the ranks of P_x, and with running statistics those outside that keep
+    them.
 
     Parameters
     ----------
@@ -137,19 +127,14 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         Partition of input and output, as many dimensions as the tensor: with or without a batch.
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
         As in torch.
-    weights
+    placement, weights
         Where P_x cuts channels: ``"cut"`` with them, or ``"replicated"``, whole on all ranks of the machine;
-        running statistics too.
-    name
-        For messages.
+        running statistics too. Both mean the same.
 
     Raises
     ------
-    PartitionError
-        If P_x does not fit the dimensions.
     ShapeError
-        If ``weights`` is unknown; in a call, on all its ranks, if the input does not fit, or has only one
-        spatial element.
+        In a call, on all its ranks, if it has only one spatial element.
 
     Notes
     -----
@@ -157,6 +142,7 @@ class DistributedInstanceNorm(DistributedRunningNorm):
     """
 
     _dims: tuple[int, ...] = ()
+    several = "spatial element"
 
     def __init__(
         self,
@@ -170,29 +156,16 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        weights: str = "cut",
+        placement: str | None = None,
+        weights: str | None = None,
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        _check_dims(self, P_x, self._dims)
-        check_extents(self, num_features=num_features)
+        check_dims(self, P_x, self._dims)
         channels = P_x.dim - self._dims[0]
-        layout = NormAxes(reduced=tuple(range(channels + 1, P_x.dim)), weighted=(channels,))
-        super().__init__(
-            P_x,
-            layout,
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device,
-            dtype,
-            bias,
-            name,
-            weights=weights,
-            **callbacks,
-        )
+        axes = NormAxes(reduced=tuple(range(channels + 1, P_x.dim)), weighted=(channels,))
+        given = NormArguments(eps, affine, bias, device, dtype, placement, weights)
+        super().__init__(P_x, axes, num_features, given, momentum, track_running_stats, name, **callbacks)
 
     @property
     def by_batch(self) -> bool:
@@ -208,35 +181,30 @@ class DistributedInstanceNorm(DistributedRunningNorm):
         """``momentum``; batches are not counted."""
         return self.momentum or 0.0
 
-    def check(self, plan: NormPlan) -> None:
-        """More than one spatial element, as in torch."""
-        if self.by_batch and plan.fewest == 1:
-            raise ShapeError(f"more than 1 spatial element is needed, the global input is {plan.shape}")
 
-
-class DistributedInstanceNorm1d(DistributedInstanceNorm):
+class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d):
     """Distributed ``torch.nn.InstanceNorm1d``; tensors are (batch, channel, width) or (channel, width)."""
 
     _dims = (2, 3)
 
 
-class DistributedInstanceNorm2d(DistributedInstanceNorm):
+class DistributedInstanceNorm2d(DistributedInstanceNorm, nn.InstanceNorm2d):
     """Distributed ``torch.nn.InstanceNorm2d``; tensors are (batch, channel, height, width), or unbatched."""
 
     _dims = (3, 4)
 
 
-class DistributedInstanceNorm3d(DistributedInstanceNorm):
+class DistributedInstanceNorm3d(DistributedInstanceNorm, nn.InstanceNorm3d):
     """Distributed ``torch.nn.InstanceNorm3d``; as (batch, channel, depth, height, width), or unbatched."""
 
     _dims = (4, 5)
 
 
-class DistributedGroupNorm(DistributedNorm):
+class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     """Group normalisation of a tensor that is split over ranks along any of its dimensions.
 
     Groups of channels may straddle ranks. Local input and output: the shard of this rank, as (batch,
-    channel, ...). Collective to construct over the machine; a call involves the ranks of P_x.
+    channel, ...).
 
     Parameters
     ----------
@@ -244,21 +212,20 @@ class DistributedGroupNorm(DistributedNorm):
         Partition of input and output, as many dimensions as the tensor.
     num_groups, num_channels, eps, affine, device, dtype, bias
         As in torch.
-    name
-        For messages.
 
     Raises
     ------
     PartitionError
         If P_x has fewer than two dimensions.
-    ShapeError
-        If the channels do not form groups of one size; in a call, on all its ranks, if the input does not
-        fit.
+    ArgumentError
+        If the channels do not form groups of one size.
 
     Notes
     -----
     Requirement B11. Document: ``docs/layers/normalization.md``.
     """
+
+    several = "value per group"
 
     def __init__(
         self,
@@ -279,28 +246,14 @@ class DistributedGroupNorm(DistributedNorm):
             raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
         check_extents(self, num_channels=num_channels)
         if num_groups < 1 or num_channels % num_groups:
-            raise ShapeError(
+            raise ArgumentError(
                 f"{kind}: num_channels {num_channels} must be divisible by num_groups {num_groups}"
             )
+        axes = NormAxes(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
+        given = NormArguments(eps, affine, bias, device, dtype)
+        super().__init__(P_x, axes, (num_channels,), given, name, **callbacks)
         self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
-        layout = NormAxes(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
-        super().__init__(P_x, layout, (num_channels,), eps, affine, bias, device, dtype, name, **callbacks)
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
         return f"{self.num_groups}, {super().extra_repr()}"
-
-    def check(self, plan: NormPlan) -> None:
-        """More than one value per group, as in torch."""
-        shape = plan.shape
-        count = shape[0] * shape[1] // self.num_groups * prod(shape[2:])
-        if count == 1:
-            raise ShapeError(f"more than 1 value per group is needed, the global input is {shape}")
-
-
-def _check_dims(layer: DistributedNorm, P_x: Partition, allowed: tuple[int, ...]) -> None:
-    if P_x.dim not in allowed:
-        wanted = " or ".join(str(n) for n in allowed)
-        raise PartitionError(
-            f"{type(layer).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, the tensor has {wanted}"
-        )

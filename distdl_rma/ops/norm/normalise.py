@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import first_derivative
+from distdl_rma.ops.norm.row_sums import sums_and_products
 from distdl_rma.ops.norm.statistic_groups import ChannelRun
-from distdl_rma.ops.norm.statistics import Shifted, Statistics, sums_and_products
+from distdl_rma.ops.norm.statistics import Shifted, Statistics
 from distdl_rma.ops.result_pool import result_like
 from distdl_rma.ops.tensors import no_autocast, sum_dtype
+
+# Puts the gradient of a parameter, by name, where it is wanted.
+Fill = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class NormCall:
-    """One call of a normalisation: by which statistics, and what its backward does.
+    """One call of a normalisation: by what mean and variance, in float64, and what its backward does."""
 
-    Parameters
-    ----------
-    machine
-        The machine.
-    statistics
-        Cells of the call, and the sums of its backward.
-    mean, variance
-        Values that broadcast to the cells, in float64.
-    eps
-        Added to the variance.
-    depends
-        Whether mean and variance are those of the input, and some rank needs its gradient.
-    place
-        Puts the gradient of a parameter, by name, where it is wanted.
-    """
-
-    machine: Machine
     statistics: Statistics
     mean: torch.Tensor
     variance: torch.Tensor
     eps: float
+    # Whether mean and variance are those of the input, and some rank needs its gradient.
     depends: bool
-    place: Callable[[str, torch.Tensor], torch.Tensor]
+    fill: Fill | None
 
 
 def normalise(
@@ -50,21 +37,16 @@ def normalise(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     anchor: torch.Tensor | None,
-    job: NormCall,
+    call: NormCall,
     shifted: Shifted | None,
 ) -> torch.Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
 
-    The backward knows that mean and variance depend on the input: one exchange of two sums per cell. Where
+    The backward knows that mean and variance depend on the input: one exchange of two sums per group. Where
     the statistics have left the input shifted, that becomes the output.
     """
-    y: torch.Tensor = _Normalise.apply(x, weight, bias, anchor, job, shifted)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Normalise.apply(x, weight, bias, anchor, call, shifted)  # type: ignore[no-untyped-call]
     return y
-
-
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """Tensor in the type to compute in: float32 for shorter ones."""
-    return x.to(sum_dtype(x.dtype))
 
 
 class _Normalise(torch.autograd.Function):
@@ -75,98 +57,99 @@ class _Normalise(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         _anchor: torch.Tensor | None,
-        job: NormCall,
+        call: NormCall,
         shifted: Shifted | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        with job.machine.trace.span("scale", job.statistics.name):
-            bands = job.statistics.cells.bands
+        statistics = call.statistics
+        with statistics.trace.span("scale", statistics.name):
+            groups = statistics.groups.runs
             if shifted is None:
-                wide = widened(x)
+                wide = x.to(sum_dtype(x.dtype))
                 y = result_like(wide)
-                parts = [_RunState(job, band, y, weight) for band in bands]
+                runs = [_Run(call, run, y, weight, None) for run in groups]
             else:
-                wide, y = None, shifted.values
-                parts = [
-                    _RunState(job, band, y, weight, by) for band, by in zip(bands, shifted.by, strict=True)
-                ]
-            for part in parts:
-                part.scale(wide, bias, y)
-        ctx.job, ctx.parts, ctx.machine = job, parts, job.machine
+                wide, (y, by) = None, shifted
+                runs = [_Run(call, run, y, weight, shift) for run, shift in zip(groups, by, strict=True)]
+            for run in runs:
+                run.scale(wide, bias, y)
+        ctx.call, ctx.runs, ctx.machine = call, runs, statistics.machine
         return y.to(x.dtype)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        job, statistics = ctx.job, ctx.job.statistics
-        phase = job.machine.trace.phases(statistics.name, backward=True)
-        wide, d_y = widened(x), widened(gradient)
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[Any, ...]:
+        (x, weight), call, runs = ctx.saved_tensors, ctx.call, ctx.runs
+        statistics, fill = call.statistics, call.fill
+        phase = statistics.trace.phases(statistics.name, backward=True)
+        wide, d_y = (t.to(sum_dtype(t.dtype)) for t in (x, d_y))
         with no_autocast():
             with phase("local"):
-                parts = [_RunGradient(part, wide, d_y) for part in ctx.parts]
-                pair = torch.zeros(2, *statistics.cells.shape, dtype=torch.float64)
-                if job.depends:
-                    for part in parts:
+                gradients = [_RunGradient(run, wide, d_y) for run in runs]
+                pair = torch.zeros(2, *statistics.groups.shape, dtype=torch.float64)
+                if call.depends:
+                    for part in gradients:
                         part.write_sums(pair)
-            arrive = statistics.sum(pair) if job.depends else None
+            arrive = statistics.sum(pair) if call.depends else None
             with phase("scale"):
-                d_weight, d_bias = (
-                    job.place(name, _joined([part.of_parameter(name) for part in parts], weight))
-                    if needed
-                    else None
-                    for name, needed in zip(("weight", "bias"), ctx.needs_input_grad[1:3], strict=True)
-                )
+                of_parameters: list[torch.Tensor | None] = [None, None]
+                for at, name in enumerate(("weight", "bias")):
+                    if ctx.needs_input_grad[1 + at]:
+                        whole = _joined([part.of_parameter(name) for part in gradients], weight)
+                        of_parameters[at] = whole if fill is None else fill(name, whole)
                 d_x = result_like(wide) if ctx.needs_input_grad[0] else None
                 if d_x is not None:
-                    for part in parts:
-                        part.prepare(d_x, job.depends)
+                    for part in gradients:
+                        part.prepare(d_x, call.depends)
             if arrive is not None:
                 means = arrive() / statistics.total
                 if d_x is not None:
                     with phase("fuse"):
-                        for part in parts:
+                        for part in gradients:
                             part.finish(d_x, means)
-        return None if d_x is None else d_x.to(x.dtype), d_weight, d_bias, None, None, None
+        return None if d_x is None else d_x.to(x.dtype), *of_parameters, None, None, None
 
 
-def _joined(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    # Bands are channels side by side.
+def _joined(parts: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    # Runs are channels side by side.
     whole = parts[0] if len(parts) == 1 else torch.cat([weight.new_empty(0), *parts])
     return whole.to(weight.dtype)
 
 
-class _RunState:
-    """What forward and backward both need of one band: values per cell and per channel."""
+class _Run:
+    """What forward and backward both need of one run: values per group and per channel.
+
+    With weights that are the same along all that is reduced beside the channels (``elementwise`` is false),
+    ``factor = weight / sqrt(variance + eps)`` is one value per group and channel. In layer norm it would
+    have as many values as there are elements: there the two are multiplied one after the other.
+    """
 
     def __init__(
         self,
-        job: NormCall,
-        band: ChannelRun,
+        call: NormCall,
+        run: ChannelRun,
         x: torch.Tensor,
         weight: torch.Tensor | None,
-        shift: torch.Tensor | None = None,
+        shift: torch.Tensor | None,
     ) -> None:
-        self.band, self.layout, self.centred = band, job.statistics.layout, job.statistics.centred
-        self.shape, self.dtype = band.of(x).shape, x.dtype
-        # Where parameters vary within a cell everywhere, there are as many products of them as elements.
-        self.elementwise = not self.layout.local
-        self.inverse = (band.of_cells(job.variance) + job.eps).rsqrt_()
-        mean = band.of_cells(job.mean)
+        self.run, self.axes, self.centred = run, call.statistics.axes, call.statistics.centred
+        self.shape, self.dtype = run.of(x).shape, x.dtype
+        self.elementwise = not self.axes.uniform
+        self.inverse = (run.of_groups(call.variance) + call.eps).rsqrt_()
+        mean = run.of_groups(call.mean)
         # Something near to the mean is taken off before anything is multiplied, the rest of it afterwards.
         self.shift = mean.to(self.dtype) if shift is None else shift
         self.rest = mean - self.shift
         self.weight = None if weight is None else self.column(weight)
-        # With the weight, where that makes one value per cell and channel.
         self.factor = self.inverse
         if self.weight is not None and not self.elementwise:
             self.factor = self.inverse * self.weight
         self.rounded_factor = self.factor.to(self.dtype)
 
     def column(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Parameter shaped to broadcast to the view of the band."""
-        values = self.band.of(parameter, 0).to(self.dtype if self.elementwise else torch.float64)
-        return values.reshape([n if d in self.layout.weighted else 1 for d, n in enumerate(self.shape)])
+        """Parameter shaped to broadcast to the view of the run."""
+        values = self.run.of(parameter, 0).to(self.dtype if self.elementwise else torch.float64)
+        return values.reshape([n if d in self.axes.weighted else 1 for d, n in enumerate(self.shape)])
 
     def shifted(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Elements without the shift, in ``out`` if there is one."""
@@ -182,9 +165,9 @@ class _RunState:
             out.add_(offset.to(self.dtype))
 
     def scale(self, x: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor) -> None:
-        """Write the output of the band, where the shifted input is if that is not given."""
-        out = self.band.of(y)
-        view = out if x is None else self.shifted(self.band.of(x), out)
+        """Write the output of the run, where the shifted input is if that is not given."""
+        out = self.run.of(y)
+        view = out if x is None else self.shifted(self.run.of(x), out)
         offset = None if bias is None else self.column(bias)
         if not self.elementwise:
             self.standardise(view, out, offset)
@@ -197,63 +180,74 @@ class _RunState:
 
 
 class _RunGradient:
-    """Sums of the backward of one band, and what is made of them."""
+    """The backward of one run.
 
-    def __init__(self, part: _RunState, x: torch.Tensor, d_y: torch.Tensor) -> None:
-        self.part, self.x, self.d_y = part, part.band.of(x), part.band.of(d_y)
-        local = part.layout.local
-        # Sums of the gradient, and of its product with the standardised input, where parameters are the same.
-        if part.elementwise:
-            standard = torch.empty_like(self.x)
-            part.standardise(part.shifted(self.x, standard), standard)
-            self.total, self.product = self.d_y, standard.mul_(self.d_y)
+    With ``inv = 1 / sqrt(variance + eps)``, ``xhat = (x - mean) * inv``, ``g = d_y * weight`` and means over
+    a group::
+
+        d_x = inv * (g - mean(g) - xhat * mean(g * xhat))
+
+    or ``inv * g`` where mean and variance are constants. ``total`` and ``product`` are the sums of ``d_y``
+    and of ``d_y * xhat`` along which the weight is the same; all of the elements if it is elementwise.
+    """
+
+    def __init__(self, run: _Run, x: torch.Tensor, d_y: torch.Tensor) -> None:
+        self.run, self.x, self.d_y = run, run.run.of(x), run.run.of(d_y)
+        if run.elementwise:
+            xhat = torch.empty_like(self.x)
+            run.standardise(run.shifted(self.x, xhat), xhat)
+            self.total, self.product = self.d_y, xhat.mul_(self.d_y)
         else:
-            self.total, product = sums_and_products(self.d_y, self.x, part.shift, local)
-            self.product = product.addcmul_(part.rest, self.total, value=-1).mul_(part.inverse)
+            self.total, product = sums_and_products(self.d_y, self.x, run.shift, run.axes.uniform)
+            self.product = product.addcmul_(run.rest, self.total, value=-1).mul_(run.inverse)
 
     def of_parameter(self, name: str) -> torch.Tensor:
         """Gradient of ``weight`` or ``bias``."""
-        rows = self.product if name == "weight" else self.total
-        part = self.part
-        alone = part.layout.alone(rows.dim())
-        values = rows.sum(alone) if alone else rows
-        extents = [part.shape[d] for d in part.layout.weighted]
-        return values.reshape(extents if part.band.channels is None else -1)
+        rows, run = self.product if name == "weight" else self.total, self.run
+        instances = run.axes.instances(rows.dim())
+        values = rows.sum(instances) if instances else rows
+        extents = [run.shape[d] for d in run.axes.weighted]
+        return values.reshape(extents if run.run.channels is None else -1)
 
     def write_sums(self, pair: torch.Tensor) -> None:
-        """The two sums of each cell, weights included."""
-        part = self.part
-        dims = [d for d in part.layout.reduced if d in part.layout.weighted]
+        """The sums of ``g`` and of ``g * xhat`` over the local part of each group."""
+        run = self.run
+        dims = [d for d in run.axes.reduced if d in run.axes.weighted]
         for rows, sums in zip((self.total, self.product), pair, strict=True):
-            weighted = rows if part.weight is None else rows * part.weight
+            weighted = rows if run.weight is None else rows * run.weight
             total = weighted.sum(dims, keepdim=True, dtype=torch.float64) if dims else weighted
-            part.band.of_cells(sums).copy_(total)
+            run.run.of_groups(sums).copy_(total)
 
     def prepare(self, d_x: torch.Tensor, depends: bool) -> None:
-        """Write what is needed of the input; if mean and variance are constants, all of its gradient."""
-        part, out = self.part, self.part.band.of(d_x)
-        if not depends:
-            torch.mul(self.d_y, part.rounded_factor, out=out)
-            if part.elementwise and part.weight is not None:
-                out.mul_(part.weight)
-        else:
-            part.shifted(self.x, out)
+        """Write ``x`` without its shift; ``inv * g`` if mean and variance are constants, which is all."""
+        run, out = self.run, self.run.run.of(d_x)
+        if depends:
+            run.shifted(self.x, out)
+            return
+        torch.mul(self.d_y, run.rounded_factor, out=out)
+        if run.elementwise and run.weight is not None:
+            out.mul_(run.weight)
 
     def finish(self, d_x: torch.Tensor, means: torch.Tensor) -> None:
-        """Make the gradient of the input of that, of the gradient of the output, and of the two means."""
-        part, out = self.part, self.part.band.of(d_x)
-        total, product = map(part.band.of_cells, means)
-        slope = product * -part.inverse
-        if not part.elementwise:
-            total, slope = total * part.inverse, slope.mul_(part.inverse)
-        torch.mul(out if part.centred else self.x, slope.to(part.dtype), out=out)
-        if not part.elementwise:
-            out.addcmul_(self.d_y, part.rounded_factor)
-        elif part.weight is not None:
-            out.addcmul_(self.d_y, part.weight)
+        """Make the gradient of the input of that, of ``d_y``, and of ``mean(g)`` and ``mean(g * xhat)``.
+
+        ``x - mean = shifted - rest``, so that ``d_x = factor * d_y + slope * shifted - (inv * mean(g) +
+        slope * rest)`` with ``slope = -inv**2 * mean(g * xhat)``. Elementwise: the same by ``inv``, which
+        comes last, with ``weight`` in the place of the factor.
+        """
+        run, out = self.run, self.run.run.of(d_x)
+        of_g, of_product = map(run.run.of_groups, means)
+        slope = of_product * -run.inverse
+        if not run.elementwise:
+            of_g, slope = of_g * run.inverse, slope.mul_(run.inverse)
+        torch.mul(out if run.centred else self.x, slope.to(run.dtype), out=out)
+        if not run.elementwise:
+            out.addcmul_(self.d_y, run.rounded_factor)
+        elif run.weight is not None:
+            out.addcmul_(self.d_y, run.weight)
         else:
             out.add_(self.d_y)
-        if part.centred:
-            out.sub_(torch.addcmul(total, part.rest, slope).to(part.dtype))
-        if part.elementwise:
-            out.mul_(part.rounded_factor)
+        if run.centred:
+            out.sub_(torch.addcmul(of_g, run.rest, slope).to(run.dtype))
+        if run.elementwise:
+            out.mul_(run.rounded_factor)

@@ -16,20 +16,16 @@ from distdl_rma.geometry.split import Split
 
 # Dimension of the channels where they form groups.
 _CHANNELS = 1
+# Two numbers per group in every message, in float64 whatever the type of the data.
+PAIR, _ITEMSIZE = 2, 8
 
 
 @dataclass(frozen=True)
 class NormAxes:
     """What a kind of normalisation reduces over, and where its parameters vary.
 
-    Parameters
-    ----------
-    reduced
-        Tensor dimensions that a mean is taken over.
-    weighted
-        Tensor dimensions that the parameters have, in order.
-    groups
-        Number of groups of channels: dimension 1 is then reduced within a group only. 0 without groups.
+    ``reduced`` are the tensor dimensions that a mean is taken over, ``weighted`` those that the parameters
+    have, in order. With ``groups`` of channels dimension 1 is reduced within a group only; 0 without.
     """
 
     reduced: tuple[int, ...]
@@ -37,43 +33,36 @@ class NormAxes:
     groups: int = 0
 
     @property
-    def viewed(self) -> NormAxes:
-        """The same in the view of a band, where a dimension of groups stands before the channels."""
+    def in_run(self) -> NormAxes:
+        """The same in the view of a run, where a dimension of groups stands before the channels."""
         if not self.groups:
             return self
         return NormAxes(tuple(d + 1 for d in self.reduced), (_CHANNELS, _CHANNELS + 1))
 
     @property
-    def local(self) -> tuple[int, ...]:
+    def uniform(self) -> tuple[int, ...]:
         """Reduced dimensions along which the parameters do not vary."""
         return tuple(d for d in self.reduced if d not in self.weighted)
 
-    def alone(self, ndim: int) -> tuple[int, ...]:
-        """Dimensions whose parts have neither cells nor parameters in common."""
+    def instances(self, ndim: int) -> tuple[int, ...]:
+        """Dimensions along which nothing is shared: neither statistics nor parameters."""
         return tuple(d for d in range(ndim) if d not in self.reduced and d not in self.weighted)
 
     def width(self, channels: Split) -> int:
         """Channels of a group; 1 where there are no channels, and so no group has any."""
         return max(1, channels.extent // self.groups)
 
-    def sharing(self, P_x: Partition, rank: int, channels: Split | None = None) -> tuple[int, ...]:
-        """Ranks of P_x that hold elements of a rank's cells, itself included, in row-major order.
+    def ranks_sharing(self, P_x: Partition, rank: int, channels: Split) -> tuple[int, ...]:
+        """Ranks of P_x that hold elements of a rank's groups, itself included, in row-major order.
 
-        Parameters
-        ----------
-        P_x
-            Partition of the tensor, as many dimensions.
-        rank
-            Rank id of a member.
-        channels
-            How the channels are cut, where they form groups.
+        How the channels are cut matters where they form groups, which may straddle ranks.
         """
         index = P_x.index_of(rank)
         ranges = [
             range(extent) if d in self.reduced else range(index[d], index[d] + 1)
             for d, extent in enumerate(P_x.shape)
         ]
-        if channels is not None and self.groups:
+        if self.groups:
             ranges[_CHANNELS] = _linked(channels, self.width(channels), index[_CHANNELS])
         return tuple(P_x.ranks_in(ranges))
 
@@ -90,100 +79,86 @@ def _linked(split: Split, width: int, part: int) -> range:
 
 @dataclass(frozen=True)
 class ChannelRun:
-    """Part of a local tensor in which every cell is a whole slice: groups of one width, or all of it.
+    """Part of a local tensor in which every group is a whole slice: groups of one width, or all of it.
 
-    Parameters
-    ----------
-    channels
-        From the first to behind the last local channel; None for all of the tensor, without groups.
-    cells
-        From the first to behind the last group, counted from the first of the sharing ranks.
+    ``channels`` and ``groups`` are half-open: local channels, None for all of the tensor without groups of
+    them; and groups, counted from the first of the sharing ranks.
     """
 
     channels: tuple[int, int] | None = None
-    cells: tuple[int, int] = (0, 0)
+    groups: tuple[int, int] = (0, 0)
 
     def of(self, tensor: torch.Tensor, dim: int = _CHANNELS) -> torch.Tensor:
-        """View of the band, with a dimension of groups before that of the channels."""
+        """View of the run, with a dimension of groups before that of the channels."""
         if self.channels is None:
             return tensor
-        (start, stop), (first, last) = self.channels, self.cells
+        (start, stop), (first, last) = self.channels, self.groups
         part = tensor.narrow(dim, start, stop - start)
         groups = last - first, (stop - start) // (last - first)
         return part.view(*part.shape[:dim], *groups, *part.shape[dim + 1 :])
 
-    def of_cells(self, values: torch.Tensor) -> torch.Tensor:
-        """The band's part of values per cell; a view."""
-        first, last = self.cells
+    def of_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """The run's part of values per group; a view."""
+        first, last = self.groups
         return values if self.channels is None else values.narrow(_CHANNELS, first, last - first)
 
 
 class StatisticGroups:
-    """The statistics cells of one rank's tensor: how many elements each has on which rank.
+    """The groups of elements with one mean and variance that one rank has a part of.
 
-    Parameters
-    ----------
-    layout
-        Which elements share a cell.
-    P_x
-        Partition of the tensor.
-    source
-        Who owns what of it.
-    rank
-        Rank id of this process, a member.
-    ranks
-        Those of the ranks with elements of the same cells that are to share them, in row-major order of the
-        grid, this one included; all of them if None.
+    ``ranks`` are those of the ranks with elements of the same groups that are to share them, in row-major
+    order of the grid, this member included; all of them if None.
 
     Attributes
     ----------
     ranks
-        Rank ids that share them, in row-major order of the grid, this one included.
+        Rank ids that share them.
     shape
-        Shape of values per cell; they broadcast to the view of a band.
-    bands
+        Shape of values per group; they broadcast to the view of a run.
+    runs
         Parts of the local tensor.
     counts
-        Number of elements on each of the ranks in each cell, as (rank, *cells); 1 where it does not vary.
+        Number of elements on each of the ranks in each group, as (rank, *groups); 1 where it does not vary.
     total
-        Number of elements of each cell.
+        Number of elements of each group.
     """
 
     def __init__(
-        self,
-        layout: NormAxes,
-        P_x: Partition,
-        source: Decomposition,
-        rank: int,
-        ranks: Sequence[int] | None = None,
+        self, axes: NormAxes, source: Decomposition, rank: int, ranks: Sequence[int] | None = None
     ) -> None:
-        channels = source.splits[_CHANNELS] if layout.groups else None
-        self.ranks = layout.sharing(P_x, rank, channels) if ranks is None else tuple(ranks)
+        channels = source.splits[axes.weighted[0]]
+        sharing = axes.ranks_sharing(source.partition, rank, channels) if ranks is None else ranks
+        self.ranks = tuple(sharing)
         boxes, box = [source.box(r) for r in self.ranks], source.box(rank)
-        self.shape = tuple(1 if d in layout.reduced else n for d, n in enumerate(box.shape))
-        self.bands: tuple[ChannelRun, ...] = (ChannelRun(),)
+        self.shape = tuple(1 if d in axes.reduced else n for d, n in enumerate(box.shape))
+        self.runs: tuple[ChannelRun, ...] = (ChannelRun(),)
         groups, width = range(1), 0
-        if channels is not None:
-            width = layout.width(channels)
+        if axes.groups:
+            width = axes.width(channels)
             low, high = min(b.start[_CHANNELS] for b in boxes), max(b.bounds[_CHANNELS][1] for b in boxes)
             groups = range(low // width, -(-high // width))
-            self.bands = _bands(box.bounds[_CHANNELS], width, groups.start)
+            self.runs = _runs(box.bounds[_CHANNELS], width, groups.start)
             self.shape = (self.shape[0], len(groups), 1, *self.shape[2:])
-        counts = [[_count(b, layout.reduced, width, group) for group in groups] for b in boxes]
+        counts = [[_count(b, axes.reduced, width, group) for group in groups] for b in boxes]
         row = (1, len(groups), *(1,) * (len(self.shape) - 2)) if width else (1,) * len(self.shape)
         self.counts = torch.tensor(counts, dtype=torch.float64).view(len(boxes), *row)
         self.total = self.counts.sum(0)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one message with the statistics of all of them."""
+        return PAIR * prod(self.shape) * _ITEMSIZE
+
 
 def _count(box: Box, reduced: Sequence[int], width: int, group: int) -> int:
     if width:
-        box = box & Box(
-            (*box.bounds[:_CHANNELS], (group * width, (group + 1) * width), *box.bounds[_CHANNELS + 1 :])
-        )
+        start, stop = box.bounds[_CHANNELS]
+        low = max(start, group * width)
+        box = box.replace(_CHANNELS, low, max(low, min(stop, (group + 1) * width)))
     return prod(box.shape[d] for d in reduced)
 
 
-def _bands(bounds: tuple[int, int], width: int, first: int) -> tuple[ChannelRun, ...]:
+def _runs(bounds: tuple[int, int], width: int, first: int) -> tuple[ChannelRun, ...]:
     # A part of a group in front, whole groups, a part of a group behind.
     start, stop = bounds
     whole = (-(-start // width) * width, stop // width * width)

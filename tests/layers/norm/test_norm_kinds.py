@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import PartitionError, ShapeError, zero_volume_tensor
+from distdl_rma import ArgumentError, PartitionError, ShapeError, zero_volume_tensor
 from distdl_rma.layers import (
     DistributedBatchNorm1d,
     DistributedBatchNorm2d,
@@ -170,15 +170,15 @@ def test_wrong_arguments_are_refused_at_construction(P_world, comm):
         PartitionError, match=r"DistributedBatchNorm2d: P_x has 2 dimensions .*the tensor has 4"
     ):
         DistributedBatchNorm2d(line, 4)
-    with pytest.raises(ShapeError, match="num_features must be at least 0, got -1"):
+    with pytest.raises(ArgumentError, match="num_features must be at least 0, got -1"):
         DistributedBatchNorm1d(line, -1)
-    with pytest.raises(ShapeError, match="eps must be positive, got 0"):
+    with pytest.raises(ArgumentError, match="eps must be positive, got 0"):
         DistributedBatchNorm1d(line, 4, eps=0)
-    with pytest.raises(ShapeError, match="num_channels 4 must be divisible by num_groups 3"):
+    with pytest.raises(ArgumentError, match="num_channels 4 must be divisible by num_groups 3"):
         DistributedGroupNorm(line, 3, 4)
     with pytest.raises(PartitionError, match=r"P_x .* has 1 dimension"):
         DistributedGroupNorm(P_world, 1, 4)
-    with pytest.raises(ShapeError, match="needs at least one dimension"):
+    with pytest.raises(ArgumentError, match="needs at least one dimension"):
         DistributedLayerNorm(line, ())
     with pytest.raises(PartitionError, match=r"normalized_shape .* has 3"):
         DistributedLayerNorm(line, (2, 3, 4))

@@ -1,4 +1,4 @@
-"""Statistics cells of all ranks, simulated in one process."""
+"""Statistic groups of all ranks, simulated in one process."""
 
 from math import prod
 
@@ -35,52 +35,52 @@ def group_of(source, rank, groups):
 
 @settings(max_examples=40)
 @given(groups_of_channels())
-def test_ranks_share_cells_with_all_ranks_that_hold_elements_of_them(case):
-    layout, P_x, source = case
+def test_ranks_share_groups_with_all_ranks_that_hold_elements_of_them(case):
+    axes, P_x, source = case
     for rank in P_x.ranks:
-        cells, mine = (
-            StatisticGroups(layout, P_x, source, rank),
-            group_of(source, rank, layout.groups).unique(),
+        shared, mine = (
+            StatisticGroups(axes, source, rank),
+            group_of(source, rank, axes.groups).unique(),
         )
         for other in P_x.ranks:
             same_instances = P_x.index_of(other)[0] == P_x.index_of(rank)[0]
-            common = set(mine.tolist()) & set(group_of(source, other, layout.groups).unique().tolist())
+            common = set(mine.tolist()) & set(group_of(source, other, axes.groups).unique().tolist())
             if same_instances and common:
-                assert other in cells.ranks
-        for other in cells.ranks:
-            theirs = StatisticGroups(layout, P_x, source, other)
-            assert (theirs.ranks, theirs.shape) == (cells.ranks, cells.shape)
-            assert torch.equal(theirs.counts, cells.counts)
+                assert other in shared.ranks
+        for other in shared.ranks:
+            theirs = StatisticGroups(axes, source, other)
+            assert (theirs.ranks, theirs.shape) == (shared.ranks, shared.shape)
+            assert torch.equal(theirs.counts, shared.counts)
 
 
 @settings(max_examples=40)
 @given(groups_of_channels())
 def test_counts_of_the_sharing_ranks_add_up_to_whole_groups(case):
-    layout, P_x, source = case
-    width = source.shape[1] // layout.groups
+    axes, P_x, source = case
+    width = source.shape[1] // axes.groups
     for rank in P_x.ranks:
-        cells = StatisticGroups(layout, P_x, source, rank)
-        assert set(cells.total.flatten().tolist()) <= {width * source.shape[2]}
+        shared = StatisticGroups(axes, source, rank)
+        assert set(shared.total.flatten().tolist()) <= {width * source.shape[2]}
 
 
 @settings(max_examples=40)
 @given(groups_of_channels())
-def test_bands_are_all_local_channels_in_order_each_in_its_cell(case):
-    layout, P_x, source = case
-    width = source.shape[1] // layout.groups
+def test_runs_are_all_local_channels_in_order_each_in_its_group(case):
+    axes, P_x, source = case
+    width = source.shape[1] // axes.groups
     for rank in P_x.ranks:
-        cells, box = StatisticGroups(layout, P_x, source, rank), source.box(rank)
-        first = min(source.box(r).start[1] for r in cells.ranks) // width
+        shared, box = StatisticGroups(axes, source, rank), source.box(rank)
+        first = min(source.box(r).start[1] for r in shared.ranks) // width
         x = torch.arange(box.start[1], box.bounds[1][1]).view(1, -1, 1).expand(box.shape)
         seen = []
-        for band in cells.bands:
-            view = band.of(x)
+        for run in shared.runs:
+            view = run.of(x)
             seen += view.flatten(1, 2).unique().tolist() if view.numel() else range(*box.bounds[1])
-            places = torch.arange(cells.shape[1]).view(1, -1, 1, 1)
-            groups = band.of_cells(places) + first
+            places = torch.arange(shared.shape[1]).view(1, -1, 1, 1)
+            groups = run.of_groups(places) + first
             if view.numel():
                 assert torch.equal((view // width), groups.expand(view.shape))
-        assert len(cells.bands) <= 3
+        assert len(shared.runs) <= 3
         if not box.empty:
             assert seen == list(range(*box.bounds[1]))
 
@@ -89,9 +89,9 @@ def test_without_groups_the_slab_along_the_reduced_dimensions_shares():
     P_x = Partition(tuple(range(12)), (2, 2, 3), 0)
     source = Decomposition.balanced(P_x, (4, 6, 7))
     batch, layer = NormAxes((0, 2), (1,)), NormAxes((1, 2), (1, 2))
-    assert StatisticGroups(batch, P_x, source, 4).ranks == (3, 4, 5, 9, 10, 11)
-    assert StatisticGroups(layer, P_x, source, 4).ranks == (0, 1, 2, 3, 4, 5)
-    assert StatisticGroups(batch, P_x, source, 4).shape == (1, 3, 1)
-    assert StatisticGroups(layer, P_x, source, 4).total.item() == 42
-    assert layer.alone(3) == (0,)
-    assert batch.alone(3) == ()
+    assert StatisticGroups(batch, source, 4).ranks == (3, 4, 5, 9, 10, 11)
+    assert StatisticGroups(layer, source, 4).ranks == (0, 1, 2, 3, 4, 5)
+    assert StatisticGroups(batch, source, 4).shape == (1, 3, 1)
+    assert StatisticGroups(layer, source, 4).total.item() == 42
+    assert layer.instances(3) == (0,)
+    assert batch.instances(3) == ()
