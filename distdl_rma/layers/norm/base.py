@@ -162,7 +162,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     def enter(
         self,
         plans: PlanCache[Normalisation],
-        x: torch.Tensor,
+        xs: Sequence[torch.Tensor],
         weights: Collection[torch.Tensor] = (),
         call_arguments: tuple[int, ...] | None = None,
         problem: str = "",
@@ -172,7 +172,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         # Without parameters it is the type of running statistics that counts.
         mean = self._buffers.get("running_mean")
         told = weights if weights or mean is None else (mean,)
-        return super().enter(plans, x, told, numbers, problem)
+        return super().enter(plans, xs, told, numbers, problem)
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
         """Result in the graph if any rank's is; what has no elements keeps its shape."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -99,16 +99,19 @@ class DistributedRunningNorm(DistributedNorm):
         return f"{by} and {tracked}"
 
     def run(
-        self, agreement: Agreement[Normalisation], x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+        self,
+        agreement: Agreement[Normalisation],
+        xs: Sequence[torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, GradientNeeds]:
         """Call the operation, with the running statistics that it uses or changes."""
         operation, needs = agreement.settle()
-        options, tensors = operation.options, dict(weights)
-        if options.tracks or not options.by_batch:
-            tensors |= {key: self._buffers[key] for key in NAMES}  # type: ignore[misc]
-        if options.tracks:
-            tensors["momentum"] = torch.tensor(self.rate(), dtype=torch.float64)
-        return operation(needs, x, **tensors), needs
+        mode, named = operation.options, dict[str, Any](weights)
+        if mode.tracks or not mode.by_batch:
+            named |= {key: self._buffers[key] for key in NAMES}
+        if mode.tracks:
+            named["momentum"] = self.rate()
+        return operation(needs, *xs, **named), needs
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -68,8 +69,8 @@ class Normalisation(Operation):
     """Normalisation of a split tensor; the output has the shape, type and decomposition of the input.
 
     Called with ``weight`` and ``bias``, where there are any, and with ``running_mean`` and ``running_var``
-    where a call is not by the batch, or changes them in place; then with ``momentum`` too, a tensor of one
-    element. All of them as this rank keeps them.
+    where a call is not by the batch, or changes them in place; then with ``momentum`` too. Tensors are as
+    this rank keeps them.
 
     Parameters
     ----------
@@ -151,13 +152,13 @@ class Normalisation(Operation):
         if self.running is not None:
             self.running.connect(self.statistics)
 
-    def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: Any) -> torch.Tensor:
         """Normalise a local shard; ranks outside learn what it changes in the statistics that they keep."""
         statistics = self.statistics
         with no_autocast():
             if statistics is None:
                 if self.running is not None:
-                    self.running.update(weights)
+                    self.running.update(weights, weights["momentum"])
                 return idle(x, (weights.get(key) for key in self._parameters))
             kept, shifted, by_batch = self.kept, None, self.options.by_batch
             weight, bias = weights.get("weight"), weights.get("bias")
@@ -167,7 +168,7 @@ class Normalisation(Operation):
             if by_batch:
                 mean, variance, shifted = statistics.of(x.detach().to(sum_dtype(x.dtype)))
                 if self.running is not None:
-                    self.running.update(weights, statistics, kept, (mean, variance))
+                    self.running.update(weights, weights["momentum"], statistics, kept, (mean, variance))
             else:
                 mean, variance = (
                     kept.to_input(key, weights[key].to(torch.float64)).view(self._column) for key in NAMES

@@ -70,7 +70,8 @@ class RunningStatistics:
 
     def update(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        running: Mapping[str, torch.Tensor],
+        momentum: float,
         statistics: Statistics | None = None,
         kept: KeptValues | None = None,
         moments: tuple[torch.Tensor, ...] = (),
@@ -94,10 +95,9 @@ class RunningStatistics:
         # A batch without elements changes nothing; a rank outside keeps nothing where channels are cut.
         if batch is None or self._empty:
             return
-        rate = tensors["momentum"].item()
         for key, new in zip(NAMES, batch.tensor_split(len(NAMES)), strict=True):
-            buffer = tensors[key]
-            buffer.copy_(buffer.to(torch.float64).lerp(new, rate))
+            buffer = running[key]
+            buffer.copy_(buffer.to(torch.float64).lerp(new, momentum))
 
     def _per_channel(self, values: torch.Tensor) -> torch.Tensor:
         # This rank's part of the mean over the instances.
