@@ -89,23 +89,15 @@ class Listed:
 
 @dataclass(frozen=True)
 class Copies:
-    """Parts of which several hold the same.
-
-    Parameters
-    ----------
-    base
-        What there is to hold.
-    places
-        For every part the part of ``base`` that it holds; these do not fall.
-    """
+    """Parts of which several hold the same: for every part that of ``base`` which it holds, never falling."""
 
     base: Split
-    places: tuple[int, ...]
+    held: tuple[int, ...]
 
     @property
     def parts(self) -> int:
         """Number of parts, copies included."""
-        return len(self.places)
+        return len(self.held)
 
     @property
     def extent(self) -> int:
@@ -114,70 +106,67 @@ class Copies:
 
     def ends(self, part: int) -> tuple[int, int]:
         """Rising ends of a part."""
-        return self.base.ends(self.places[part])
+        return self.base.ends(self.held[part])
 
     def interval(self, part: int) -> tuple[int, int]:
         """Half-open interval of a part."""
-        return self.base.interval(self.places[part])
+        return self.base.interval(self.held[part])
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """What the groups hold that the parts of another dimension belong to, wholly or not.
+class Mapped:
+    """The parts of another dimension seen through a map of intervals, whose ends rise with those it maps.
 
-    Parts may overlap: two parts that share a group both have all of it.
-
-    Parameters
-    ----------
-    base
-        How the other dimension is cut.
-    size
-        Elements of a group in the other dimension.
-    width
-        Elements of a group in this one.
+    Parts may overlap and leave gaps, and are empty where those of ``base`` are. Subclasses say the image of
+    an interval, and the extent of the dimension that it lies in.
     """
 
     base: Split
-    size: int
-    width: int
 
     @property
     def parts(self) -> int:
         """Number of parts."""
         return self.base.parts
 
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Ends of the image of an interval; they may cross where it is empty."""
+        raise NotImplementedError
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part."""
+        return self.image(*self.base.ends(part))
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part."""
+        start, stop = self.base.interval(part)
+        low, high = self.ends(part)
+        return (low, max(low, high)) if start < stop else (low, low)
+
+
+@dataclass(frozen=True)
+class Grouped(Mapped):
+    """Groups that the parts of another dimension belong to, wholly or not: two parts may share one.
+
+    A group is ``size`` elements of the other dimension, and ``width`` of this one.
+    """
+
+    size: int
+    width: int
+
     @property
     def extent(self) -> int:
         """Extent of the dimension."""
         return self.base.extent // self.size * self.width
 
-    def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part."""
-        start, stop = self.base.ends(part)
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """All of the groups that an interval meets."""
         return start // self.size * self.width, -(-stop // self.size) * self.width
-
-    def interval(self, part: int) -> tuple[int, int]:
-        """Half-open interval of a part, empty where the part of the other dimension is."""
-        start, stop = self.base.interval(part)
-        low, high = self.ends(part)
-        return (low, high) if start < stop else (low, low)
 
 
 @dataclass(frozen=True)
-class Section:
-    """What the parts of another split have of an interval of it, counted from where that begins.
+class Section(Mapped):
+    """What the parts have of an interval of length ``extent``, counted from where it begins, ``offset``."""
 
-    Parameters
-    ----------
-    base
-        The other split.
-    offset
-        Where the interval begins.
-    extent
-        Its length, which is the extent of the dimension.
-    """
-
-    base: Split
     offset: int
     extent: int
 
@@ -187,22 +176,10 @@ class Section:
                 f"[{self.offset}, {self.offset + self.extent}) is no interval of extent {self.base.extent}"
             )
 
-    @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return self.base.parts
-
-    def _inside(self, ends: tuple[int, int]) -> tuple[int, int]:
-        start, stop = (min(max(end - self.offset, 0), self.extent) for end in ends)
-        return start, stop
-
-    def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part."""
-        return self._inside(self.base.ends(part))
-
-    def interval(self, part: int) -> tuple[int, int]:
-        """Half-open interval of a part, empty where it has nothing of the interval."""
-        return self._inside(self.base.interval(part))
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """What an interval has of the section."""
+        low, high = (min(max(end - self.offset, 0), self.extent) for end in (start, stop))
+        return low, high
 
 
 def meeting(split: Split, start: int, stop: int) -> range:

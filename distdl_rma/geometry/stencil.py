@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.split import Split
+from distdl_rma.geometry.split import Mapped, Split
 
 
 @dataclass(frozen=True)
@@ -73,59 +73,70 @@ class Window:
 
 
 @dataclass(frozen=True)
-class WindowSplit:
-    """What each part of an output dimension reads: the output's parts seen through a window."""
+class TableWindow:
+    """Index of the first and of the last input that each output of one dimension reads, weakly rising."""
 
-    base: Split
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @classmethod
+    def adaptive(cls, extent: int, outputs: int) -> TableWindow:
+        """Windows of adaptive pooling: from ``floor(j * n / m)`` to behind ``ceil((j + 1) * n / m)``."""
+        return cls(
+            tuple(j * extent // outputs for j in range(outputs)),
+            tuple(-(-(j + 1) * extent // outputs) - 1 for j in range(outputs)),
+        )
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return len(self.first)
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        if not self.first:
+            return 0, 0
+        return self.first[min(start, self.outputs - 1)], self.last[max(stop - 1, 0)] + 1
+
+    def readers(self, start: int, stop: int) -> tuple[int, int]:
+        """Outputs that read from inputs ``[start, stop)``."""
+        return bisect_left(self.last, start), bisect_left(self.first, stop)
+
+
+@dataclass(frozen=True)
+class WindowSplit(Mapped):
+    """What each part of an output dimension reads of an input dimension of some extent.
+
+    It may stick out of the input; there lies the padding.
+    """
+
     window: Window
     extent: int
 
-    @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return self.base.parts
-
-    def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part; they cross where the output part is empty."""
-        return self.window.reads(*self.base.ends(part))
-
-    def interval(self, part: int) -> tuple[int, int]:
-        """Half-open interval of inputs read by a part; may stick out of the input."""
-        start, stop = self.base.interval(part)
-        if start == stop:
-            return (self.window.reads(start, stop)[0],) * 2
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Inputs that outputs read."""
         return self.window.reads(start, stop)
 
 
 @dataclass(frozen=True)
-class InnerSplit:
+class InnerSplit(Mapped):
     """What each part reads of the domain alone, where the padding is made from elements of the domain.
 
-    Parameters
-    ----------
-    base
-        What each part reads, padding included.
-    mode
-        ``"constant"``: the padding reads nothing. ``"replicate"``: it reads the last element.
-        ``"reflect"``: it reads as many elements behind the last as the padding is wide.
+    By ``mode`` the padding reads: ``"constant"`` nothing; ``"replicate"`` the last element; ``"reflect"`` as
+    many elements behind the last as it is wide.
     """
 
     base: WindowSplit
     mode: str
 
     @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return self.base.parts
-
-    @property
     def extent(self) -> int:
         """Extent of the dimension."""
         return self.base.extent
 
-    def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part; they cross where the output part is empty."""
-        (start, stop), n = self.base.ends(part), self.extent
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Of an interval that may stick out, what lies in the domain or is read from there."""
+        n = self.extent
         start, stop = min(max(start, 0), n), min(max(stop, 0), n)
         if self.mode == "replicate":
             return min(start, n - 1), max(stop, 1)
@@ -135,11 +146,33 @@ class InnerSplit:
             return min(start, max(0, n - 1 - window.right)), max(stop, min(n, window.left + 1))
         return start, stop
 
-    def interval(self, part: int) -> tuple[int, int]:
-        """Half-open interval of the domain that a part reads."""
-        start, stop = self.base.interval(part)
-        low, high = self.ends(part)
-        return (low, max(low, high)) if start < stop else (low, low)
+
+@dataclass(frozen=True)
+class ReadsSplit(Mapped):
+    """What each part of an output dimension reads by a table, of an input dimension of some extent."""
+
+    reach: TableWindow
+    extent: int
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Inputs that outputs read."""
+        return self.reach.reads(start, stop)
+
+
+@dataclass(frozen=True)
+class ReadersSplit(Mapped):
+    """Which outputs read each part of an input dimension by a table; neighbours may share some."""
+
+    reach: TableWindow
+
+    @property
+    def extent(self) -> int:
+        """Number of outputs."""
+        return self.reach.outputs
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Outputs that read inputs."""
+        return self.reach.readers(start, stop)
 
 
 @dataclass(frozen=True)
@@ -207,112 +240,3 @@ class Stencil:
         """Outputs whose windows meet a box of inputs."""
         bounds = (w.readers(*b) for w, b in zip(self.windows, box.bounds, strict=True))
         return Box(tuple((first, max(first, last)) for first, last in bounds))
-
-
-@dataclass(frozen=True)
-class TableWindow:
-    """First and last input that each output of one dimension reads; both rise (weakly) with the output.
-
-    Parameters
-    ----------
-    first, last
-        One index of the input per output.
-    """
-
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-
-    @classmethod
-    def adaptive(cls, extent: int, outputs: int) -> TableWindow:
-        """Windows of adaptive pooling: from ``floor(j * n / m)`` to behind ``ceil((j + 1) * n / m)``."""
-        return cls(
-            tuple(j * extent // outputs for j in range(outputs)),
-            tuple(-(-(j + 1) * extent // outputs) - 1 for j in range(outputs)),
-        )
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs."""
-        return len(self.first)
-
-    def reads(self, start: int, stop: int) -> tuple[int, int]:
-        """From the first to behind the last input that outputs ``[start, stop)`` read."""
-        if not self.first:
-            return 0, 0
-        return self.first[min(start, self.outputs - 1)], self.last[max(stop - 1, 0)] + 1
-
-    def readers(self, start: int, stop: int) -> tuple[int, int]:
-        """Outputs that read from inputs ``[start, stop)``."""
-        return bisect_left(self.last, start), bisect_left(self.first, stop)
-
-
-@dataclass(frozen=True)
-class ReadsSplit:
-    """What each part of an output dimension reads.
-
-    Parameters
-    ----------
-    base
-        How the outputs are cut.
-    reach
-        What they read.
-    extent
-        Extent of the input.
-    """
-
-    base: Split
-    reach: TableWindow
-    extent: int
-
-    @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return self.base.parts
-
-    def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part; they may cross where it is empty."""
-        return self.reach.reads(*self.base.ends(part))
-
-    def interval(self, part: int) -> tuple[int, int]:
-        """Half-open interval of the inputs that a part reads."""
-        return _interval(self.base.interval(part), self.ends(part))
-
-
-@dataclass(frozen=True)
-class ReadersSplit:
-    """Which outputs read each part of an input dimension; neighbours may share some.
-
-    Parameters
-    ----------
-    base
-        How the input is cut.
-    reach
-        What the outputs read of it.
-    """
-
-    base: Split
-    reach: TableWindow
-
-    @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return self.base.parts
-
-    @property
-    def extent(self) -> int:
-        """Number of outputs."""
-        return self.reach.outputs
-
-    def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part; they may cross where it is empty."""
-        return self.reach.readers(*self.base.ends(part))
-
-    def interval(self, part: int) -> tuple[int, int]:
-        """Half-open interval of the outputs that read a part."""
-        return _interval(self.base.interval(part), self.ends(part))
-
-
-def _interval(base: tuple[int, int], ends: tuple[int, int]) -> tuple[int, int]:
-    # Where the part is empty, its image is, too.
-    start, stop = ends
-    return (start, max(start, stop)) if base[0] < base[1] else (start, start)
