@@ -34,7 +34,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class NormArguments:
-    """Arguments that all kinds of normalisation take, by torch's names, and where parameters are kept."""
+    """What all kinds of normalisation are told, by torch's names, and where parameters are kept."""
 
     eps: float | None
     affine: bool
@@ -48,28 +48,12 @@ class NormArguments:
 class DistributedNorm(OperatorLayer[Normalisation]):
     """Normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Base of the layers, which differ in what elements share a mean and a variance. Local input: the shard of
-    this rank, of any size that forms a grid with the others'. Local output: of the same shape, dtype and
-    place. A call involves the ranks of P_x. Statistics travel between those that share them.
+    Base of the layers, which differ in what elements share a mean and a variance. The output has the shape,
+    type and place of the input. Forward: local statistics, one message to the ranks that share them, scale.
+    Backward: one message with two sums. Statistics travel and are merged in float64.
 
-    Forward: local statistics, one message to the ranks that share them, scale. Backward: one message with
-    two sums. Statistics travel and are merged in float64.
-
-    Where P_x cuts dimensions of the parameters, these are cut too, unless they are to be replicated;
-    otherwise every rank of the machine keeps copies of all of them.
-
-    Parameters
-    ----------
-    P_x
-        Partition of input and output, as many dimensions as the tensor.
-    axes
-        What the statistics reduce over, and where the parameters vary.
-    extents
-        Global shape of the parameters.
-    arguments
-        What all kinds take; a placement is ``"cut"`` or ``"replicated"``.
-    name, callbacks
-        As of :class:`DistributedLayer`.
+    ``extents`` is the global shape of the parameters. Where P_x cuts dimensions of them they are cut too,
+    unless placed ``"replicated"``; otherwise every rank of the machine keeps copies of all of them.
     """
 
     # torch's classes, from which the layers inherit too, do not agree on what these are.
@@ -77,7 +61,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     bias: Any
     eps: Any
     centred = True
-    # Of what training needs more than one per group, in words.
+    # Of what a group needs more than one, in words.
     several = ""
 
     def __init__(
@@ -89,8 +73,8 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        kind, given = type(self).__name__, arguments
-        placement = chosen_placement(kind, given.placement, given.weights, ("cut", "replicated"))
+        given, allowed = arguments, ("cut", "replicated")
+        placement = chosen_placement(type(self).__name__, given.placement, given.weights, allowed)
         super().__init__(P_x, name=name, **callbacks)
         self.axes, self.eps, self.placement = axes, given.eps, placement
         kept = Placement.everywhere(self.machine, torch.Size(extents))
@@ -139,11 +123,11 @@ class DistributedNorm(OperatorLayer[Normalisation]):
                 raise ShapeError(f"input is {dtype} but on rank {rank} the parameters are {fact.weights}")
         answers = {rank: StatisticsAnswer.last_of(fact.call_arguments) for rank, fact in facts.items()}
         sharing = agreed_sharing(self.axes, source, answers)
-        apart = None if sharing is None else tuple(sharing.items())
+        apart = sharing and tuple(sharing.items())
         key = source, dtype, options, apart, tuple(fact.weights for fact in facts.values())
         known = self._operations.get(key)
         if known is None:
-            parameters = {name: p.dtype for name, p in self.named_parameters(recurse=False)}
+            parameters = {name: getattr(self, name).dtype for name in self.placements or ()}
             fill = None if self.placed is None else self.placed.fill
             known = Normalisation(self.site, source, dtype, options, self.store, parameters, sharing, fill)
             self._operations[key] = known
@@ -196,10 +180,10 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         """
         if not self.P_x.active:
             return []
-        last, channels = self._last, self.axes.weighted[0]
-        split = Balanced(self.store.shape[0], self.P_x.shape[channels])
-        found = split if last is None else last.source.splits[channels]
-        ranks = self.axes.ranks_sharing(self.P_x, self.machine.rank, found)
+        last, dim = self._last, self.axes.weighted[0]
+        balanced = Balanced(self.store.shape[0], self.P_x.shape[dim])
+        channels = balanced if last is None else last.source.splits[dim]
+        ranks = self.axes.ranks_sharing(self.P_x, self.machine.rank, channels)
         return list(ranks) if len(ranks) > 1 else []
 
     def get_sizeof_norm(self) -> int:
@@ -211,9 +195,8 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             return 0
         if self._last is not None and self._last.statistics is not None:
             return self._last.statistics.groups.nbytes
-        if self.announced is None:
-            return 0
-        return StatisticGroups(self.axes, self.announced.inputs[0], self.machine.rank).nbytes
+        known = self.announced
+        return 0 if known is None else StatisticGroups(self.axes, known.inputs[0], self.machine.rank).nbytes
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""

@@ -19,23 +19,15 @@ from distdl_rma.ops.norm.statistic_groups import NormAxes
 class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     """Batch normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Mean and variance of a channel are those of the whole batch and all of space, on however many ranks.
-    Local input and output: the shard of this rank. A call involves all ranks of P_x, and with running
-    statistics those outside that keep them.
+    Mean and variance of a channel are those of the whole batch and all of space, on however many ranks: more
+    than one value per channel is needed in training. Local output: of the shape of the local input.
 
     Parameters
     ----------
     P_x
         Partition of input and output, as many dimensions as the tensor.
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
-        As in torch. ``momentum=None`` for the average over all batches.
-
-    Raises
-    ------
-    ArgumentError
-        If ``eps`` is not positive.
-    ShapeError
-        In a call, on all its ranks, if it has only one value per channel in training.
+        As in torch. ``eps`` must be positive.
 
     Notes
     -----
@@ -43,7 +35,7 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     """
 
     _dims: tuple[int, ...] = ()
-    several = "value per channel"
+    several = "value per channel is needed in training"
 
     def __init__(
         self,
@@ -117,9 +109,8 @@ class DistributedBatchNorm3d(DistributedBatchNorm, nn.BatchNorm3d):
 class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm):
     """Instance normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Mean and variance of a channel of an instance are those of the whole image. Local input and output: the
-    shard of this rank. A call involves the ranks of P_x, and with running statistics those outside that keep
-    them.
+    Mean and variance of a channel of an instance are those of the whole image, of more than one element.
+    Local output: of the shape of the local input.
 
     Parameters
     ----------
@@ -128,13 +119,7 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
         As in torch.
     placement, weights
-        Where P_x cuts channels: ``"cut"`` with them, or ``"replicated"``, whole on all ranks of the machine;
-        running statistics too. Both mean the same.
-
-    Raises
-    ------
-    ShapeError
-        In a call, on all its ranks, if it has only one spatial element.
+        Where P_x cuts channels: ``"cut"`` with them, or ``"replicated"``; running statistics too.
 
     Notes
     -----
@@ -142,7 +127,7 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
     """
 
     _dims: tuple[int, ...] = ()
-    several = "spatial element"
+    several = "spatial element is needed"
 
     def __init__(
         self,
@@ -203,8 +188,7 @@ class DistributedInstanceNorm3d(DistributedInstanceNorm, nn.InstanceNorm3d):
 class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     """Group normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Groups of channels may straddle ranks. Local input and output: the shard of this rank, as (batch,
-    channel, ...).
+    Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of one shape.
 
     Parameters
     ----------
@@ -213,19 +197,12 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     num_groups, num_channels, eps, affine, device, dtype, bias
         As in torch.
 
-    Raises
-    ------
-    PartitionError
-        If P_x has fewer than two dimensions.
-    ArgumentError
-        If the channels do not form groups of one size.
-
     Notes
     -----
     Requirement B11. Document: ``docs/layers/normalization.md``.
     """
 
-    several = "value per group"
+    several = "value per group is needed"
 
     def __init__(
         self,

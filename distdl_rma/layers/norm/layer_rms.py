@@ -43,7 +43,7 @@ class DistributedTrailingNorm(DistributedNorm):
 class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
     """Layer normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Local input and output: the shard of this rank. Where P_x splits normalised dimensions, so are the
+    Local output: of the shape of the local input. Where P_x splits normalised dimensions, so are the
     parameters, and the ranks that share them share the statistics of every instance.
 
     Parameters
@@ -52,13 +52,6 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
         Partition of input and output, as many dimensions as the tensor.
     normalized_shape, eps, elementwise_affine, bias, device, dtype
         As in torch; ``normalized_shape`` is global.
-
-    Raises
-    ------
-    PartitionError
-        If P_x has fewer dimensions than ``normalized_shape``.
-    ArgumentError
-        If ``normalized_shape`` is empty.
 
     Notes
     -----
@@ -83,14 +76,14 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
 
 
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
-    """Root mean square normalisation: as ``DistributedLayerNorm``, without mean and bias.
+    """Root mean square normalisation: as :class:`DistributedLayerNorm`, without mean and bias.
 
     Parameters
     ----------
     P_x
         Partition of input and output, as many dimensions as the tensor.
     normalized_shape, eps, elementwise_affine, device, dtype
-        As in torch; ``normalized_shape`` is global. ``eps=None`` for the resolution of the type.
+        As in torch; ``normalized_shape`` is global.
 
     Notes
     -----

@@ -22,12 +22,10 @@ _BY_BATCH, _TRACKS = 1, 2
 
 
 class DistributedRunningNorm(DistributedNorm):
-    """Normalisation per channel that may keep running statistics.
+    """Normalisation per channel that may keep running statistics, in torch's buffers.
 
-    The buffers are torch's. Where parameters are cut, so are they; otherwise they are whole, and the same on
-    every rank of the machine, those outside of P_x included. In training the statistics of the batch travel
-    once more where not all of these ranks have computed them together. In evaluation nothing travels but
-    shapes.
+    These are where the parameters are, or would be; whole on ranks outside of P_x too. In training they
+    travel once more where not all of their keepers have computed them together; in evaluation not at all.
     """
 
     def __init__(

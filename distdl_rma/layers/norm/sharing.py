@@ -92,9 +92,8 @@ def agreed_sharing(
     P_x, channels = source.partition, source.splits[axes.weighted[0]]
     possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
     numbers = {
-        rank: _number_of(possible[rank]) if answer.listed == _SILENT else answer.number
-        for rank, answer in answers.items()
-        if rank in P_x
+        rank: _number_of(possible[rank]) if answers[rank].listed == _SILENT else answers[rank].number
+        for rank in P_x.ranks
     }
     together: dict[int, list[int]] = {}
     for rank in P_x.ranks:
@@ -102,11 +101,14 @@ def agreed_sharing(
     sharing = {rank: tuple(together[numbers[rank]]) for rank in P_x.ranks}
     # First those who say what cannot be used, last those who say nothing: others do not fit to them then.
     for rank, answer in sorted(answers.items(), key=lambda item: _ORDER.get(item[1].listed, 1)):
-        if rank not in P_x:
-            _check_idle(rank, answer)
-            continue
-        mutual = _number_of(sharing[rank]) == numbers[rank]
-        _check_list(rank, answer, mutual, sharing[rank], possible[rank])
+        if rank in P_x:
+            mutual = _number_of(sharing[rank]) == numbers[rank]
+            _check_list(rank, answer, mutual, sharing[rank], possible[rank])
+        elif answer.listed not in (_SILENT, 0):
+            raise ConfigurationError(
+                f"{_RANKS}() gave {answer.ranks} on rank {rank}, which has no part of the tensor: it shares"
+                " its statistics with nobody, []"
+            )
     for rank, answer in answers.items():
         wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
         if answer.nbytes not in (_SILENT, wanted):
@@ -115,14 +117,6 @@ def agreed_sharing(
                 f"{_NBYTES}() gave {got} on rank {rank}, one message of its statistics has {wanted} bytes"
             )
     return sharing
-
-
-def _check_idle(rank: int, answer: StatisticsAnswer) -> None:
-    if answer.listed not in (_SILENT, 0):
-        raise ConfigurationError(
-            f"{_RANKS}() gave {answer.ranks} on rank {rank}, which has no part of the tensor: it shares its"
-            " statistics with nobody, []"
-        )
 
 
 def _check_list(

@@ -13,25 +13,10 @@ _BACK = "batch statistics"
 
 
 class KeptValues:
-    """Values that vary along some dimensions of the input, which are cut as it is, otherwise, or not at all.
+    """Values that vary along some dimensions of the input, ``dims``; kept whole on every rank, or cut.
 
     For ranks that have a part of the input; local to make. What travels has memory from its first use on.
-
-    Parameters
-    ----------
-    site
-        Where the call is.
-    source
-        Who has what of the input.
-    dims
-        Its dimensions that the values vary along, which are theirs.
-    store
-        Who keeps what of the values: whole on every rank, or cut along the grid of the input.
-
-    Attributes
-    ----------
-    as_kept
-        Whether this rank uses what it keeps.
+    ``as_kept`` says whether this rank uses what it keeps.
     """
 
     def __init__(

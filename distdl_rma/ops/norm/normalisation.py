@@ -15,7 +15,7 @@ from distdl_rma.ops.autograd import GradientNeeds, anchor
 from distdl_rma.ops.idle_ranks import idle
 from distdl_rma.ops.movement import CallSite
 from distdl_rma.ops.norm.kept_values import KeptValues
-from distdl_rma.ops.norm.normalise import Fill, NormCall, normalise
+from distdl_rma.ops.norm.normalise import Fill, Normalise, NormCall
 from distdl_rma.ops.norm.running_statistics import NAMES, RunningStatistics
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import Statistics
@@ -30,20 +30,9 @@ Sharing = Mapping[int, tuple[int, ...]]
 class NormOptions:
     """A kind of normalisation, and the mode of a call.
 
-    Parameters
-    ----------
-    axes
-        What the statistics reduce over, and where the parameters vary.
-    eps
-        Added to the variance; None for the resolution of the type.
-    centred
-        Whether the mean is taken off.
-    by_batch
-        Whether a call normalises by the statistics of its input; otherwise by the running ones.
-    tracks
-        Whether it changes the running ones.
-    several
-        Of what its own statistics need more than one per group, in words; empty if one will do.
+    ``eps`` is added to the variance, None for the resolution of the type. If not ``centred`` the mean stays.
+    A call normalises ``by_batch``, by the statistics of its input, or else by running ones, and ``tracks``
+    if it changes these. ``several`` says what its own statistics need more than one of; one will do if empty.
     """
 
     axes: NormAxes
@@ -70,24 +59,10 @@ class Normalisation(Operation):
 
     Called with ``weight`` and ``bias``, where there are any, and with ``running_mean`` and ``running_var``
     where a call is not by the batch, or changes them in place; then with ``momentum`` too. Tensors are as
-    this rank keeps them.
+    this rank keeps them: what of them says ``store``, all of them on every rank or cut along the grid.
 
-    Parameters
-    ----------
-    site
-        Where the call is.
-    source, dtype
-        Who has what of the input, and its type.
-    options
-        What is computed.
-    store
-        Who keeps what of parameters and running statistics: whole on every rank, or cut along the grid.
-    parameters
-        Name and type of those that there are.
-    sharing
-        Narrower sets of ranks than all with elements of the same groups; None for those.
-    fill
-        Puts the gradient of a parameter that is used as it is kept where it is wanted.
+    ``parameters`` are name and type of those that there are. ``sharing`` narrows the ranks that share
+    statistics. ``fill`` puts the gradient of a parameter that is used as it is kept where it is wanted.
     """
 
     def __init__(
@@ -106,7 +81,7 @@ class Normalisation(Operation):
         axes, rank = options.axes, site.machine.rank
         fewest, share = self._narrowed(sharing)
         if fewest == 1 and options.by_batch and options.several:
-            raise ShapeError(f"more than 1 {options.several} is needed, the global input is {source.shape}")
+            raise ShapeError(f"more than 1 {options.several}, the global input is {source.shape}")
         self.eps = torch.finfo(sum_dtype(dtype)).eps if options.eps is None else options.eps
         self._parameters = parameters
         # For values per channel that come from running statistics.
@@ -159,7 +134,7 @@ class Normalisation(Operation):
             if statistics is None:
                 if self.running is not None:
                     self.running.update(weights, weights["momentum"])
-                return idle(x, (weights.get(key) for key in self._parameters))
+                return idle(x, (weights.get("weight"), weights.get("bias")))
             kept, shifted, by_batch = self.kept, None, self.options.by_batch
             weight, bias = weights.get("weight"), weights.get("bias")
             if not kept.as_kept:
@@ -175,4 +150,5 @@ class Normalisation(Operation):
                 )
             depends = by_batch and needs.input
             call = NormCall(statistics, mean, variance, self.eps, depends, self._fill)
-            return normalise(x, weight, bias, anchor(needs.any), call, shifted)
+            y: torch.Tensor = Normalise.apply(x, weight, bias, anchor(needs.any), call, shifted)  # type: ignore[no-untyped-call]
+            return y

@@ -32,24 +32,13 @@ class NormCall:
     fill: Fill | None
 
 
-def normalise(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    anchor: torch.Tensor | None,
-    call: NormCall,
-    shifted: Shifted | None,
-) -> torch.Tensor:
+class Normalise(torch.autograd.Function):
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
 
     The backward knows that mean and variance depend on the input: one exchange of two sums per group. Where
     the statistics have left the input shifted, that becomes the output.
     """
-    y: torch.Tensor = _Normalise.apply(x, weight, bias, anchor, call, shifted)  # type: ignore[no-untyped-call]
-    return y
 
-
-class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -60,6 +49,7 @@ class _Normalise(torch.autograd.Function):
         call: NormCall,
         shifted: Shifted | None,
     ) -> torch.Tensor:
+        """Output of the local tensor; local."""
         ctx.save_for_backward(x, weight)
         statistics = call.statistics
         with statistics.trace.span("scale", statistics.name):
@@ -79,6 +69,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients; blocking where those of the input depend on other ranks."""
         (x, weight), call, runs = ctx.saved_tensors, ctx.call, ctx.runs
         statistics, fill = call.statistics, call.fill
         phase = statistics.trace.phases(statistics.name, backward=True)

@@ -22,22 +22,10 @@ NAMES = ("running_mean", "running_var")
 
 
 class RunningStatistics:
-    """Update of the running statistics by those of a batch; on all ranks that keep any.
+    """Update of the running statistics by those of a batch; on all ranks that keep any, by ``store``.
 
     The statistics of the batch travel once more where not all of the keepers have computed them together.
-
-    Parameters
-    ----------
-    site
-        Where the call is.
-    source
-        Who has what of the input.
-    axes
-        What is reduced; the one weighted dimension is that of the channels.
-    store
-        Who keeps which channels.
-    share
-        Of the mean of all batches that normalise apart, what the groups of this rank are.
+    ``share`` is what part the groups of this rank are of all that normalise the same channels apart.
     """
 
     def __init__(

@@ -106,21 +106,10 @@ class ChannelRun:
 class StatisticGroups:
     """The groups of elements with one mean and variance that one rank has a part of.
 
-    ``ranks`` are those of the ranks with elements of the same groups that are to share them, in row-major
-    order of the grid, this member included; all of them if None.
-
-    Attributes
-    ----------
-    ranks
-        Rank ids that share them.
-    shape
-        Shape of values per group; they broadcast to the view of a run.
-    runs
-        Parts of the local tensor.
-    counts
-        Number of elements on each of the ranks in each group, as (rank, *groups); 1 where it does not vary.
-    total
-        Number of elements of each group.
+    ``ranks`` share them: all with elements of the same groups, in row-major order of the grid, unless fewer
+    are given. Values per group have the ``shape`` that broadcasts to the view of a run, and the local tensor
+    is its ``runs``. ``counts`` are the elements of each group on each of the ranks, as (rank, *groups), with
+    extent 1 where they do not vary; ``total`` is their sum.
     """
 
     def __init__(
