@@ -58,14 +58,7 @@ class Decomposition:
     ) -> Decomposition:
         """Balanced blocks; grid and tensor have the same dimensions.
 
-        Parameters
-        ----------
-        partition
-            The ranks.
-        shape
-            Global shape.
-        replicate
-            Grid dimensions that hold copies instead of cutting the tensor.
+        Dimensions of the grid in ``replicate`` hold copies instead of cutting the tensor.
         """
         if partition.dim != len(shape):
             raise PartitionError(
@@ -85,22 +78,12 @@ class Decomposition:
     def from_local_shapes(
         cls, partition: Partition, shapes: Mapping[int, Sequence[int]], replicate: Collection[int] = ()
     ) -> Decomposition:
-        """Blocks of the sizes that the ranks really have.
-
-        Parameters
-        ----------
-        partition
-            The ranks; grid and tensor have the same dimensions.
-        shapes
-            Local shape of every rank id of the partition.
-        replicate
-            Grid dimensions that hold copies.
+        """Blocks of the sizes that the ranks really have, by rank id; as :meth:`balanced`.
 
         Raises
         ------
         ShapeError
-            If two ranks that share a place in a grid dimension differ in the extent of that dimension;
-            names both.
+            If two ranks with the same index in a grid dimension differ in its extent; names both.
         """
         first_seen: dict[tuple[int, int], int] = {}
         lengths = [[0] * (1 if d in replicate else p) for d, p in enumerate(partition.shape)]
@@ -153,8 +136,9 @@ class Decomposition:
         if rank not in self.partition:
             return ()
         index = self.partition.index_of(rank)
-        fixed = {d: index[d] for d, axis in enumerate(self.axes) if axis is not None}
-        return self.partition.slab(fixed).ranks
+        return self.partition.slab(
+            {d: index[d] for d, axis in enumerate(self.axes) if axis is not None}
+        ).ranks
 
     def slices(self, rank: int | None = None) -> tuple[slice, ...]:
         """Slices that cut a rank's shard out of the global tensor; of this process if None."""

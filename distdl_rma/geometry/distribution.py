@@ -58,7 +58,8 @@ class Distribution:
     Raises
     ------
     PartitionError
-        If a count is not an integer of at least 1, or there are too few or too many of them.
+        If a count is not an integer of at least 1, or there are too few or too many of them. From what takes
+        a machine or a partition: if the distribution does not fit it.
 
     Notes
     -----
@@ -125,19 +126,8 @@ class Distribution:
     def check(self, size: int, equations: Sequence[str] = INPUT, who: str = "Distribution") -> None:
         """Check the inequalities for a machine of ``size`` ranks; local, alike on all of them.
 
-        Parameters
-        ----------
-        size
-            Number of ranks, |M|.
-        equations
-            Numbers by which the interface document has them, from that of space to that of all dimensions.
-        who
-            What the distribution is of, for the message.
-
-        Raises
-        ------
-        PartitionError
-            If one does not hold; names the first one, with its numbers.
+        The first that does not hold is a ``PartitionError``, with its numbers, and the one that it has in the
+        interface document: ``equations``, from that of space to that of all dimensions.
         """
         for count, equation in enumerate(equations, 1):
             instances, box = self.shape[LEADING + 1 - count :], self.strides[-count:]
@@ -151,13 +141,7 @@ class Distribution:
         return machine.ranks
 
     def rank_of(self, coords: Sequence[int], machine: Ranked) -> int:
-        """Rank id of the process at (n, c, *spatial).
-
-        Raises
-        ------
-        PartitionError
-            If there is no such place, or the distribution does not fit the machine.
-        """
+        """Rank id of the process at (n, c, *spatial); a ``PartitionError`` if there is no such place."""
         place = integers(coords, f"{self}: coordinates")
         inside = len(place) == self.dim and all(0 <= i < n for i, n in zip(place, self.shape, strict=True))
         if not inside:
@@ -165,48 +149,24 @@ class Distribution:
         return self._checked(machine)[self._index(place)]
 
     def coords_of(self, rank: int, machine: Ranked) -> tuple[int, ...] | None:
-        """Coordinates (n, c, *spatial) of a rank id, None if it is idle.
-
-        Raises
-        ------
-        PartitionError
-            If the rank is not in the machine, or the distribution does not fit it.
-        """
+        """Coordinates (n, c, *spatial) of a rank id of the machine, None if it is idle."""
         ranks = self._checked(machine)
         if rank not in ranks:
             raise PartitionError(f"rank {rank} is not in M = {ranks}")
         return self._coords.get(ranks.index(rank))
 
     def active_ranks(self, machine: Ranked) -> tuple[int, ...]:
-        """Rank ids that hold a shard, in row-major order of the shards.
-
-        Raises
-        ------
-        PartitionError
-            If the distribution does not fit the machine.
-        """
+        """Rank ids that hold a shard, in row-major order of the shards."""
         ranks = self._checked(machine)
         return tuple(ranks[index] for index in self._coords)
 
     def shards(self, shape: Sequence[int], machine: Ranked) -> dict[int, Box]:
-        """Box of a global tensor that each rank of the machine holds, an empty one on idle ranks.
-
-        Raises
-        ------
-        PartitionError
-            If the tensor has another number of dimensions, or the distribution does not fit the machine.
-        """
+        """Box of a global tensor that each rank of the machine holds, an empty one on idle ranks."""
         blocks = Decomposition.balanced(Partition(self.active_ranks(machine), self.shape, _NOBODY), shape)
         return {rank: blocks.box(rank) for rank in machine.ranks}
 
     def on(self, partition: Partition) -> Partition:
-        """Grid of shards on some of the ranks of a partition of M; local.
-
-        Raises
-        ------
-        PartitionError
-            If the distribution does not fit.
-        """
+        """Grid of shards on some of the ranks of a partition of M; local."""
         return Partition(self.active_ranks(partition), self.shape, partition.me, partition.home)
 
 

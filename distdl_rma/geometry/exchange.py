@@ -128,21 +128,24 @@ class Exchange:
         return peers.index(self.rank) if self.rank in peers else len(peers)
 
     @cached_property
+    def _filled(self) -> list[Box]:
+        # Boxes of y that get elements.
+        return [piece.target for piece in self.local] + [piece.box for piece in self.receives]
+
+    @cached_property
     def disjoint(self) -> bool:
         """Whether every element of this rank's ``y`` gets one element of ``x`` at most: no sums."""
-        boxes = [piece.target for piece in self.local] + [piece.box for piece in self.receives]
-        if len(boxes) > _COMPARED:
+        if len(self._filled) > _COMPARED:
             return any(
                 all(before[1] <= after[0] for before, after in pairwise(sorted(intervals)))
-                for intervals in zip(*(box.bounds for box in boxes), strict=True)
+                for intervals in zip(*(box.bounds for box in self._filled), strict=True)
             )
-        return all((a & b).empty for a, b in combinations(boxes, 2))
+        return all((a & b).empty for a, b in combinations(self._filled, 2))
 
     @cached_property
     def complete(self) -> bool:
         """Whether every element of ``y`` on this rank surely gets an element of ``x``."""
-        boxes = [piece.target for piece in self.local] + [piece.box for piece in self.receives]
-        return self.disjoint and sum(box.volume for box in boxes) == self.need.volume
+        return self.disjoint and sum(box.volume for box in self._filled) == self.need.volume
 
     @cached_property
     def idle(self) -> bool:

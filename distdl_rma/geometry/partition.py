@@ -100,13 +100,7 @@ class Partition:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
     def index_of(self, rank: int) -> tuple[int, ...]:
-        """Grid index of a rank id.
-
-        Raises
-        ------
-        PartitionError
-            If the rank is not a member.
-        """
+        """Grid index of a rank id, which must be a member."""
         if rank not in self:
             raise PartitionError(f"rank {rank} is not in the partition of ranks {self.ranks}")
         remainder = self._positions[rank]
@@ -195,13 +189,7 @@ class Partition:
 
 
 def integers(numbers: Iterable[Any], what: str) -> tuple[int, ...]:
-    """Numbers of any integral types as a tuple.
-
-    Raises
-    ------
-    PartitionError
-        If they are no integers; says ``what`` they were to be.
-    """
+    """Numbers of any integral types as a tuple; a ``PartitionError`` says ``what`` else they were to be."""
     try:
         return tuple(as_int(number) for number in numbers)
     except TypeError:

@@ -190,13 +190,7 @@ class Stencil:
         padding: tuple[tuple[int, int], ...],
         ceil: bool = False,
     ) -> Stencil:
-        """Stencil from one tuple per parameter; ``padding`` has a (left, right) pair per dimension.
-
-        Raises
-        ------
-        ShapeError
-            If a padding is negative.
-        """
+        """Stencil from one tuple per parameter; ``padding`` has a (left, right) pair per dimension."""
         if min((side for sides in padding for side in sides), default=0) < 0:
             raise ShapeError(f"padding must be at least 0, got {padding}")
         return cls(
@@ -214,13 +208,7 @@ class Stencil:
         return tuple(WindowSplit(s, w, n) for s, w, n in zip(outputs, self.windows, shape, strict=True))
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Output shape for an input shape.
-
-        Raises
-        ------
-        ShapeError
-            If a window does not fit into its padded dimension.
-        """
+        """Output shape for an input shape; a ``ShapeError`` if a window does not fit into its dimension."""
         extents = tuple(w.outputs(n) for w, n in zip(self.windows, shape, strict=True))
         if any(extent < 1 for extent in extents):
             raise ShapeError(
