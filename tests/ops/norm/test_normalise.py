@@ -1,4 +1,4 @@
-"""Normalisation: rounding, short types, messages and autograd."""
+"""Normalisation by every layer: rounding, short types, messages and autograd."""
 
 import pytest
 import torch

@@ -1,0 +1,52 @@
+"""Mean and variance over ranks are those of all elements together, whichever way the sums go."""
+
+import pytest
+import torch
+
+from distdl_rma import Machine
+from distdl_rma.geometry import Decomposition
+from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.norm import statistics
+from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
+from distdl_rma.ops.norm.statistics import Statistics
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 0])
+@pytest.mark.parametrize("centred", [True, False])
+def test_moments_are_those_of_the_whole_tensor_and_bitwise_alike(P_world, comm, monkeypatch, nbytes, centred):
+    monkeypatch.setattr(statistics, "_ROUND_NBYTES", nbytes)
+    machine, axes = Machine.of(P_world), NormAxes((0, 2), (1,))
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    source = Decomposition.balanced(P_x, (2, 3, 11))
+    groups = StatisticGroups(axes, source, machine.rank)
+    found = Statistics(CallSite(machine, "test"), axes, groups, centred)
+    found.connect()
+    for _ in range(3):
+        x = torch.randn(2, 3, 11, dtype=torch.float64) + 5
+        mean, variance, shifted = found.of(x[source.slices()])
+        expected = x.mean((0, 2), keepdim=True) if centred else torch.zeros(1, 3, 1, dtype=torch.float64)
+        torch.testing.assert_close(mean, expected)
+        torch.testing.assert_close(variance, (x - expected).square().mean((0, 2), keepdim=True))
+        assert (shifted is not None) == centred
+        assert len(set(comm.allgather(str((mean.tolist(), variance.tolist()))))) == 1
+        pair = torch.full((2, 1, 3, 1), float(comm.rank + 1), dtype=torch.float64)
+        assert set(found.sum(pair)().flatten().tolist()) == {comm.size * (comm.size + 1) / 2}
+
+
+def test_a_direction_has_memory_from_its_first_use(P_world, comm):
+    machine, axes = Machine.of(P_world), NormAxes((2,), (1,))
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    source = Decomposition.balanced(P_x, (2, 3, 11))
+    comm.Barrier()
+    before = machine.segments.stats().used
+    found = Statistics(
+        CallSite(machine, "test"), axes, StatisticGroups(axes, source, machine.rank), centred=True
+    )
+    assert machine.segments.stats().used == before
+    found.of(torch.randn(2, 3, 11)[source.slices()])
+    forward = machine.segments.stats().used
+    assert (forward > before) == (comm.size > 1)
+    found.sum(torch.zeros(2, 2, 3, 1, dtype=torch.float64))()
+    assert (machine.segments.stats().used > forward) == (comm.size > 1)
