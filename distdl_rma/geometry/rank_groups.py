@@ -76,10 +76,10 @@ def groups_onto(many: Partition, few: Partition, transpose_many: bool, transpose
 def groups_along(partition: Partition, axes: Collection[int]) -> Groups:
     """Ranks that differ in the given grid dimensions only, in the order of the partition."""
 
-    def kept(rank: int) -> tuple[int, ...]:
+    def elsewhere(rank: int) -> tuple[int, ...]:
         return tuple(i for d, i in enumerate(partition.index_of(rank)) if d not in axes)
 
-    return grouped(partition.ranks, kept)
+    return grouped(partition.ranks, elsewhere)
 
 
 def _shown(partition: Partition, flipped: bool) -> str:

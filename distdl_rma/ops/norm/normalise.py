@@ -53,14 +53,14 @@ class Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         statistics = call.statistics
         with statistics.trace.span("scale", statistics.name):
-            groups = statistics.groups.runs
+            local = statistics.groups.runs
             if shifted is None:
                 wide = x.to(sum_dtype(x.dtype))
                 y = result_like(wide)
-                runs = [_Run(call, run, y, weight, None) for run in groups]
+                runs = [_Run(call, run, y, weight, None) for run in local]
             else:
                 wide, (y, by) = None, shifted
-                runs = [_Run(call, run, y, weight, shift) for run, shift in zip(groups, by, strict=True)]
+                runs = [_Run(call, run, y, weight, shift) for run, shift in zip(local, by, strict=True)]
             for run in runs:
                 run.scale(wide, bias, y)
         ctx.call, ctx.runs, ctx.machine = call, runs, statistics.machine
