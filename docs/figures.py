@@ -266,8 +266,8 @@ def normalization() -> Canvas:
                 plane.box(slab, **FRAME | {"linewidth": thickness, "zorder": 2 + thickness / 10})
             if cell == shown:
                 canvas.line(plane.point(slabs[0], 0, 1), plane.point(slabs[-1], 0, 0), linewidth=thickness)
-        channels = source.splits[1] if layout.groups else None
-        sharing = dict.fromkeys(layout.sharing(source.partition, rank, channels) for rank, _ in owned(source))
+        P_x, channels = source.partition, source.splits[1]
+        sharing = dict.fromkeys(layout.ranks_sharing(P_x, rank, channels) for rank, _ in owned(source))
         together = " | ".join(" ".join(map(str, ranks)) for ranks in sharing)
         for down, text, weight in ((7, name, "bold"), (31, "width", "normal"), (34, together, "normal")):
             canvas.text(
