@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import layers
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry import Decomposition
 from tests.layers.random_shards import cut, random_blocks, random_partition
 from tests.layers.sequential import agree
 
-REFUSALS = (ShapeError, PartitionError, UnsupportedError)
+REFUSALS = (ArgumentError, ShapeError, PartitionError, UnsupportedError)
 TORCH_REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError)
 
 

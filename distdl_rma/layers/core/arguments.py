@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index as as_int
+from typing import Any, TypeVar
 
 from distdl_rma.errors import ArgumentError
 
+T = TypeVar("T")
 
-def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple[int, ...]:
-    """One integer per dimension from what torch accepts: an integer, or a tuple of one or ``dims``.
+
+def each_dim(
+    kind: str, what: str, value: object, dims: int, read: Callable[[Any], T], wanted: str
+) -> tuple[T, ...]:
+    """One number per dimension from what torch accepts: one for all, or a tuple of ``dims``.
 
     Raises
     ------
     ArgumentError
-        If it is something else, or smaller than ``least``; names the layer's kind and the argument.
+        If there is another number of them, or ``read`` refuses one by a TypeError or ValueError; names the
+        layer's kind, the argument, and what is ``wanted`` in its place.
     """
-    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
-        numbers = tuple(as_int(v) for v in values)
-    except TypeError:
-        numbers = ()
-    if len(numbers) == 1:
-        numbers *= dims
-    if len(numbers) != dims or min(numbers) < least:
-        raise ArgumentError(
-            f"{kind}: {what} is an integer of at least {least}, or {dims} of them; got {value!r}"
-        )
-    return numbers
+        if len(values) == dims:
+            return tuple(read(v) for v in values)
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(f"{kind}: {what} is {wanted}, or {dims} of them; got {value!r}")
+
+
+def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple[int, ...]:
+    """One integer of at least ``least`` per dimension; as in torch, a tuple of one will do as well."""
+
+    def read(number: Any) -> int:
+        found = as_int(number)
+        if found < least:
+            raise ValueError
+        return found
+
+    given = tuple(value) * dims if isinstance(value, Sequence) and len(value) == 1 else value
+    return each_dim(kind, what, given, dims, read, f"an integer of at least {least}")
 
 
 def chosen_placement(kind: str, placement: str | None, weights: str | None, allowed: Sequence[str]) -> str:

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 
-from distdl_rma.errors import PartitionError, UnsupportedError
+from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.box import LEADING
-from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.gather_compute_scatter import CallPlan, ExchangingLayer
 from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.ops.windows.max_windows import MaxWindows
+from distdl_rma.ops.windows.window_operation import WindowOperation
 
 
-class WindowLayer(ExchangingLayer):
-    """Layer on (batch, channel, *spatial) whose outputs are computed where they will be.
+class WindowLayer(OperatorLayer[WindowOperation[Any]]):
+    """Layer on (batch, channel, *spatial) that is an operation with options.
 
-    Subclasses give ``route``, which plans for one global input, and ``local``, which computes a rank's
-    outputs. A route's facts hold ``box``, the rank's outputs, and ``dtype``.
+    A class for ``dims`` spatial dimensions says so where it names its bases, the last of which is its twin in
+    torch, for ``isinstance``.
 
     Parameters
     ----------
     P_x, P_y
         Partitions of input and output, with as many dimensions as the tensors; P_y is P_x if None.
     dims
-        Number of spatial dimensions.
-    name
-        For messages.
+        Number of spatial dimensions, if the class does not say.
 
     Raises
     ------
@@ -38,8 +36,14 @@ class WindowLayer(ExchangingLayer):
         If a partition does not fit the dimensions.
     """
 
-    _dims = 0
-    _inexact = True  # whether elements must be floating point numbers
+    operation: ClassVar[type[WindowOperation[Any]]]
+    options: Any  # what the operation is built with
+    _dims: int = 0
+    _shown: ClassVar[tuple[str, ...]] = ()  # arguments to be printed
+
+    def __init_subclass__(cls, dims: int | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls._dims = cls._dims if dims is None else dims
 
     def __init__(
         self,
@@ -50,48 +54,38 @@ class WindowLayer(ExchangingLayer):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        P_y = P_x if P_y is None else P_y
-        dims = type(self)._dims if dims is None else dims
-        for label, partition in (("P_x", P_x), ("P_y", P_y)):
+        dims = self._dims if dims is None else dims
+        for label, partition in (("P_x", P_x), ("P_y", P_x if P_y is None else P_y)):
             if partition.dim != LEADING + dims:
                 raise PartitionError(
                     f"{type(self).__name__}: {label} has {partition.dim} dimensions {partition.shape}, the"
                     f" tensor has {LEADING + dims}"
                 )
-        super().__init__(P_x, P_y, self._workers(P_x, P_y), name=name, **callbacks)
+        super().__init__(P_x, P_y, name=name, **callbacks)
         self._dims = dims
 
-    def _workers(self, P_x: Partition, P_y: Partition) -> Partition:
-        return P_y
-
-    def plan(self, facts: dict[int, InputFacts]) -> CallPlan:
-        """Route for the global input that the ranks form."""
+    def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
+        """The operation, for the global input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
-        if self._inexact and not dtype.is_floating_point:
-            raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
-        return self.route(source, dtype)
-
-    def route(self, source: Decomposition, dtype: torch.dtype) -> CallPlan:
-        """Plan for an input; alike on all ranks, errors included."""
-        raise NotImplementedError
-
-    def compute(self, flow: CallPlan, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
-        """Local outputs; those without elements come from no computation."""
-        box = flow.facts["box"]
-        if not box.empty:
-            return self.local(flow, x)
-        y = x.new_zeros(box.shape, dtype=flow.facts["dtype"])
-        return y + x.sum().to(y.dtype) if x.requires_grad else y
-
-    def local(self, flow: CallPlan, x: torch.Tensor) -> torch.Tensor:
-        """Outputs of this rank from the inputs that they read."""
-        raise NotImplementedError
-
-    def balanced(self, source: Decomposition, extents: Sequence[int]) -> Decomposition:
-        """Outputs of the given spatial extents, balanced over P_y; on P_x itself the batch stays as it is."""
-        outputs = Decomposition.balanced(self.P_y, (*source.shape[:LEADING], *extents))
-        return outputs.with_splits({0: source.splits[0]}) if self.P_y == self.P_x else outputs
+        return type(self).operation(self.site, source, self.P_y, dtype, self.options)
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
-        return f"P_x={self.P_x.shape}, P_y={self.P_y.shape}"
+        return ", ".join(f"{key}={getattr(self, key)!r}" for key in self._shown) + (
+            f", P_x={self.P_x.shape}, P_y={self.P_y.shape}"
+        )
+
+
+class MaxLayer(WindowLayer):
+    """Layer that can also say where the largest elements are, in the flattened global plane."""
+
+    return_indices: bool
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
+        y = super().forward(input)
+        if not self.return_indices:
+            return y
+        operation = None if self.plans is None else self.plans.last
+        index = operation.take_indices() if isinstance(operation, MaxWindows) else None
+        return y, torch.zeros(y.shape, dtype=torch.int64) if index is None else index

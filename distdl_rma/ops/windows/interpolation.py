@@ -77,7 +77,7 @@ class Interpolation:
         return _nearest(mode, dims, resize, dtype) if make is None else make(resize, dtype)
 
     @property
-    def reach(self) -> TableWindow:
+    def window(self) -> TableWindow:
         """First and last input of each output."""
         return TableWindow(tuple(self.index[0].tolist()), tuple(self.index[-1].tolist()))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ShapeError, UnsupportedError, layers
+from distdl_rma import ArgumentError, ShapeError, UnsupportedError, layers
 from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
@@ -94,7 +94,7 @@ def test_more_than_there_is_cannot_be_cropped(P_world):
 
 def test_impossible_arguments_are_refused(P_world):
     P_x = rows(P_world)
-    with pytest.raises(ShapeError, match="DistributedZeroPad2d: padding is an integer, or 4 of them"):
+    with pytest.raises(ArgumentError, match="DistributedZeroPad2d: padding is an integer, or 4 of them"):
         layers.DistributedZeroPad2d(P_x, (1, 2))
     with pytest.raises(UnsupportedError, match="crops one end of a dimension and wraps around at the other"):
         layers.DistributedCircularPad2d(P_x, (0, 0, -1, 2))

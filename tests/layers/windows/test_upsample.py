@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import PartitionError, ShapeError, UnsupportedError, layers
+from distdl_rma import ArgumentError, PartitionError, ShapeError, UnsupportedError, layers
 from tests.fuzz.pooling import Resized
 from tests.layers.random_shards import cut_balanced
 from tests.layers.sequential import agree, shard
@@ -114,7 +114,7 @@ def test_one_wrong_input_raises_on_all_ranks_and_leaves_the_layer_usable(P_world
     ],
 )
 def test_impossible_arguments_are_refused(P_world, arguments, message):
-    with pytest.raises(ValueError, match=f"DistributedUpsample: {message}"):
+    with pytest.raises(ArgumentError, match=f"DistributedUpsample: {message}"):
         layers.DistributedUpsample(last(P_world, 1), **arguments)
 
 
