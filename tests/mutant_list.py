@@ -251,7 +251,7 @@ _ADJOINTS = [
     ),
     Mutant(
         "the gradient of a mean is not scaled",
-        "distdl_rma/layers/loss/base.py",
+        "distdl_rma/ops/loss/global_loss.py",
         "return gradient.to(ctx.dtype) * ctx.scale, None, None, None, None",
         "return gradient.to(ctx.dtype), None, None, None, None",
         _on(3, "layers/loss/test_loss.py"),

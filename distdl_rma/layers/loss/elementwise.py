@@ -1,115 +1,85 @@
-"""Losses with a global mean, element by element."""
+"""Losses with a term per element, of two tensors of one shape. To add one, see :class:`DistributedLoss`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
 
 
-class DistributedL1Loss(DistributedLoss):
+class DistributedL1Loss(DistributedLoss, nn.L1Loss):
     """Mean absolute error: ``torch.nn.L1Loss`` of the global tensors.
 
-    Input and target have the same local shape and dtype, on a partition of as many dimensions; shards may
-    have any size. Every rank of P_x gets the same value, that of the sequential loss. The backward gives
-    each rank the gradient of its own elements, so that the sum over ranks is the sequential gradient and
-    no scaling by hand is needed. Ranks outside of P_x pass tensors without elements and get 0. Collective
-    to construct over the machine; a call involves the ranks of P_x.
+    Input and target have the same local shape and dtype; their shards need not even form a grid. Every rank
+    of P_x gets the same value, that of the sequential loss. The backward gives each rank the gradient of
+    its own elements, so that the sum over ranks is the sequential gradient and no scaling by hand is
+    needed. Ranks outside of P_x pass tensors without elements and get 0.
 
     Parameters
     ----------
     P_x
-        Partition of input and target.
+        Partition of input and target, with as many dimensions as these.
     reduction
         ``"mean"`` or ``"sum"`` over all elements of all ranks, or ``"none"``: the local elements.
-    name
-        For messages.
 
     Raises
     ------
     ShapeError
-        If an argument is illegal. In a call, on every rank of P_x, if input and target differ in shape or
-        dtype on one of them, or do not have the dimensions of P_x, or two ranks differ in dtype.
+        In a call, on every rank of P_x in the same words, if input and target differ in shape or dtype on
+        one of them, or do not have the dimensions of P_x, or two ranks differ in dtype.
     UnsupportedError
-        If ``size_average`` or ``reduce`` is given.
+        If torch's old ``size_average`` or ``reduce`` is given.
 
     Notes
     -----
-    Requirement B11.
+    Requirement B11. Document: ``docs/layers/losses.md``.
     """
 
     _function = staticmethod(F.l1_loss)
 
-    def __init__(
-        self, P_x: Partition, reduction: str = "mean", *, name: str | None = None, **legacy: Any
-    ) -> None:
-        super().__init__(P_x, reduction, name, legacy)
+    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
+        super().__init__(P_x, reduction, {}, **options)
 
 
-class DistributedMSELoss(DistributedLoss):
-    """Mean squared error: ``torch.nn.MSELoss`` of the global tensors.
-
-    Shapes, arguments and errors are those of ``DistributedL1Loss``.
-    """
+class DistributedMSELoss(DistributedLoss, nn.MSELoss):
+    """Mean squared error: ``torch.nn.MSELoss``; otherwise as :class:`DistributedL1Loss`."""
 
     _function = staticmethod(F.mse_loss)
 
-    def __init__(
-        self, P_x: Partition, reduction: str = "mean", *, name: str | None = None, **legacy: Any
-    ) -> None:
-        super().__init__(P_x, reduction, name, legacy)
+    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
+        super().__init__(P_x, reduction, {}, **options)
 
 
-class DistributedSmoothL1Loss(DistributedLoss):
-    """Squared below ``beta``, absolute above: ``torch.nn.SmoothL1Loss`` of the global tensors.
-
-    Shapes, arguments and errors are those of ``DistributedL1Loss``; ``beta`` is as in torch.
-    """
+class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
+    """Squared below ``beta``, absolute above: ``torch.nn.SmoothL1Loss``; as :class:`DistributedL1Loss`."""
 
     _function = staticmethod(F.smooth_l1_loss)
-    _options = ("beta",)
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str = "mean",
-        beta: float = 1.0,
-        *,
-        name: str | None = None,
-        **legacy: Any,
+        self, P_x: Partition, reduction: str = "mean", beta: float = 1.0, **options: Unpack[LayerOptions]
     ) -> None:
-        super().__init__(P_x, reduction, name, legacy, beta=beta)
+        super().__init__(P_x, reduction, {"beta": beta}, **options)
 
 
-class DistributedHuberLoss(DistributedLoss):
-    """Squared below ``delta``, linear above: ``torch.nn.HuberLoss`` of the global tensors.
-
-    Shapes, arguments and errors are those of ``DistributedL1Loss``; ``delta`` is as in torch.
-    """
+class DistributedHuberLoss(DistributedLoss, nn.HuberLoss):
+    """Squared below ``delta``, linear above: ``torch.nn.HuberLoss``; as :class:`DistributedL1Loss`."""
 
     _function = staticmethod(F.huber_loss)
-    _options = ("delta",)
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str = "mean",
-        delta: float = 1.0,
-        *,
-        name: str | None = None,
-        **legacy: Any,
+        self, P_x: Partition, reduction: str = "mean", delta: float = 1.0, **options: Unpack[LayerOptions]
     ) -> None:
-        super().__init__(P_x, reduction, name, legacy, delta=delta)
+        super().__init__(P_x, reduction, {"delta": delta}, **options)
 
 
-class DistributedBCELoss(DistributedLoss):
-    """Binary cross entropy of probabilities: ``torch.nn.BCELoss`` of the global tensors.
-
-    Shapes, arguments and errors are those of ``DistributedL1Loss``, and:
+class DistributedBCELoss(DistributedLoss, nn.BCELoss):
+    """Binary cross entropy of probabilities: ``torch.nn.BCELoss``; otherwise as :class:`DistributedL1Loss`.
 
     Parameters
     ----------
@@ -128,17 +98,15 @@ class DistributedBCELoss(DistributedLoss):
         weight: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
-        name: str | None = None,
-        **legacy: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, reduction, name, legacy, weight=weight)
+        super().__init__(P_x, reduction, {"weight": weight}, **options)
 
 
-class DistributedBCEWithLogitsLoss(DistributedLoss):
-    """Binary cross entropy of logits: ``torch.nn.BCEWithLogitsLoss`` of the global tensors.
+class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
+    """Binary cross entropy of logits: ``torch.nn.BCEWithLogitsLoss``; as :class:`DistributedBCELoss`.
 
-    Shapes, arguments and errors are those of ``DistributedBCELoss``; ``pos_weight``, the weight of
-    positive targets, is given and cut like ``weight``.
+    ``pos_weight``, the weight of positive targets, is given and cut like ``weight``.
     """
 
     _function = staticmethod(F.binary_cross_entropy_with_logits)
@@ -151,16 +119,13 @@ class DistributedBCEWithLogitsLoss(DistributedLoss):
         *,
         reduction: str = "mean",
         pos_weight: torch.Tensor | None = None,
-        name: str | None = None,
-        **legacy: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, reduction, name, legacy, weight=weight, pos_weight=pos_weight)
+        super().__init__(P_x, reduction, {"weight": weight, "pos_weight": pos_weight}, **options)
 
 
-class DistributedKLDivLoss(DistributedLoss):
-    """Kullback-Leibler divergence: ``torch.nn.KLDivLoss`` of the global tensors.
-
-    Shapes, arguments and errors are those of ``DistributedL1Loss``, and:
+class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
+    """Kullback-Leibler divergence: ``torch.nn.KLDivLoss``; otherwise as :class:`DistributedL1Loss`.
 
     Parameters
     ----------
@@ -168,12 +133,9 @@ class DistributedKLDivLoss(DistributedLoss):
         ``"batchmean"`` too: the sum over everything, divided by the global extent of dimension 0. The
         ranks that share a batch block must then have the same batch size, or a call raises ``ShapeError``
         on every rank of P_x.
-    log_target
-        As in torch.
     """
 
     _function = staticmethod(F.kl_div)
-    _options = ("log_target",)
     _reductions = ("mean", "sum", "none", "batchmean")
 
     def __init__(
@@ -181,22 +143,15 @@ class DistributedKLDivLoss(DistributedLoss):
         P_x: Partition,
         reduction: str = "mean",
         log_target: bool = False,
-        *,
-        name: str | None = None,
-        **legacy: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, reduction, name, legacy, log_target=log_target)
+        super().__init__(P_x, reduction, {"log_target": log_target}, **options)
 
 
-class DistributedPoissonNLLLoss(DistributedLoss):
-    """Negative log likelihood of Poisson counts: ``torch.nn.PoissonNLLLoss`` of the global tensors.
-
-    Shapes, arguments and errors are those of ``DistributedL1Loss``; ``log_input``, ``full`` and ``eps``
-    are as in torch. Targets have the dtype of the input.
-    """
+class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
+    """Negative log likelihood of counts: ``torch.nn.PoissonNLLLoss``; as :class:`DistributedL1Loss`."""
 
     _function = staticmethod(F.poisson_nll_loss)
-    _options = ("log_input", "full", "eps")
 
     def __init__(
         self,
@@ -206,10 +161,9 @@ class DistributedPoissonNLLLoss(DistributedLoss):
         *,
         eps: float = 1e-8,
         reduction: str = "mean",
-        name: str | None = None,
-        **legacy: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, reduction, name, legacy, log_input=log_input, full=full, eps=eps)
+        super().__init__(P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, **options)
 
     def forward(self, log_input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Global loss of the local shards, by torch's name of the first one."""

@@ -1,0 +1,91 @@
+"""Losses over classes: which may be split over ranks, and are gathered then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, Refuse, wide
+from distdl_rma.ops.loss.loss_sums import LossSums
+
+# Takes a local shard and what is wrong with it to the first of the ranks that share the rest.
+Gather = Callable[[torch.Tensor, str], torch.Tensor]
+
+
+def class_dim(P_x: Partition) -> int:
+    """Dimension of the classes: 1, or 0 if it is the only one."""
+    return min(1, P_x.dim - 1)
+
+
+class ClassLoss(GlobalLoss):
+    """A loss whose input has a dimension of classes, and whose target has it, or indices of classes.
+
+    Parameters
+    ----------
+    gathers
+        Where classes are split: movements of input and target to the ranks that come first in that dimension.
+        These take the loss, the others send and wait.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        function: Callable[..., torch.Tensor],
+        sums: LossSums,
+        refuse: Refuse,
+        gathers: tuple[Gather, Gather] | None = None,
+    ) -> None:
+        super().__init__(P_x, function, sums, refuse)
+        self.dim, self.gathers = class_dim(P_x), gathers
+        self._takes_loss = P_x.active and P_x.slab({self.dim: 0}).active
+
+    def local_sum(
+        self, input: torch.Tensor, target: torch.Tensor, given: LossArguments, problem: str
+    ) -> tuple[torch.Tensor, float, str]:
+        """As of every loss, on the ranks that have whole classes."""
+        if self.gathers is None:
+            return super().local_sum(input, target, given, problem)
+        # The others are on their way to gather: what is wrong is told there.
+        gather_input, gather_target = self.gathers
+        scores = gather_input(input if problem else wide(input), problem)
+        truth = gather_target(wide(target), "")
+        if self._takes_loss:
+            return super().local_sum(scores, truth, given, "")
+        # Nothing to add, and still part of the way back.
+        return scores.sum() + (truth.sum() if truth.is_floating_point() else 0.0), 0.0, ""
+
+    def terms(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
+        """As of every loss; the backward of torch's kernel takes scores in one order of memory only."""
+        return super().terms(input.contiguous(), target, given)
+
+    def count(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> float:
+        """Number of targets that are not ignored, or the sum of their weights."""
+        if target.is_floating_point():
+            return float(input.numel() // max(1, input.shape[self.dim]))
+        counted, weight = target[target != given.options["ignore_index"]], given.weights["weight"]
+        if weight is None:
+            return float(counted.numel())
+        return float(weight[counted.long()].sum(dtype=torch.float64))
+
+    def alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        """The number of classes as well, unless they are split."""
+        alike = super().alike(input, target)
+        return alike if self.gathers is not None else f"{alike} for {input.shape[self.dim]} classes"
+
+    def misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        """Class indices have no dimension of classes."""
+        expected = input.shape[: self.dim] + input.shape[self.dim + 1 :]
+        if target.is_floating_point():
+            return super().misfit(input, target)
+        if target.shape == expected:
+            return ""
+        return (
+            f"input has shape {tuple(input.shape)} but target {tuple(target.shape)}; class indices have shape"
+            f" {tuple(expected)}"
+        )
+
+    def part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        """Weights are those of all classes, on every rank."""
+        return weight
