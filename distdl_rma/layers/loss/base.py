@@ -25,21 +25,10 @@ _LEGACY = ("size_average", "reduce")
 class DistributedLoss(DistributedLayer):
     """Loss over all elements of tensors that are split over ranks, evenly or not; base of all losses.
 
-    A subclass is a row of a table, in ``elementwise`` or ``classification``: its bases are this class and
-    torch's loss, ``_function`` is torch's function, and its constructor hands on torch's arguments of that
-    by name. Those that are tensors are named in ``_weights``, and reductions beyond the usual ones in
-    ``_reductions``. How the ranks come to one value is in ``distdl_rma.ops.loss``.
-
-    Parameters
-    ----------
-    P_x
-        Partition of the input, with as many dimensions.
-    reduction
-        As in torch.
-    arguments
-        The other arguments of torch's function, by name.
-    name, callbacks
-        As of :class:`DistributedLayer`; torch's old ``size_average`` and ``reduce`` are refused.
+    To add a loss, add a row to ``elementwise``: a class of this one and torch's, whose ``_function`` is torch's
+    function, and whose constructor hands on torch's arguments of that, by name. ``_weights`` names those that
+    are tensors, ``_reductions`` what is allowed beyond the usual ones. Losses over classes are in
+    ``classification``; how the ranks come to one value is in ``distdl_rma.ops.loss``.
     """
 
     _function: ClassVar[Callable[..., torch.Tensor]]

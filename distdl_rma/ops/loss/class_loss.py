@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, Refuse, wide
+from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, Refuse, TorchLoss, wide
 from distdl_rma.ops.loss.loss_sums import LossSums
 
 # Takes a local shard and what is wrong with it to the first of the ranks that share the rest.
@@ -22,17 +22,14 @@ def class_dim(P_x: Partition) -> int:
 class ClassLoss(GlobalLoss):
     """A loss whose input has a dimension of classes, and whose target has it, or indices of classes.
 
-    Parameters
-    ----------
-    gathers
-        Where classes are split: movements of input and target to the ranks that come first in that dimension.
-        These take the loss, the others send and wait.
+    Where classes are split, ``gathers`` move input and target to the ranks that come first in that dimension:
+    these take the loss, the others send and wait.
     """
 
     def __init__(
         self,
         P_x: Partition,
-        function: Callable[..., torch.Tensor],
+        function: TorchLoss,
         sums: LossSums,
         refuse: Refuse,
         gathers: tuple[Gather, Gather] | None = None,

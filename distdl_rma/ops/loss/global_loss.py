@@ -19,6 +19,7 @@ from distdl_rma.ops.uncompiled import uncompiled
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
+TorchLoss = Callable[..., torch.Tensor]
 # From what is wrong on this rank, and what it passes that has to be alike, to the error that all ranks raise.
 Refuse = Callable[[str, str], Exception]
 
@@ -36,30 +37,13 @@ class GlobalLoss:
 
     Each rank has torch sum over its shard. One allreduce adds up these sums, what a mean divides by, and
     whether some rank cannot form them. The sum is linear in the ranks' sums, so nothing travels in the
-    backward.
+    backward. This one has a term per element, of two tensors of one shape; shards need not form a grid.
 
-    This one has a term per element, of two tensors of one shape. Local to make; a call is collective over
-    P_x.
-
-    Parameters
-    ----------
-    P_x
-        Partition of both tensors; their shards need not form a grid.
-    function
-        Of torch.
-    sums
-        Of the ranks of P_x.
-    refuse
-        Called on all ranks once all of them know that something does not fit.
+    Local to make; a call is collective over P_x, and blocking. Once all ranks know that something does not fit,
+    they call ``refuse``.
     """
 
-    def __init__(
-        self,
-        P_x: Partition,
-        function: Callable[..., torch.Tensor],
-        sums: LossSums,
-        refuse: Refuse,
-    ) -> None:
+    def __init__(self, P_x: Partition, function: TorchLoss, sums: LossSums, refuse: Refuse) -> None:
         self.P_x, self.function, self.sums, self.refuse = P_x, function, sums, refuse
 
     def __call__(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:

@@ -28,17 +28,11 @@ class Totals(NamedTuple):
 
 
 class LossSums:
-    """One allreduce in float64 over the ranks of a partition. Local to make; opened by the first call.
+    """One allreduce in float64 over the ranks of a partition, for a loss built with some ``arguments``.
 
     That ranks pass the same is told by a code of it: P ranks have the same one just if P times the sum of
-    their squares is the square of their sum.
-
-    Parameters
-    ----------
-    arguments
-        What the loss was built with: ranks that differ in it raise ``MismatchError`` in the first call.
-    batches
-        Whether the ranks tell each other their batch sizes as well.
+    their squares is the square of their sum. With ``batches`` they tell each other their batch sizes as well.
+    Local to make; in the first call ranks that differ in the arguments raise ``MismatchError``.
     """
 
     def __init__(self, site: CallSite, P_x: Partition, arguments: str, batches: bool) -> None:

@@ -25,22 +25,12 @@ _CUBIC = -0.75
 
 @dataclass(frozen=True)
 class Resize:
-    """From how many elements to how many one dimension is resized.
-
-    Parameters
-    ----------
-    extent, outputs
-        Elements before and after.
-    scale
-        Factor given by the user, which then decides where outputs lie; None: the two extents decide.
-    align_corners
-        Whether the outermost elements keep their places.
-    """
+    """From how many elements to how many one dimension is resized."""
 
     extent: int
     outputs: int
-    scale: float | None = None
-    align_corners: bool = False
+    scale: float | None = None  # the user's factor, which then decides where outputs lie; else the extents do
+    align_corners: bool = False  # whether the outermost elements keep their places
 
     def positions(self, dtype: torch.dtype) -> torch.Tensor:
         """Where the outputs lie among the inputs, computed in the given type."""
@@ -57,18 +47,10 @@ class Resize:
 
 @dataclass(frozen=True)
 class Interpolation:
-    """Inputs that each output of one dimension reads, and their weights.
+    """Inputs that each output of one dimension reads, and their weights."""
 
-    Parameters
-    ----------
-    index
-        One row per tap, one column per output; rising along both.
-    weight
-        Likewise; None for copies.
-    """
-
-    index: torch.Tensor
-    weight: torch.Tensor | None = None
+    index: torch.Tensor  # one row per tap, one column per output; rising along both
+    weight: torch.Tensor | None = None  # likewise; None for copies
 
     @classmethod
     def of(cls, mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
