@@ -254,7 +254,7 @@ _ADJOINTS = [
         "distdl_rma/ops/loss/global_loss.py",
         "return gradient.to(ctx.dtype) * ctx.scale, None, None, None, None",
         "return gradient.to(ctx.dtype), None, None, None, None",
-        _on(3, "layers/loss/test_loss.py"),
+        _on(3, "layers/loss/test_base.py"),
     ),
 ]
 

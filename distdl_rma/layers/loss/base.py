@@ -25,10 +25,10 @@ _LEGACY = ("size_average", "reduce")
 class DistributedLoss(DistributedLayer):
     """Loss over all elements of tensors that are split over ranks, evenly or not; base of all losses.
 
-    To add a loss, add a row to ``elementwise``: a class of this one and torch's, whose ``_function`` is torch's
-    function, and whose constructor hands on torch's arguments of that, by name. ``_weights`` names those that
-    are tensors, ``_reductions`` what is allowed beyond the usual ones. Losses over classes are in
-    ``classification``; how the ranks come to one value is in ``distdl_rma.ops.loss``.
+    To add a loss, add a row to ``elementwise``: a class of this one and torch's, whose ``_function`` is
+    torch's function, and whose constructor hands on torch's arguments of that, by name. ``_weights`` names
+    those that are tensors, ``_reductions`` what is allowed beyond the usual ones. Losses over classes are
+    in ``classification``; how the ranks come to one value is in ``distdl_rma.ops.loss``.
     """
 
     _function: ClassVar[Callable[..., torch.Tensor]]

@@ -39,8 +39,8 @@ class GlobalLoss:
     whether some rank cannot form them. The sum is linear in the ranks' sums, so nothing travels in the
     backward. This one has a term per element, of two tensors of one shape; shards need not form a grid.
 
-    Local to make; a call is collective over P_x, and blocking. Once all ranks know that something does not fit,
-    they call ``refuse``.
+    Local to make; a call is collective over P_x, and blocking. Once all ranks know that something does not
+    fit, they call ``refuse``.
     """
 
     def __init__(self, P_x: Partition, function: TorchLoss, sums: LossSums, refuse: Refuse) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import (
     ArgumentError,
@@ -18,14 +19,14 @@ from distdl_rma.layers import (
     DistributedBCEWithLogitsLoss,
     DistributedCrossEntropyLoss,
     DistributedHuberLoss,
-    DistributedKLDivLoss,
-    DistributedL1Loss,
     DistributedMSELoss,
     DistributedNLLLoss,
     DistributedPoissonNLLLoss,
     DistributedSmoothL1Loss,
 )
+from distdl_rma.layers.loss.base import DistributedLoss
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
+from tests.layers.loss.same_words import refused
 from tests.layers.sequential import agree, shard
 from tests.matrix import check_each, over_seeds
 
@@ -79,46 +80,6 @@ def test_idle_rank_gets_zero_and_can_call_backward(P_world, comm):
             loss_of(torch.ones(2, 2), torch.ones(2, 2))
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("width", [2, 5])
-def test_classes_that_are_split_are_gathered_for_indices_and_probabilities(P_world, comm, width):
-    P_x = P_world.create_cartesian_topology_partition((1, comm.size, 1))
-    x = torch.randn(3, width, 4, dtype=torch.float64, requires_grad=True)
-    indices = torch.randint(0, width, (3, 4))
-    probabilities = torch.softmax(torch.randn(3, width, 4, dtype=torch.float64), 1).requires_grad_()
-    weight = torch.rand(width, dtype=torch.float64)
-    loss = DistributedCrossEntropyLoss(P_x, weight, label_smoothing=0.1)
-    for target in (indices, probabilities):
-        expected = nn.CrossEntropyLoss(weight, label_smoothing=0.1)(x, target)
-        local = shard(P_x, x).requires_grad_()
-        floating = target.is_floating_point()
-        local_target = shard(P_x, target).requires_grad_() if floating else target
-        value = loss(local, local_target)
-        value.backward()
-        agree(value, expected, "value, on every rank")
-        leaves = (x, target) if floating else (x,)
-        for mine, gradient in zip(
-            (local, local_target), torch.autograd.grad(expected, leaves), strict=floating
-        ):
-            agree(mine.grad, shard(P_x, gradient), "gradient")
-    with pytest.raises(UnsupportedError, match="no second derivatives"):
-        torch.autograd.grad(loss(local, indices), local, create_graph=True)
-
-
-@pytest.mark.parametrize("grid", ["batch", "classes"])
-def test_mean_over_nothing_is_not_a_number_and_has_no_gradient(P_world, comm, grid):
-    shape = (comm.size, 1, 1) if grid == "batch" else (1, comm.size, 1)
-    P_x = P_world.create_cartesian_topology_partition(shape)
-    x = shard(P_x, torch.randn(2, 5, 3)).requires_grad_()
-    target = torch.full((x.shape[0], x.shape[2]), 255)
-    loss = DistributedCrossEntropyLoss(P_x, ignore_index=255)(x, target)
-    loss.backward()
-    assert loss.isnan()
-    assert torch.equal(x.grad, torch.zeros_like(x))
-    assert DistributedMSELoss(P_x)(x[:0], x[:0]).isnan()
-    assert DistributedMSELoss(P_x, "sum")(x[:0], x[:0]) == 0
-
-
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -156,33 +117,6 @@ def test_dtypes_and_autocast_are_torchs_and_sums_are_as_good_as_in_float32(
     torch.testing.assert_close(local.grad.double(), wide.grad[rows], rtol=tolerance, atol=tolerance / 100)
 
 
-def test_sum_of_many_is_not_rounded_to_sixteen_bits_on_the_way(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((comm.size,))
-    x = torch.ones(70_001, dtype=torch.float16)
-    assert DistributedL1Loss(P_x)(x, torch.zeros_like(x)) == 1.0
-    with torch.autocast("cpu"):
-        loss = DistributedL1Loss(P_x, "sum")(x, torch.zeros(70_001))
-    assert loss.item() == 70_001 * comm.size
-
-
-def test_kl_divergence_counts_each_sample_of_a_batch_block_once(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
-    loss = DistributedKLDivLoss(P_x, "batchmean", name="prior")
-    x = torch.randn(3, 5, dtype=torch.float64)
-    agree(loss(shard(P_x, x), shard(P_x, x.exp())), nn.KLDivLoss(reduction="batchmean")(x, x.exp()))
-    if comm.size > 1:
-        x = torch.zeros(3 + (comm.rank == 1), 5)
-        refused(comm, loss, x, x, r"'prior': ranks 0 and 1 share a batch block of P_x .* sizes 3 and 4")
-
-
-def refused(comm, loss, x, target, words):
-    """A call raises the same ShapeError on all ranks, again and again."""
-    for _ in range(2):
-        with pytest.raises(ShapeError, match=words) as caught:
-            loss(x, target)
-        assert len(set(comm.allgather(str(caught.value)))) == 1
-
-
 def wrong(kind, x, target):
     """What one rank may do wrong, and the words for it."""
     yield x, target[:-1], r"input has shape \(3, 4\).* but target \(2,"
@@ -211,46 +145,6 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_in_the_same_words(P_world, 
         refused(comm, loss, other, target.to(other.dtype) if kind in ELEMENTWISE else target, words)
     values = comm.allgather(loss(x, target).item())
     assert len(set(values)) == 1
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_disagree_on_the_classes_are_refused(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
-    loss = DistributedCrossEntropyLoss(P_x)
-    target = torch.zeros(2, dtype=torch.int64)
-    refused(comm, loss, torch.zeros(2, 3 + (comm.rank == 1)), target, "rank 0 .* 3 classes but rank 1 .* 4")
-    either = torch.zeros(2, 3) if comm.rank else target
-    refused(comm, loss, torch.zeros(2, 3), either, "torch.int64 .* but rank 1 torch.float32 and torch.float")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_what_does_not_fit_is_refused_with_split_classes_too(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
-    loss, odd = DistributedNLLLoss(P_x, name="label"), comm.rank == comm.size - 1
-    x, target = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    wrong = torch.zeros(2 + odd, 3)
-    refused(comm, loss, wrong, target, rf"rank {comm.size - 1}: input has shape \(3, 3\) but target \(2,\)")
-    refused(comm, loss, wrong, target.new_zeros(2 + odd), r"'label \(input\)': .* must agree in dimension 0")
-    refused(comm, loss, x, target[: 2 - odd], r"class indices have shape \(2,\)")
-    refused(comm, loss, x.double() if odd else x, target, "torch.float32 but rank . torch.float64")
-    refused(comm, loss, x, x if odd else target, r"'label \(target\)': rank 0 passes torch.int64 but rank")
-    refused(comm, loss, x, target + 99, "rank 0: Target 99 is out of bounds")
-    assert loss(x.requires_grad_(), target) == 0
-
-
-def test_weights_are_global_and_each_rank_takes_its_part(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
-    x, target, weight = torch.rand(3, 2, 7, dtype=torch.float64)
-    loss = DistributedBCEWithLogitsLoss(P_x, weight, pos_weight=weight[:1])
-    agree(
-        loss(shard(P_x, x), shard(P_x, target)),
-        nn.BCEWithLogitsLoss(weight, pos_weight=weight[:1])(x, target),
-    )
-    assert loss.state_dict().keys() == {"weight", "pos_weight"}
-    if comm.size > 1:
-        part = shard(P_x, x)[:, 1:] if comm.rank == 0 else shard(P_x, x)
-        refused(comm, loss, part, part, r"rank 0: weight has global shape \(2, 7\).*shards must be balanced")
-    refused(comm, loss.float(), x, x, "weight is torch.float32 but input torch.float64")
 
 
 def test_second_derivatives_are_those_of_the_loss_and_of_no_function_of_it(P_world, comm):
@@ -303,10 +197,19 @@ def test_ranks_that_build_a_loss_with_other_arguments_are_told(P_world, comm):
         loss(torch.ones(2), torch.ones(2))
 
 
-def test_representation_tells_the_arguments(P_world, comm):
+@pytest.mark.parametrize("kind", ELEMENTWISE + CLASSES)
+def test_a_loss_is_found_as_torchs(P_world, comm, kind):
+    loss = getattr(layers, f"Distributed{kind}")(P_world.create_cartesian_topology_partition((comm.size, 1)))
+    assert isinstance(loss, getattr(nn, kind))
+
+
+def test_a_loss_is_a_few_lines(P_world, comm):
+    class DistributedSoftMarginLoss(DistributedLoss, nn.SoftMarginLoss):
+        _function = staticmethod(F.soft_margin_loss)
+
+        def __init__(self, P_x, reduction="mean", **options):
+            super().__init__(P_x, reduction, {}, **options)
+
+    x, target = torch.randn(5, 3, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64)
     P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
-    loss = DistributedCrossEntropyLoss(P_x, torch.ones(4), ignore_index=3)
-    assert repr(loss) == (
-        "DistributedCrossEntropyLoss(reduction=mean, ignore_index=3, label_smoothing=0.0, weight=(4,),"
-        f" P_x=({comm.size}, 1))"
-    )
+    agree(DistributedSoftMarginLoss(P_x)(shard(P_x, x), shard(P_x, target)), nn.SoftMarginLoss()(x, target))
