@@ -60,16 +60,15 @@ class DistributedLoss(DistributedLayer):
             if key in self._options:
                 setattr(self, key, value)
             else:
-                self.check_weight(kind, key, value)
+                self._check_weight(kind, key, value)
                 self.register_buffer(key, value)
         # Torch knows which values are legal, and says so when it is called.
         try:
-            type(self)._function(*self.sample(), reduction="sum", **self.arguments.options)
+            type(self)._function(*self._sample(), reduction="sum", **self.arguments.options)
         except MISFITS as error:
             raise ArgumentError(f"{kind}: {error}") from None
 
-    def check_weight(self, kind: str, key: str, weight: Any) -> None:
-        """Refuse what is no weight of tensors on P_x."""
+    def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         if weight is None:
             return
         if not isinstance(weight, torch.Tensor):
@@ -81,8 +80,8 @@ class DistributedLoss(DistributedLayer):
                 f"{kind}: {key} of shape {tuple(weight.shape)} has more dimensions than P_x {self.P_x.shape}"
             )
 
-    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors that torch's function takes."""
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        # Tensors that torch's function takes.
         x = torch.full((1,), 0.5)
         return x, x
 

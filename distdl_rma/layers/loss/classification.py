@@ -44,14 +44,12 @@ class _ClassLoss(DistributedLoss):
             gathers = SplitClasses(site, P_x, dim, "input"), SplitClasses(site, P_x, dim, "target")
         return ClassLoss(P_x, type(self)._function, sums, refuse, gathers)
 
-    def check_weight(self, kind: str, key: str, weight: Any) -> None:
-        """Refuse what is no weight of classes."""
-        super().check_weight(kind, key, weight)
+    def _check_weight(self, kind: str, key: str, weight: Any) -> None:
+        super()._check_weight(kind, key, weight)
         if weight is not None and weight.dim() != 1:
             raise ShapeError(f"{kind}: {key} has one number per class, got shape {tuple(weight.shape)}")
 
-    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of two classes, and an index."""
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
 
 
@@ -60,25 +58,19 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
 
     The local input is (batch, classes, ...), or (classes,). The local target is either class indices, of
     integers, (batch, ...) without the dimension of classes; or class probabilities, of the shape and dtype
-    of the local input. Every rank of P_x gets the same value, that of the sequential loss, and in backward
-    the gradient of its own elements. Ranks outside of P_x pass tensors without elements and get 0.
+    of the local input. Values and gradients are as those of :class:`DistributedL1Loss`. A mean divides by
+    the sum of the weights of all targets on all ranks that are not ignored, and is NaN if there are none.
 
     Where P_x splits the classes, the ranks that differ in nothing else have the same class indices, which is
-    checked. The first of them gathers the input, takes the loss, and has the gradient sent back. Shards
-    must then form a grid; otherwise they may have any size.
+    checked. The first of them gathers the input, takes the loss, and has the gradient sent back. Shards must
+    then form a grid.
 
     Parameters
     ----------
-    P_x
-        Partition of the input.
     weight
-        As in torch: one number per class, of all classes, in the dtype of the input; the same on all
-        ranks.
+        As in torch: one number per class, of all classes, in the dtype of the input; the same on all ranks.
     ignore_index, label_smoothing
         As in torch.
-    reduction
-        ``"mean"`` or ``"sum"`` over all ranks, or ``"none"``: the local elements. A mean divides by the sum
-        of the weights of all targets on all ranks that are not ignored, and is NaN if there are none.
 
     Raises
     ------
@@ -88,8 +80,8 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
         in the number of classes, or in the kind of target; or ranks with parts of the same classes in their
         class indices.
     UnsupportedError
-        If torch's old ``size_average`` or ``reduce`` is given, or ``reduction="none"`` with classes that P_x
-        splits. In a backward, for second derivatives through split classes.
+        If ``reduction="none"`` is given with classes that P_x splits. In a backward, for second derivatives
+        through split classes.
 
     Notes
     -----
@@ -115,7 +107,7 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
 class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
     """Negative log likelihood of log-probabilities: ``torch.nn.NLLLoss`` of the global tensors.
 
-    Shapes, arguments and errors are those of ``DistributedCrossEntropyLoss``, with class indices only.
+    As :class:`DistributedCrossEntropyLoss`, with class indices only.
     """
 
     _function = staticmethod(F.nll_loss)

@@ -9,7 +9,7 @@ import torch
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.callbacks import Callbacks, LayerOptions
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.plan_cache import InputFacts
@@ -17,23 +17,17 @@ from distdl_rma.ops.windows.max_windows import MaxWindows
 from distdl_rma.ops.windows.window_operation import WindowOperation
 
 
+class WindowOptions(LayerOptions, total=False):
+    """What every layer of windows takes by name; the output is on P_x unless P_y says otherwise."""
+
+    P_y: Partition | None
+
+
 class WindowLayer(OperatorLayer[WindowOperation[Any]]):
-    """Layer on (batch, channel, *spatial) that is an operation with options.
+    """Layer on (batch, channel, *spatial) that is an operation with options, and has no parameters.
 
     A class for ``dims`` spatial dimensions says so where it names its bases, the last of which is its twin in
-    torch, for ``isinstance``.
-
-    Parameters
-    ----------
-    P_x, P_y
-        Partitions of input and output, with as many dimensions as the tensors; P_y is P_x if None.
-    dims
-        Number of spatial dimensions, if the class does not say.
-
-    Raises
-    ------
-    PartitionError
-        If a partition does not fit the dimensions.
+    torch; one for any number of them says it when it is built.
     """
 
     operation: ClassVar[type[WindowOperation[Any]]]
@@ -48,9 +42,9 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     def __init__(
         self,
         P_x: Partition,
-        P_y: Partition | None,
         dims: int | None = None,
         *,
+        P_y: Partition | None = None,
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
@@ -71,9 +65,8 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
 
     def extra_repr(self) -> str:
         """One line for ``print(model)``."""
-        return ", ".join(f"{key}={getattr(self, key)!r}" for key in self._shown) + (
-            f", P_x={self.P_x.shape}, P_y={self.P_y.shape}"
-        )
+        shown = [f"{key}={getattr(self, key)!r}" for key in self._shown]
+        return ", ".join([*shown, f"P_x={self.P_x.shape}", f"P_y={self.P_y.shape}"])
 
 
 class MaxLayer(WindowLayer):

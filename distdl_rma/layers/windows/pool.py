@@ -10,8 +10,7 @@ from distdl_rma.errors import ArgumentError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.core.arguments import per_dim
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.windows.base import MaxLayer, WindowLayer
+from distdl_rma.layers.windows.base import MaxLayer, WindowLayer, WindowOptions
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions
 
 Size = int | tuple[int, ...]
@@ -47,20 +46,17 @@ class _Sliding(WindowLayer):
 class DistributedAvgPool(_Sliding):
     """Average pooling of a tensor that is split over ranks, in batch, channels and space.
 
-    Local input: the shard of this rank. Local output: the balanced shard of the global output on P_y; where
-    that is P_x the batch stays cut as it is.
+    Where P_y is P_x, the batch stays cut as it is; otherwise the output is balanced over P_y.
 
     Parameters
     ----------
     P_x, P_y
-        Partitions of input and output, with as many dimensions as the tensors; P_y is P_x if None.
+        Partitions of input and output, with as many dimensions as the tensors; P_y, by name, is P_x if None.
     kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
         As in torch, which has no ``divisor_override`` in one dimension.
 
     Raises
     ------
-    ArgumentError
-        If an argument is none that torch takes.
     ShapeError
         In a call, if the windows do not fit into the global input.
     UnsupportedError
@@ -83,12 +79,9 @@ class DistributedAvgPool(_Sliding):
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, P_y, name=name, **callbacks)
+        super().__init__(P_x, **options)
         if divisor_override == 0:
             raise ArgumentError(f"{type(self).__name__}: divisor_override must not be zero")
         self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor_override
@@ -116,12 +109,9 @@ class DistributedMaxPool(_Sliding, MaxLayer):
         dilation: Size = 1,
         return_indices: bool = False,
         ceil_mode: bool = False,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, P_y, name=name, **callbacks)
+        super().__init__(P_x, **options)
         self.return_indices = bool(return_indices)
         stencil = self._windows(kernel_size, stride, padding, dilation, ceil_mode)
         self.options = MaxPoolOptions(stencil, self.return_indices)

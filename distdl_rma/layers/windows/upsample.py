@@ -11,8 +11,7 @@ from distdl_rma.errors import ArgumentError, PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import each_dim, per_dim
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.windows.base import WindowLayer
+from distdl_rma.layers.windows.base import WindowLayer, WindowOptions
 from distdl_rma.ops.windows.interpolation import MODES
 from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
 
@@ -21,13 +20,10 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
     """Resize a tensor that is split over ranks, in batch, channels and space.
 
     Every rank fetches what its outputs read, which is found by torch's rules from the *global* extents.
-    Local input: the shard of this rank. Local output: the balanced shard of the global output on P_y; where
-    that is P_x the batch stays cut as it is.
+    Partitions are those of :class:`DistributedAvgPool`, for tensors of 3, 4 or 5 dimensions.
 
     Parameters
     ----------
-    P_x, P_y
-        Partitions of input and output, with as many dimensions as the tensors, 3 to 5; P_y is P_x if None.
     size, scale_factor, align_corners, recompute_scale_factor
         As in torch, of the global tensors.
     mode
@@ -35,8 +31,6 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
 
     Raises
     ------
-    ArgumentError
-        If an argument is none that torch takes.
     ShapeError
         In a call, if input or output are empty.
     UnsupportedError
@@ -58,15 +52,12 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
         mode: str = "nearest",
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
         kind, dims = type(self).__name__, self._dims or P_x.dim - LEADING
         if dims not in (1, 2, 3):
             raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5")
-        super().__init__(P_x, P_y, dims, name=name, **callbacks)
+        super().__init__(P_x, dims, **options)
         _check_mode(kind, mode, dims, align_corners)
         if (size is None) == (scale_factor is None):
             raise ArgumentError(
@@ -110,12 +101,9 @@ class _Upsampling2d(DistributedUpsample, dims=2):
         P_x: Partition,
         size: int | Sequence[int] | None = None,
         scale_factor: float | Sequence[float] | None = None,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, size, scale_factor, *self._mode, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, size, scale_factor, *self._mode, **options)
 
 
 class DistributedUpsamplingNearest2d(_Upsampling2d, nn.UpsamplingNearest2d):

@@ -38,27 +38,25 @@ class ClassLoss(GlobalLoss):
         self.dim, self.gathers = class_dim(P_x), gathers
         self._takes_loss = P_x.active and P_x.slab({self.dim: 0}).active
 
-    def local_sum(
+    def _local_sum(
         self, input: torch.Tensor, target: torch.Tensor, given: LossArguments, problem: str
     ) -> tuple[torch.Tensor, float, str]:
-        """As of every loss, on the ranks that have whole classes."""
         if self.gathers is None:
-            return super().local_sum(input, target, given, problem)
+            return super()._local_sum(input, target, given, problem)
         # The others are on their way to gather: what is wrong is told there.
         gather_input, gather_target = self.gathers
         scores = gather_input(input if problem else wide(input), problem)
         truth = gather_target(wide(target), "")
         if self._takes_loss:
-            return super().local_sum(scores, truth, given, "")
+            return super()._local_sum(scores, truth, given, "")
         # Nothing to add, and still part of the way back.
         return scores.sum() + (truth.sum() if truth.is_floating_point() else 0.0), 0.0, ""
 
-    def terms(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
-        """As of every loss; the backward of torch's kernel takes scores in one order of memory only."""
-        return super().terms(input.contiguous(), target, given)
+    def _terms(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
+        # The backward of torch's kernel takes scores in one order of memory only.
+        return super()._terms(input.contiguous(), target, given)
 
-    def count(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> float:
-        """Number of targets that are not ignored, or the sum of their weights."""
+    def _count(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> float:
         if target.is_floating_point():
             return float(input.numel() // max(1, input.shape[self.dim]))
         counted, weight = target[target != given.options["ignore_index"]], given.weights["weight"]
@@ -66,16 +64,14 @@ class ClassLoss(GlobalLoss):
             return float(counted.numel())
         return float(weight[counted.long()].sum(dtype=torch.float64))
 
-    def alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
-        """The number of classes as well, unless they are split."""
-        alike = super().alike(input, target)
+    def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        alike = super()._alike(input, target)
         return alike if self.gathers is not None else f"{alike} for {input.shape[self.dim]} classes"
 
-    def misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
-        """Class indices have no dimension of classes."""
+    def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
         expected = input.shape[: self.dim] + input.shape[self.dim + 1 :]
         if target.is_floating_point():
-            return super().misfit(input, target)
+            return super()._misfit(input, target)
         if target.shape == expected:
             return ""
         return (
@@ -83,6 +79,5 @@ class ClassLoss(GlobalLoss):
             f" {tuple(expected)}"
         )
 
-    def part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        """Weights are those of all classes, on every rank."""
-        return weight
+    def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        return weight  # that of all classes, on every rank

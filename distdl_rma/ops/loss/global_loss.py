@@ -48,9 +48,9 @@ class GlobalLoss:
 
     def __call__(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
         """Global loss of local shards, the same on all ranks; for ``"none"`` of each local element."""
-        problem = self.trouble(input, target, given)
-        local, count, problem = self.local_sum(input, target, given, problem)
-        alike = "" if problem else self.alike(input, target)
+        problem = self._trouble(input, target, given)
+        local, count, problem = self._local_sum(input, target, given, problem)
+        alike = "" if problem else self._alike(input, target)
         value = 0.0 if problem or given.reduction == "none" else float(local.detach())
         batch = 0 if problem or not input.dim() else input.shape[0]
         totals = self.sums.of_all(value, count, batch, problem, alike)
@@ -68,7 +68,7 @@ class GlobalLoss:
         )
         return loss
 
-    def trouble(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> str:
+    def _trouble(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> str:
         """What is wrong with local tensors themselves, or with each other; empty if nothing is."""
         problem = trouble_with(input) or trouble_with(target, "target")
         if problem:
@@ -83,9 +83,9 @@ class GlobalLoss:
         for key, weight in given.weights.items():
             if weight is not None and autocast_dtype(weight) != autocast_dtype(input):
                 return f"{key} is {weight.dtype} but input {input.dtype}"
-        return self.misfit(input, target)
+        return self._misfit(input, target)
 
-    def misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
+    def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
         """What keeps local tensors from being those of one loss."""
         if input.shape == target.shape and autocast_dtype(input) == autocast_dtype(target):
             return ""
@@ -94,36 +94,36 @@ class GlobalLoss:
             f" {target.dtype}"
         )
 
-    def local_sum(
+    def _local_sum(
         self, input: torch.Tensor, target: torch.Tensor, given: LossArguments, problem: str
     ) -> tuple[torch.Tensor, float, str]:
         """Local terms, what they count in a mean, and what is wrong with the tensors, if anything is."""
         if not problem:
             try:
-                return self.terms(input, target, given), self.count(input, target, given), ""
+                return self._terms(input, target, given), self._count(input, target, given), ""
             except MISFITS as error:
                 problem = str(error) or repr(error)
         return torch.zeros(()), 0.0, problem
 
-    def terms(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
+    def _terms(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
         """Sum of the local terms by torch, or each of them for ``"none"``."""
         reduction = "none" if given.reduction == "none" else "sum"
         weights = {
-            key: None if weight is None else wide(self.part(key, weight, input))
+            key: None if weight is None else wide(self._part(key, weight, input))
             for key, weight in given.weights.items()
         }
         with no_autocast():
             return self.function(wide(input), wide(target), reduction=reduction, **given.options, **weights)
 
-    def count(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> float:
+    def _count(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> float:
         """What the local terms count in a mean."""
         return float(input.numel())
 
-    def alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
+    def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
         """What has to be alike on all ranks."""
         return f"{autocast_dtype(input)} and {autocast_dtype(target)}"
 
-    def part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         """This rank's part of a weight that is given for the global input, right-aligned."""
         shape, index = tuple(weight.shape), self.P_x.index or ()
         first = self.P_x.dim - len(shape)

@@ -36,12 +36,10 @@ def _outputs(shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
 class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
     """Averages: every rank sums what its own data contributes to each window, the owners add the sums."""
 
-    def outputs(self, shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
-        """As many as were asked for."""
+    def _outputs(self, shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
         return _outputs(shape, options)
 
-    def prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
-        """Have the sums moved, and count what is in the windows."""
+    def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows = options.windows(self.extents)
         self._result_dtype, self.dtype = self.dtype, sum_dtype(self.dtype)
         readers = (ReadersSplit(*both) for both in zip(source.splits[LEADING:], windows, strict=True))
@@ -59,8 +57,7 @@ class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
         ]
         self._divisors, self._shape = outer_product(lengths, self.dtype), outputs.shape
 
-    def local(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums of this rank's elements, one dimension after the other."""
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(self.dtype)
         for d, (inputs, outputs, count) in enumerate(self._contributions, LEADING):
             if count == 1:
@@ -92,12 +89,10 @@ def _contributions(
 class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
     """The largest elements of adaptive windows, all of whose inputs a rank fetches."""
 
-    def outputs(self, shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
-        """As many as were asked for."""
+    def _outputs(self, shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
         return _outputs(shape, options)
 
-    def prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
-        """Have the windows fetched."""
+    def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows, self.return_indices = options.windows(self.extents), options.return_indices
         reads = self.read_by_tables(windows)
         self.gather = movement_or_none(self.site, source, reads, self.dtype, "windows")
@@ -105,8 +100,7 @@ class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
         bounds = self.box.bounds[LEADING:]
         self._inputs = [_even(window, *b) for window, b in zip(windows, bounds, strict=True)]
 
-    def argmax(self, x: torch.Tensor) -> Coordinates:
-        """Where the largest elements are."""
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
         # All windows of a dimension as long as the longest, side by side: that torch can pool.
         for d, (inputs, first) in enumerate(zip(self._inputs, self.start, strict=True), LEADING):
             x = x.index_select(d, inputs.flatten() - first)

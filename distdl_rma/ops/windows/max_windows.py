@@ -27,13 +27,12 @@ class MaxWindows(WindowOperation[T]):
     return_indices: bool
     _indices: torch.Tensor | None = None
 
-    def argmax(self, x: torch.Tensor) -> Coordinates:
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
         """Global coordinates of the largest elements, one tensor per spatial dimension."""
         raise NotImplementedError
 
-    def local(self, x: torch.Tensor) -> torch.Tensor:
-        """Largest elements; remembers where they were, if that was asked for."""
-        found = self.argmax(x.detach())
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        found = self._argmax(x.detach())
         if self.return_indices:
             self._indices = flat_index(found, self.extents)
         return gather_at(x, [at - first for at, first in zip(found, self.start, strict=True)])

@@ -33,8 +33,7 @@ class Padding(WindowOperation[PadOptions]):
 
     inexact = False
 
-    def outputs(self, shape: tuple[int, ...], options: PadOptions) -> tuple[int, ...]:
-        """Extents of the padded tensor."""
+    def _outputs(self, shape: tuple[int, ...], options: PadOptions) -> tuple[int, ...]:
         extents, sides, mode = shape[LEADING:], options.sides, options.mode
         padded = tuple(n + left + right for n, (left, right) in zip(extents, sides, strict=True))
         cropped = [-min(left, 0) - min(right, 0) for left, right in sides]
@@ -45,15 +44,13 @@ class Padding(WindowOperation[PadOptions]):
             raise ShapeError(f"padding {given} leaves {padded} of the global input {extents}")
         return padded
 
-    def prepare(self, source: Decomposition, options: PadOptions) -> None:
-        """Have fetched what this rank's part shows."""
+    def _prepare(self, source: Decomposition, options: PadOptions) -> None:
         stencil = Stencil(tuple(Window(1, left=left, right=right) for left, right in options.sides))
         kind = self.dtype, options.mode, options.value
         self._read = WindowGather(self.site, stencil, source, self.output, *kind)
         self.gather = self._read.movement
 
-    def local(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the padded tensor, in memory of its own."""
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
         y = self._read.add_padding(x)
         # Where nothing had to move, the result would be the input itself.
         return y.clone() if self.gather is None else y

@@ -41,12 +41,10 @@ class MaxPoolOptions:
 class AvgPooling(WindowOperation[AvgPoolOptions]):
     """Sums of the windows by torch, divided by the number of elements that count."""
 
-    def outputs(self, shape: tuple[int, ...], options: AvgPoolOptions) -> tuple[int, ...]:
-        """As many as there are windows."""
+    def _outputs(self, shape: tuple[int, ...], options: AvgPoolOptions) -> tuple[int, ...]:
         return options.stencil.outputs(extents_to_pool(shape))
 
-    def prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
-        """Have the windows fetched, and count what is in them."""
+    def _prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
         windows = options.stencil.windows
         self._read = WindowGather(self.site, options.stencil, source, self.output, self.dtype)
         self.gather = self._read.movement
@@ -67,8 +65,7 @@ class AvgPooling(WindowOperation[AvgPoolOptions]):
         else:
             self._divisors = outer_product(counts, sum_dtype(self.dtype))
 
-    def local(self, x: torch.Tensor) -> torch.Tensor:
-        """Averages, with one rounding in short types."""
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
         padded = self._read.add_padding(x).to(sum_dtype(x.dtype))
         lifted = padded.reshape(*x.shape[:LEADING], *self._lead, *padded.shape[LEADING:])
         average = _AVERAGES[len(self._kernel)]
@@ -97,8 +94,7 @@ def outer_product(factors: Any, dtype: torch.dtype) -> torch.Tensor:
 class MaxPooling(MaxWindows[MaxPoolOptions]):
     """The largest elements of sliding windows over a padding of minus infinity."""
 
-    def outputs(self, shape: tuple[int, ...], options: MaxPoolOptions) -> tuple[int, ...]:
-        """As many as there are windows, each of which reads an element of the input."""
+    def _outputs(self, shape: tuple[int, ...], options: MaxPoolOptions) -> tuple[int, ...]:
         extents = extents_to_pool(shape)
         outputs = options.stencil.outputs(extents)
         for window, n, m in zip(options.stencil.windows, extents, outputs, strict=True):
@@ -110,15 +106,13 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
                     )
         return outputs
 
-    def prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
-        """Have the windows fetched."""
+    def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
         stencil, padding = options.stencil, float("-inf")
         self._read = WindowGather(self.site, stencil, source, self.output, self.dtype, "constant", padding)
         self.gather, self.start = self._read.movement, self._read.held.start
         self.return_indices, self._windows = options.return_indices, stencil.windows
 
-    def argmax(self, x: torch.Tensor) -> Coordinates:
-        """Where the largest elements are; never in the padding."""
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
         arguments = zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True)
         found = argmax_windows(self._read.add_padding(x), *arguments)
         found = [at + first for at, first in zip(found, self._read.region.start, strict=True)]

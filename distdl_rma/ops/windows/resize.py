@@ -43,12 +43,10 @@ class ResizeOptions:
 class Resizing(WindowOperation[ResizeOptions]):
     """Weighted sums of neighbours, by torch's rules and from the global extents."""
 
-    def outputs(self, shape: tuple[int, ...], options: ResizeOptions) -> list[int]:
-        """As many as were asked for."""
+    def _outputs(self, shape: tuple[int, ...], options: ResizeOptions) -> list[int]:
         return [resize.outputs for resize in options.resizes(shape[LEADING:])]
 
-    def prepare(self, source: Decomposition, options: ResizeOptions) -> None:
-        """Have the neighbours fetched, and weigh them."""
+    def _prepare(self, source: Decomposition, options: ResizeOptions) -> None:
         wide, dims = sum_dtype(self.dtype), len(self.extents)
         whole = [Interpolation.of(options.mode, dims, each, wide) for each in options.resizes(self.extents)]
         reads = self.read_by_tables([each.window for each in whole])
@@ -56,8 +54,7 @@ class Resizing(WindowOperation[ResizeOptions]):
         parts = zip(whole, self.box.bounds[LEADING:], reads.box(self.rank).start[LEADING:], strict=True)
         self._interpolations = [each.part(*bounds, start) for each, bounds, start in parts]
 
-    def local(self, x: torch.Tensor) -> torch.Tensor:
-        """Resize one dimension after the other."""
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(sum_dtype(x.dtype))
         for d, interpolation in enumerate(self._interpolations, LEADING):
             y = interpolation.apply(y, d)

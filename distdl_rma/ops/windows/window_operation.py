@@ -32,30 +32,30 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
     ) -> None:
         if self.inexact and not dtype.is_floating_point:
             raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
-        output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *self.outputs(source.shape, options)))
+        output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *self._outputs(source.shape, options)))
         if P_y == source.partition:
             output = output.with_splits({0: source.splits[0]})
         self.rank = rank = site.machine.rank
         super().__init__(site, rank in source.partition, rank in P_y, output)
         self.extents, self.box, self.dtype = source.shape[LEADING:], output.box(rank), dtype
-        self.prepare(source, options)
+        self._prepare(source, options)
 
-    def outputs(self, shape: tuple[int, ...], options: T) -> Sequence[int]:
+    def _outputs(self, shape: tuple[int, ...], options: T) -> Sequence[int]:
         """Spatial extents of the global output for a global input; ``ShapeError`` if there is none."""
         raise NotImplementedError
 
-    def prepare(self, source: Decomposition, options: T) -> None:
+    def _prepare(self, source: Decomposition, options: T) -> None:
         """Set what this rank gathers, and what it computes with."""
         raise NotImplementedError
 
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Local outputs; those without elements come from no computation."""
         if not self.box.empty:
-            return self.local(x)
+            return self._local(x)
         y = x.new_zeros(self.box.shape, dtype=self.dtype)
         return y + x.sum().to(y.dtype) if x.requires_grad else y
 
-    def local(self, x: torch.Tensor) -> torch.Tensor:
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs of this rank, at least one, from the inputs that they read."""
         raise NotImplementedError
 
