@@ -10,9 +10,14 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache, common_dtype
-from distdl_rma.ops.loss.gather_classes import GatherClasses, StayHere
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.loss.class_loss import gather_classes
+from distdl_rma.ops.movement import CallSite, Movement
 from distdl_rma.ops.tensors import as_words, trouble_with
+
+
+class _StayHere:
+    def void(self) -> None:
+        """Class indices do not move."""
 
 
 class SplitClasses:
@@ -25,19 +30,19 @@ class SplitClasses:
 
     def __init__(self, site: CallSite, P_x: Partition, dim: int, what: str) -> None:
         self._site, self._P_x, self._dim = CallSite(site.machine, f"{site.name} ({what})"), P_x, dim
-        self._plans: PlanCache[GatherClasses | StayHere] = PlanCache(
+        self._plans: PlanCache[Movement | _StayHere] = PlanCache(
             site.machine, P_x.ranks, self._site.name, self._plan
         )
 
     def __call__(self, x: torch.Tensor, problem: str) -> torch.Tensor:
         """Whole classes on the ranks that come first, a tensor without elements on the others."""
-        operation, needs = self._plans.agree(x, call_arguments=_digest(x), problem=problem)
-        return operation(needs, x)
+        movement, needs = self._plans.agree(x, call_arguments=_digest(x), problem=problem)
+        return movement(x, needs.input) if isinstance(movement, Movement) else x
 
-    def _plan(self, facts: dict[int, InputFacts]) -> GatherClasses | StayHere:
+    def _plan(self, facts: dict[int, InputFacts]) -> Movement | _StayHere:
         if common_dtype(facts).is_floating_point:
             source, dtype = source_of(self._P_x, facts)
-            return GatherClasses(self._site, source, self._dim, dtype)
+            return gather_classes(self._site, source, self._dim, dtype)
         for rank, fact in facts.items():
             index = self._P_x.index_of(rank)
             first = self._P_x.slab({d: i for d, i in enumerate(index) if d != self._dim}).ranks[0]
@@ -46,7 +51,7 @@ class SplitClasses:
                     f"ranks {first} and {rank} have different classes of the same elements, and must have the"
                     " same class indices, but they differ"
                 )
-        return StayHere()
+        return _StayHere()
 
 
 def _digest(x: torch.Tensor) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     """Layer on (batch, channel, *spatial) that is an operation with options, and has no parameters.
 
     A class for ``dims`` spatial dimensions says so where it names its bases, the last of which is its twin in
-    torch; one for any number of them says it when it is built.
+    torch; one that does not is for 1 to 3 of them.
     """
 
     operation: ClassVar[type[WindowOperation[Any]]]
@@ -42,18 +42,19 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     def __init__(
         self,
         P_x: Partition,
-        dims: int | None = None,
         *,
         P_y: Partition | None = None,
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        dims = self._dims if dims is None else dims
+        kind, dims = type(self).__name__, self._dims or P_x.dim - LEADING
+        if dims not in (1, 2, 3):
+            raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5")
         for label, partition in (("P_x", P_x), ("P_y", P_x if P_y is None else P_y)):
             if partition.dim != LEADING + dims:
                 raise PartitionError(
-                    f"{type(self).__name__}: {label} has {partition.dim} dimensions {partition.shape}, the"
-                    f" tensor has {LEADING + dims}"
+                    f"{kind}: {label} has {partition.dim} dimensions {partition.shape}, the tensor has"
+                    f" {LEADING + dims}"
                 )
         super().__init__(P_x, P_y, name=name, **callbacks)
         self._dims = dims

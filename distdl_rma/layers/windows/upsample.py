@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Unpack
 
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, PartitionError
-from distdl_rma.geometry.box import LEADING
+from distdl_rma.errors import ArgumentError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import each_dim, per_dim
 from distdl_rma.layers.windows.base import WindowLayer, WindowOptions
@@ -54,10 +53,8 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
         recompute_scale_factor: bool | None = None,
         **options: Unpack[WindowOptions],
     ) -> None:
-        kind, dims = type(self).__name__, self._dims or P_x.dim - LEADING
-        if dims not in (1, 2, 3):
-            raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5")
-        super().__init__(P_x, dims, **options)
+        super().__init__(P_x, **options)
+        kind, dims = type(self).__name__, self._dims
         _check_mode(kind, mode, dims, align_corners)
         if (size is None) == (scale_factor is None):
             raise ArgumentError(

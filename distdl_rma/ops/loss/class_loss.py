@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, Refuse, TorchLoss, wide
 from distdl_rma.ops.loss.loss_sums import LossSums
+from distdl_rma.ops.movement import CallSite, Movement
 
 # Takes a local shard and what is wrong with it to the first of the ranks that share the rest.
 Gather = Callable[[torch.Tensor, str], torch.Tensor]
@@ -17,6 +22,13 @@ Gather = Callable[[torch.Tensor, str], torch.Tensor]
 def class_dim(P_x: Partition) -> int:
     """Dimension of the classes: 1, or 0 if it is the only one."""
     return min(1, P_x.dim - 1)
+
+
+def gather_classes(site: CallSite, source: Decomposition, dim: int, dtype: torch.dtype) -> Movement:
+    """Movement to the ranks that come first in the dimension of classes, which get these whole."""
+    splits = [Balanced(n, 1) if d == dim else source.splits[d] for d, n in enumerate(source.shape)]
+    target = replace(source, partition=source.partition.slab({dim: 0}), splits=tuple(splits))
+    return Movement(site.machine, Exchange(site.machine.rank, source, target), dtype, site.name)
 
 
 class ClassLoss(GlobalLoss):

@@ -6,9 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Partition
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.loss.class_loss import ClassLoss, class_dim
-from distdl_rma.ops.loss.gather_classes import GatherClasses
+from distdl_rma.ops.loss.class_loss import ClassLoss, class_dim, gather_classes
 from distdl_rma.ops.loss.global_loss import LossArguments
 from distdl_rma.ops.loss.loss_sums import LossSums
 from distdl_rma.ops.movement import CallSite
@@ -46,9 +44,8 @@ def test_split_classes_need_no_message_where_the_decomposition_is_known(P_world,
     P_x = P_world.create_cartesian_topology_partition((1, comm.size))
     site = CallSite(Machine.of(P_x), "label")
     x, target = torch.randn(5, 4, dtype=torch.float64), torch.randint(0, 3, (5,))
-    gather = GatherClasses(site, Decomposition.balanced(P_x, x.shape), 1, x.dtype)
-    needs = GradientNeeds(True, False)
-    gathers = (lambda scores, _: gather(needs, scores)), (lambda indices, _: indices)
+    gather = gather_classes(site, Decomposition.balanced(P_x, x.shape), 1, x.dtype)
+    gathers = (lambda scores, _: gather(scores, needs_grad=True)), (lambda indices, _: indices)
     loss = ClassLoss(P_x, F.cross_entropy, LossSums(site, P_x, "", False), refuse, gathers)
     whole, local = x.clone().requires_grad_(), shard(P_x, x).requires_grad_()
     expected = F.cross_entropy(whole, target, ignore_index=3)
@@ -57,3 +54,16 @@ def test_split_classes_need_no_message_where_the_decomposition_is_known(P_world,
     value.backward()
     agree(value, expected, "value")
     agree(local.grad, shard(P_x, whole.grad), "gradient")
+
+
+@pytest.mark.mpi
+def test_first_ranks_get_whole_classes_and_gradients_go_back(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size, 1))
+    x = torch.randint(-9, 9, (2, 5, 3)).double()
+    source = Decomposition.balanced(P_x, x.shape)
+    gather = gather_classes(CallSite(Machine.of(P_x), "scores"), source, 1, x.dtype)
+    local = shard(P_x, x).requires_grad_()
+    y = gather(local, needs_grad=True)
+    assert torch.equal(y, x) if comm.rank == 0 else y.numel() == 0
+    y.backward(x if comm.rank == 0 else torch.zeros_like(y))
+    assert torch.equal(local.grad, shard(P_x, x))
