@@ -9,7 +9,8 @@ import torch
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import Callbacks, LayerOptions
+from distdl_rma.layers.core.arguments import LayerOptions
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.plan_cache import InputFacts
