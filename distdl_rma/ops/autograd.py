@@ -10,29 +10,17 @@ import torch
 import torch.utils.checkpoint
 
 from distdl_rma.errors import (
-    ArgumentError,
-    ClosedError,
-    ConfigurationError,
-    MismatchError,
-    PartitionError,
-    ProtocolError,
-    ShapeError,
+    DistdlError,
+    ExchangeTimeout,
+    PeerFailedError,
+    SegmentError,
     UnsupportedError,
 )
 from distdl_rma.machine import Machine
 from distdl_rma.ops.uncompiled import uncompiled
 
-# Raised on every rank of a layer alike, or before it told its peers anything.
-_REFUSALS: tuple[type[BaseException], ...] = (
-    ArgumentError,
-    ClosedError,
-    ConfigurationError,
-    MismatchError,
-    PartitionError,
-    ProtocolError,
-    ShapeError,
-    UnsupportedError,
-)
+# Unlike the other errors of the library not raised on every rank of a layer, or before peers were told anything.
+_FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
 # How torch ends a recomputation under checkpointing as soon as nothing more is needed: no failure.
 _ENOUGH: tuple[type[BaseException], ...] = tuple(
     kind for name, kind in vars(torch.utils.checkpoint).items() if name == "_StopRecomputationError"
@@ -147,7 +135,9 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
 
 def _report(machine: Machine | None, error: Exception) -> None:
     # What not all ranks refuse alike is a failure of this one, which others must not wait for.
-    if machine is not None:
-        machine.make_readable(error)
-        if not isinstance(error, _REFUSALS) and not machine.closed:
-            machine.fail(error)
+    if machine is None:
+        return
+    machine.make_readable(error)
+    refused = isinstance(error, DistdlError) and not isinstance(error, _FAILURES)
+    if not refused and not machine.closed:
+        machine.fail(error)

@@ -23,11 +23,7 @@ def each_dim(
 ) -> tuple[T, ...]:
     """One number per dimension from what torch accepts: one for all, or a tuple of ``dims``.
 
-    Raises
-    ------
-    ArgumentError
-        If there is another number of them, or ``read`` refuses one by a TypeError or ValueError; names the
-        layer's kind, the argument, and what is ``wanted`` in its place.
+    ``ArgumentError`` if there is another number of them, or ``read`` refuses one by a TypeError or ValueError.
     """
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
@@ -55,11 +51,7 @@ def chosen_placement(kind: str, placement: str | None, weights: str | None, allo
     """Where a layer keeps its parameters: one of ``allowed``, the first one unless it is told.
 
     ``weights`` is another name of the argument ``placement``; both are None where they are not given.
-
-    Raises
-    ------
-    ArgumentError
-        If it is another one, or the two differ.
+    ``ArgumentError`` if it is another one, or the two differ.
     """
     if placement is not None and weights is not None and placement != weights:
         raise ArgumentError(

@@ -90,10 +90,7 @@ class AnsweringModule(nn.Module):
     def check_answers(self, who: str, names: Sequence[str], **sizes: int) -> None:
         """Compare answers of the user with what the module itself says, or with sizes in their place; local.
 
-        Raises
-        ------
-        ConfigurationError
-            If an answer is another one, or none.
+        ``ConfigurationError`` if an answer is another one, or none.
         """
         for name in (*names, *sizes):
             if name not in vars(self):
@@ -112,12 +109,7 @@ class AnsweringModule(nn.Module):
 def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
     """Have a module answer by the given callbacks instead of its own methods; local.
 
-    Raises
-    ------
-    TypeError
-        If one of them is not known.
-    ConfigurationError
-        If one of them cannot be called.
+    ``TypeError`` if one of them is not known, ``ConfigurationError`` if one cannot be called.
     """
     for name, callback in callbacks.items():
         if name not in NAMES:

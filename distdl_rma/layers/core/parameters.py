@@ -198,10 +198,7 @@ class Parameters:
 def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:
     """Ranks that a layer says its gradients are summed over, this one included.
 
-    Raises
-    ------
-    ConfigurationError
-        If that are others than the holders of copies, or one of them twice, or this rank is left out.
+    ``ConfigurationError`` if it names others than the holders of copies, or one twice, or not this rank.
     """
     machine = site.machine
     ranks = tuple(layer.get_ranks_synch_weights()) or (machine.rank,)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ConfigurationError, ProtocolError
+from distdl_rma import ConfigurationError, Machine, ProtocolError
 from distdl_rma.layers import DistributedConv2d, DistributedLinear
 from tests.layers.every_layer import line, local, rows
 
@@ -89,7 +89,13 @@ def test_what_travels_is_used_where_it_is_needed_and_its_gradient_comes_back(P_w
     assert P.size == comm.size
 
 
-def test_ranks_without_a_copy_are_refused(P_world, comm):
-    layer = conv(P_world, placement="root", get_ranks_synch_weights=lambda: [comm.rank, comm.size])
+def test_ranks_without_a_copy_are_refused(comm):
+    # The machine fails with it, and so is the test's own.
+    machine = Machine(comm, segment_size="4MiB", timeout=15)
+    layer = conv(machine.partition(), placement="root", get_ranks_synch_weights=lambda: [comm.size])
+    # Nobody fails before all have the layer, nor closes before all have failed.
+    comm.Barrier()
     with pytest.raises(ConfigurationError, match="the copies are on"):
         layer.placed.summed_over()
+    comm.Barrier()
+    machine.close()
