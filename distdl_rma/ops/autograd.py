@@ -19,7 +19,7 @@ from distdl_rma.errors import (
 from distdl_rma.machine import Machine
 from distdl_rma.ops.uncompiled import uncompiled
 
-# Unlike the other errors of the library not raised on every rank of a layer, or before peers were told anything.
+# Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
 # How torch ends a recomputation under checkpointing as soon as nothing more is needed: no failure.
 _ENOUGH: tuple[type[BaseException], ...] = tuple(
