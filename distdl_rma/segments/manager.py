@@ -124,7 +124,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.trace = Tracer()
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self._closing = Closing(comm, segment, self.notices, self.watch, waiter)
+        self.closing = Closing(comm, segment, self.notices, self.watch, waiter)
         self._work.begin(check_progress(progress, segment.has_remote))
 
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
@@ -232,42 +232,22 @@ class SegmentManager(SegmentContext, Uncopyable):
         """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
         self._tenants.add(tenant)
 
-    def gather_to_close(self, timeout: float | None = None) -> None:
-        """Wait until all ranks are about to close; blocking, collective.
-
-        If not all ranks come, ``ExchangeTimeout`` is raised: nothing is freed, and the call can be repeated.
-        """
-        self.check_open()
-        if not self.failed:
-            self._closing.gather(timeout)
-
-    def wait_for_all_at_exit(self, say: Callable[[str], object]) -> bool:
-        """Wait until all ranks are about to close, without raising; return whether they are.
-
-        As long as the others live: the end of MPI would wait for them as well. ``say`` is called with a
-        line of text when that takes long, or will not come to an end.
-        """
-        return self._closing.gather_at_exit(say)
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank or another one has failed, so that nothing collective can work any more."""
-        return self.notices.in_vain
-
     def close(self, timeout: float | None = None) -> None:
         """Free the segment; collective, idempotent. All buffers and views of them end here.
 
+        If not all ranks come, ``ExchangeTimeout`` is raised: nothing is freed, and the call can be repeated.
         After a failure it is local, and the memory goes with the process.
         """
         if self.closed:
             return
-        self.gather_to_close(timeout)
+        if not self.notices.in_vain:
+            self.closing.gather(timeout)
         for tenant in tuple(self._tenants):
             tenant.release()
         self._reclaim()
         self._work.end()
         self.closed = True
-        if self.failed:
+        if self.notices.in_vain:
             self.keep()
             return
         self.communicators.close()
