@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
@@ -135,7 +135,7 @@ class GradientSync(Uncopyable):
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
         refusal = "register between steps, with no gradients from no_sync left" if busy else ""
-        with self._registry.adding(module, name, callbacks, refusal) as addition:
+        with self._readable_errors(), self._registry.adding(module, name, callbacks, refusal) as addition:
             moved, slots = addition.moved, addition.slots()
             leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
             made = self._maker.make(_left_of(leaving, moved), [each for each in slots if _travels(each[0])])
@@ -153,7 +153,8 @@ class GradientSync(Uncopyable):
         except BaseException:
             self.release()
             raise
-        warn_of_pitfalls(module, addition.drifted, self._machine)
+        drifted = [self._machine.readable(name) for name in addition.drifted]
+        warn_of_pitfalls(module, drifted, self._machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,7 +217,7 @@ class GradientSync(Uncopyable):
         sizes = ("nbytes", "in_place_nbytes", "copied_nbytes")
         return [
             {"name": bucket.name, **bucket.kind._asdict()}
-            | {"parameters": [slot.entry.name for slot in bucket.slots]}
+            | {"parameters": [self._label(slot) for slot in bucket.slots]}
             | {size: getattr(bucket, size) for size in sizes}
             for bucket in self._buckets
         ]
@@ -252,6 +253,18 @@ class GradientSync(Uncopyable):
     @property
     def _slots(self) -> Iterator[GradientSlot]:
         return chain(self._alone, *(bucket.slots for bucket in self._buckets))
+
+    def _label(self, slot: GradientSlot) -> str:
+        return self._machine.readable(slot.entry.name)
+
+    @contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        # Layers are called by their paths, whoever raises.
+        try:
+            yield
+        except DistdlError as error:
+            self._machine.make_readable(error)
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -311,7 +324,7 @@ class GradientSync(Uncopyable):
         gradient = slot.parameter.grad
         if slot.parameter.dtype != slot.dtype:
             raise ProtocolError(
-                f"{self._machine.readable(slot.entry.name)!r} was {slot.dtype} when its GradientSync was made"
+                f"{self._label(slot)!r} was {slot.dtype} when its GradientSync was made"
                 f" and is now {slot.parameter.dtype}; make a new one"
             )
         if gradient is None:
@@ -327,7 +340,7 @@ class GradientSync(Uncopyable):
         self._begin()
         if slot.ready:
             raise ProtocolError(
-                f"the gradient of {self._machine.readable(slot.entry.name)!r} came twice in one backward:"
+                f"the gradient of {self._label(slot)!r} came twice in one backward:"
                 " use checkpoint(use_reentrant=False)"
             )
         self._on_the_way += 1
@@ -342,7 +355,7 @@ class GradientSync(Uncopyable):
             return
         self._on_the_way -= 1
         if bucket.put(slot):
-            _profiled("start", bucket, bucket.start)
+            _profiled(f"GradientSync: start {bucket.name}", bucket.start)
         # What travels advances while backward computes the next gradients.
         self._machine.segments.progress()
 
@@ -351,15 +364,21 @@ class GradientSync(Uncopyable):
         # End of backward: what no gradient came for on this rank may have come on others.
         try:
             self._refuse()
-            for bucket in self._buckets:
-                if not bucket.allreduce.running:
-                    _profiled("start", bucket, bucket.start)
-            for bucket in self._buckets:
-                _profiled("wait", bucket, bucket.wait)
+            _profiled("GradientSync", self._sum)
+        except DistdlError as error:
+            self._machine.make_readable(error)
+            raise
         finally:
             self._in_backward, self._on_the_way = False, 0
             for bucket in self._buckets:
                 bucket.reset()
+
+    def _sum(self) -> None:
+        for bucket in self._buckets:
+            if not bucket.allreduce.running:
+                _profiled(f"GradientSync: start {bucket.name}", bucket.start)
+        for bucket in self._buckets:
+            _profiled(f"GradientSync: wait {bucket.name}", bucket.wait)
 
     def _refuse(self) -> None:
         # A gradient is never silently local.
@@ -372,10 +391,10 @@ class GradientSync(Uncopyable):
             )
 
 
-def _profiled(what: str, bucket: Bucket, act: Callable[[], None]) -> None:
+def _profiled(title: str, act: Callable[[], None]) -> None:
     # A range in torch's profiler; without one as good as free.
     if profiler._is_profiler_enabled:
-        with profiler.record_function(f"GradientSync: {what} {bucket.name}"):
+        with profiler.record_function(title):
             act()
     else:
         act()

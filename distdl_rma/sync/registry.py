@@ -145,11 +145,10 @@ class Registry:
         try:
             addition = self._agreed(module, prefix, callbacks, refusal)
             yield addition
-        except BaseException as error:
+        except BaseException:
             for key in callbacks:
                 own.pop(key, None)
             own.update(before)
-            self._machine.make_readable(error)
             raise
         self._claims = addition.kept + addition.new
         if module is not None:
