@@ -12,10 +12,9 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, Unsuppo
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import whole_placement
-from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.embedding import INDICES, Embedding, IndexFrequencies
 from distdl_rma.ops.tensors import trouble_with
 

@@ -13,7 +13,7 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, Unsuppo
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.ops.conv.worker_grid import IN, OUT
 
 F = TypeVar("F", bound=Callable[..., None])

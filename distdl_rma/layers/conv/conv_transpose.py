@@ -14,8 +14,7 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.conv.arguments import Extents, Options, check_dtypes, takes_arguments_of
 from distdl_rma.layers.conv.base import ConvolutionLayer
-from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.ops.autograd import tells_peers
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
 from distdl_rma.ops.conv.worker_grid import IN

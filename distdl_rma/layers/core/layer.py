@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any, Self, Unpack
@@ -21,7 +21,6 @@ from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.paths import path_of
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
-from distdl_rma.layers.core.plan_cache import InputFacts, common_dtype
 from distdl_rma.machine import Machine
 from distdl_rma.ops.autograd import anchored
 from distdl_rma.ops.idle_ranks import idle
@@ -346,27 +345,3 @@ def nbytes_of(tensors: Any) -> int:
     """Bytes of a tensor, or of the first of several."""
     first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
     return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
-
-
-def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
-    """Type of an input.
-
-    ``ShapeError`` if a rank outside of P_x passes elements, or two ranks of it pass different types.
-    """
-    for rank, fact in facts.items():
-        if rank not in P_x and 0 not in fact.shape:
-            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
-    return common_dtype({rank: facts[rank] for rank in P_x.ranks})
-
-
-def source_of(
-    P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
-) -> tuple[Decomposition, torch.dtype]:
-    """Who owns what of an input, by what all ranks say of it, and its type.
-
-    Along the dimensions ``replicate`` of the grid the ranks have the same part. ``ShapeError`` as of
-    ``input_dtype``, or if local shapes do not form a grid.
-    """
-    dtype = input_dtype(P_x, facts)
-    shapes = {rank: facts[rank].shape for rank in P_x.ranks}
-    return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype

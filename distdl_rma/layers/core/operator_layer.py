@@ -10,8 +10,9 @@ import torch
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
+from distdl_rma.layers.core.plan_cache import PlanCache
 from distdl_rma.ops.autograd import GradientNeeds, anchored, tells_peers
 from distdl_rma.ops.idle_ranks import deliver
 from distdl_rma.ops.operation import Agreement, Operation
@@ -65,8 +66,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None
-        outcome = None if self.placements is None else self.outcome
-        return PlanCache(self.machine, ranks, self.name, self.plan, self.built_with, outcome, len(self.P_xs))
+        return PlanCache(self, ranks, len(self.P_xs), tells=self.placements is not None)
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:

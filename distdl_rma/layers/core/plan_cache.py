@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,132 +16,12 @@ from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, Pro
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.core.call_outcome import CallOutcome
 from distdl_rma.layers.core.error_exchange import ErrorExchange, rows_of_all
-from distdl_rma.machine import Machine
+from distdl_rma.layers.core.input_facts import InputFacts, words_for
 from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.tensors import DTYPES, MAX_DIMS, trouble_with
-from distdl_rma.ops.weak_method import weakly_bound
+from distdl_rma.ops.movement import CallSite
 from distdl_rma.segments.collectives.all_push import AllPush
 
-_DTYPE_CODES = list(DTYPES)
-_NO_DTYPE = -1
-# Words of a row: type of the weights, what needs a gradient, how many inputs and numbers, the numbers; then
-# of each input its type, how many dimensions, the extents.
-_HEAD = 4 + MAX_DIMS
-_PER_INPUT = 2 + MAX_DIMS
 _KEPT_PLANS = 16
-
-# Shape and type of one input.
-_Input = tuple[tuple[int, ...], torch.dtype]
-
-
-class InputFacts(NamedTuple):
-    """What one rank says of its inputs, of its weights and of what it wants, before data moves."""
-
-    inputs: tuple[_Input, ...]
-    needs: GradientNeeds
-    weights: torch.dtype | None = None
-    call_arguments: tuple[int, ...] = ()
-    problem: str = ""
-    given: int = 1  # inputs of the call, where the layer may take another number of them
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Local shape of the first input."""
-        return self.inputs[0][0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the first input."""
-        return self.inputs[0][1]
-
-    def of(self, at: int) -> InputFacts:
-        """The same with one of the inputs alone."""
-        return self._replace(inputs=self.inputs[at : at + 1])
-
-    @classmethod
-    def about(
-        cls,
-        xs: Sequence[torch.Tensor],
-        weight: torch.Tensor | None,
-        call_arguments: tuple[int, ...],
-        idle: Sequence[bool],
-        problem: str,
-    ) -> InputFacts:
-        """Facts about local tensors, the weight that the layer will use, and numbers it was called with.
-
-        Where a rank has no part of an input, all tensors without elements are the same. What are no tensors
-        that can move, and any other ``problem`` of the caller, is told instead.
-        """
-        given = len(xs)
-        problem = problem or _trouble(xs, given, call_arguments)
-        if problem:
-            return cls((), GradientNeeds(False, False), problem=problem)
-        if given < len(idle):
-            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
-        recording = torch.is_grad_enabled()
-        inputs = tuple(
-            [
-                _NOTHING if outside and 0 in xs[at].shape else (tuple(xs[at].shape), xs[at].dtype)
-                for at, outside in enumerate(idle)
-            ]
-        )
-        others = tuple([recording and x.requires_grad for x in xs[1:]]) if given > 1 else ()
-        learns = recording and weight is not None and weight.requires_grad
-        needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
-        return cls(inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What a plan depends on."""
-        return self.inputs, self.weights, self.call_arguments, self.given
-
-    def encode(self, inputs: int) -> npt.NDArray[np.int64]:
-        """Row of numbers that travels; a problem becomes an input of no type."""
-        words = np.zeros(_HEAD + inputs * _PER_INPUT, np.int64)
-        if not self.inputs:
-            words[_HEAD] = _NO_DTYPE
-            return words
-        weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
-        needs = sum(needed << bit for bit, needed in enumerate((self.needs.weights, *self.needs.inputs)))
-        head = (weights, needs, self.given, len(self.call_arguments), *self.call_arguments)
-        words[: len(head)] = head
-        for at, (shape, dtype) in enumerate(self.inputs):
-            row = (_DTYPE_CODES.index(dtype), len(shape), *shape)
-            start = _HEAD + at * _PER_INPUT
-            words[start : start + len(row)] = row
-        return words
-
-    @classmethod
-    def decode(cls, words: Sequence[int]) -> InputFacts:
-        """Facts from the row of numbers."""
-        weights, needs, given, count, *numbers = words[:_HEAD]
-        inputs: list[_Input] = []
-        for start in range(_HEAD, len(words), _PER_INPUT):
-            code, dims, *shape = words[start : start + _PER_INPUT]
-            if code == _NO_DTYPE:
-                return cls((), GradientNeeds(False, False))
-            inputs.append((tuple(shape[:dims]), _DTYPE_CODES[code]))
-        first, *others = [bool(needs >> at & 1) for at in range(1, len(inputs) + 1)]
-        kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
-        wanted = GradientNeeds(first, bool(needs & 1), tuple(others))
-        return cls(tuple(inputs), wanted, kind, tuple(numbers[:count]), given=given)
-
-
-_NOTHING: _Input = (0,), _DTYPE_CODES[0]
-
-
-def _trouble(xs: Sequence[torch.Tensor], given: int, call_arguments: tuple[int, ...]) -> str:
-    # What is no tensor that can move, or does not fit into a row.
-    for at, x in enumerate(xs):
-        problem = trouble_with(x, f"input {at}" if given > 1 else "input")
-        if problem:
-            return problem
-    if not call_arguments:
-        return ""
-    if len(call_arguments) > MAX_DIMS:
-        return f"the call has {len(call_arguments)} numbers, {MAX_DIMS} are the most"
-    worst = max(call_arguments, key=abs, default=0)
-    return "" if abs(worst) < 1 << 63 else f"the call has the number {worst}, which is out of range"
 
 
 class Plan(Protocol):
@@ -151,6 +32,29 @@ class Plan(Protocol):
 
 
 P = TypeVar("P", bound=Plan)
+P_co = TypeVar("P_co", bound=Plan, covariant=True)
+
+
+class Planner(Protocol[P_co]):
+    """Who has plans: a layer, as the plans know it."""
+
+    @property
+    def site(self) -> CallSite:
+        """Where the calls are."""
+
+    def plan(self, facts: dict[int, InputFacts]) -> P_co:
+        """Plan for the facts of all ranks, by rank id; alike on all of them, errors included.
+
+        Made outside of inference mode: what a plan keeps is used in training too.
+        """
+
+    def built_with(self) -> str:
+        """What is to be alike on all ranks; those that differ raise ``MismatchError`` in their first call."""
+        return ""
+
+    def outcome(self) -> CallOutcome | None:
+        """How ranks outside are told what becomes of the call that begins; None where nobody waits."""
+        return None
 
 
 class PlanCache(Generic[P]):
@@ -162,45 +66,19 @@ class PlanCache(Generic[P]):
     image size) reaches all of them in the same call. What does not fit is told in words, in a second round
     that takes place only then.
 
-    Parameters
-    ----------
-    machine, ranks, name
-        The machine, the rank ids that must agree, the name of the layer.
-    build
-        Makes a plan from the facts of all ranks, by rank id; alike on all ranks, errors included. Called
-        outside of inference mode: what a plan keeps is used in training too.
-    arguments
-        Asked in the first call for what the layer was built with; ranks that differ in it raise
-        ``MismatchError`` when they meet there.
-    outcome
-        Asked in each call for how to tell ranks outside what becomes of it; None where nobody waits.
-    inputs
-        Number of tensors that a call passes.
-
-    Notes
-    -----
-    Of methods the plans hold no object, which must live as long as they are used: a layer that its own
-    plans referred to would be freed late, and its memory too.
+    ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes;
+    ``tells`` says whether there may be ranks outside that wait for an outcome. Of their owner the plans hold
+    no more than it holds of itself, and it must live as long as they are used: a layer that its own plans
+    referred to would be freed late, and its memory too.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        ranks: Sequence[int],
-        name: str,
-        build: Callable[[dict[int, InputFacts]], P],
-        arguments: Callable[[], str] = str,
-        outcome: Callable[[], CallOutcome | None] | None = None,
-        inputs: int = 1,
-    ) -> None:
-        self._machine, self._ranks, self._name, self._inputs = machine, tuple(ranks), name, inputs
-        self._build, self._arguments = weakly_bound(build), weakly_bound(arguments)
-        # Asked for when a call begins: within an operation of autograd grad mode is off.
-        self._ask_outcome = None if outcome is None else weakly_bound(outcome)
+    def __init__(self, owner: Planner[P], ranks: Sequence[int], inputs: int = 1, tells: bool = False) -> None:
+        self._owner = weakref.ref(owner)
+        (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
+        self._inputs, self._tells, self._alone = inputs, tells, len(self._ranks) == 1
         self._outcome: CallOutcome | None = None
-        self._alone = len(self._ranks) == 1
         self._rows: AllPush | None = None
-        self._errors = ErrorExchange(machine, self._ranks, name)
+        self._errors = ErrorExchange(self._machine, self._ranks, self._name)
         self._plans: OrderedDict[tuple[object, ...], P] = OrderedDict()
         # Plan of the last call, and what fitted it of this rank's facts.
         self.last: P | None = None
@@ -217,24 +95,16 @@ class PlanCache(Generic[P]):
         call_arguments: tuple[int, ...] = (),
         idle: Sequence[bool] = (False,),
         problem: str = "",
-    ) -> P | None:
-        """Tell the other ranks about ``xs``; returns the guess. Waits for them in the first call only.
+    ) -> None:
+        """Tell the other ranks about ``xs``, and find the guess. Waits for them in the first call only.
 
-        Parameters
-        ----------
-        xs
-            What the layer was called with; if they are no tensors that can move, all ranks refuse them.
-        weight
-            The weight that the layer will use.
-        call_arguments
-            Numbers that it was called with.
-        idle
-            Whether this rank has no part of each input.
-        problem
-            What else is wrong with the call on this rank, for all ranks to refuse; empty if nothing is.
+        What are no tensors that can move, and any other ``problem`` with the call on this rank, all ranks
+        refuse. ``weight`` is one that the layer will use, ``call_arguments`` are numbers that it was called
+        with, ``idle`` says of which inputs this rank has no part.
         """
         mine = InputFacts.about(xs, weight, call_arguments, idle, problem)
-        self._outcome = None if self._ask_outcome is None else self._ask_outcome()()
+        # Asked for now: within an operation of autograd grad mode is off.
+        self._outcome = self._asked().outcome() if self._tells else None
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode(self._inputs)
         if not self._alone:
@@ -243,11 +113,10 @@ class PlanCache(Generic[P]):
                     self._rows = self._meet()
             self._rows.start(self._said[1])
         self.guess = self.last if self._last_key == mine.key else None
-        return self.guess
 
     def _meet(self) -> AllPush:
-        title = f"{self._name} (shapes, {fingerprint(self._arguments()()):014x})"
-        count = _HEAD + self._inputs * _PER_INPUT
+        title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
+        count = words_for(self._inputs)
         rows = rows_of_all(self, self._machine, self._ranks, count, np.int64, title)
         rows.connect()
         return rows
@@ -310,33 +179,12 @@ class PlanCache(Generic[P]):
                 if fact.given != self._inputs:
                     raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")
             with torch.inference_mode(False):
-                return self._build()(facts)
+                return self._asked().plan(facts)
         except DistdlError as error:
             raise type(error)(f"{self._name!r}: {error}") from None
 
-    def agree(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        call_arguments: tuple[int, ...] = (),
-        idle: bool = False,
-        problem: str = "",
-    ) -> tuple[P, GradientNeeds]:
-        """Begin and settle at once, for layers that have nothing to compute in between."""
-        self.begin((x,), weight, call_arguments, (idle,), problem)
-        return self.settle()
-
-
-def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
-    """Type that all ranks pass.
-
-    Raises
-    ------
-    ShapeError
-        If two ranks differ; names both.
-    """
-    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
-    for rank, dtype in others:
-        if dtype != expected:
-            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
-    return expected
+    def _asked(self) -> Planner[P]:
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError(f"{self._name!r} is gone, and its plans are still used")
+        return owner

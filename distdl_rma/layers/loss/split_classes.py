@@ -8,8 +8,8 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache, common_dtype
+from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
+from distdl_rma.layers.core.plan_cache import PlanCache, Planner
 from distdl_rma.ops.loss.class_loss import gather_classes
 from distdl_rma.ops.movement import CallSite, Movement
 from distdl_rma.ops.tensors import as_words, trouble_with
@@ -20,7 +20,7 @@ class _StayHere:
         """Class indices do not move."""
 
 
-class SplitClasses:
+class SplitClasses(Planner[Movement | _StayHere]):
     """Gathers plain tensors whose dimension ``dim``, that of the classes, is split; class indices stay.
 
     A call is collective over the ranks of P_x, and blocking. It raises ``ShapeError`` on all of them if
@@ -30,16 +30,21 @@ class SplitClasses:
 
     def __init__(self, site: CallSite, P_x: Partition, dim: int, what: str) -> None:
         self._site, self._P_x, self._dim = CallSite(site.machine, f"{site.name} ({what})"), P_x, dim
-        self._plans: PlanCache[Movement | _StayHere] = PlanCache(
-            site.machine, P_x.ranks, self._site.name, self._plan
-        )
+        self._plans = PlanCache(self, P_x.ranks)
 
     def __call__(self, x: torch.Tensor, problem: str) -> torch.Tensor:
         """Whole classes on the ranks that come first, a tensor without elements on the others."""
-        movement, needs = self._plans.agree(x, call_arguments=_digest(x), problem=problem)
+        self._plans.begin((x,), call_arguments=_digest(x), problem=problem)
+        movement, needs = self._plans.settle()
         return movement(x, needs.input) if isinstance(movement, Movement) else x
 
-    def _plan(self, facts: dict[int, InputFacts]) -> Movement | _StayHere:
+    @property
+    def site(self) -> CallSite:
+        """Where the calls are."""
+        return self._site
+
+    def plan(self, facts: dict[int, InputFacts]) -> Movement | _StayHere:
+        """What gathers the classes, or nothing for class indices, which are compared."""
         if common_dtype(facts).is_floating_point:
             source, dtype = source_of(self._P_x, facts)
             return gather_classes(self._site, source, self._dim, dtype)

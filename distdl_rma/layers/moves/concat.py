@@ -10,8 +10,8 @@ import torch
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import nbytes_of, source_of
-from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.autograd import GradientNeeds, anchored, tells_peers
 from distdl_rma.ops.moves.concat import CHANNELS, Concat, joined

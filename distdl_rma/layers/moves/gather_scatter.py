@@ -8,8 +8,7 @@ from typing import Unpack
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import source_of
-from distdl_rma.layers.core.plan_cache import InputFacts
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.moves.along_axes import Axes, LayerAlongAxes
 from distdl_rma.ops.moves.redistribute import all_gather, reduce_scatter
 from distdl_rma.ops.moves.staged import StagedMove

@@ -18,10 +18,10 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, register
-from distdl_rma.layers.core.plan_cache import InputFacts, PlanCache
+from distdl_rma.layers.core.plan_cache import PlanCache
 from distdl_rma.layers.norm.sharing import StatisticsAnswer, agreed_sharing, answer_of_user
 from distdl_rma.ops.autograd import GradientNeeds, anchored
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions

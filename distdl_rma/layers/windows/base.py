@@ -11,9 +11,8 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.layer import source_of
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.layers.core.plan_cache import InputFacts
 from distdl_rma.ops.windows.max_windows import MaxWindows
 from distdl_rma.ops.windows.window_operation import WindowOperation
 
