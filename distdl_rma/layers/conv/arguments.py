@@ -21,10 +21,8 @@ Extents = int | Sequence[int]
 
 
 class Options(Callbacks, total=False):
-    """What a convolution takes by name, beside what torch's takes in order."""
+    """What a convolution takes by name alone, beside what torch's takes."""
 
-    device: torch.device | str | None
-    dtype: torch.dtype | None
     P_w: Partition | None
     placement: str | None
     weights: str | None
@@ -78,8 +76,7 @@ def takes_arguments_of(twin: type[nn.Module]) -> Callable[[F], F]:
     """Show a constructor's arguments: P_x, those of a torch layer, then the named ones."""
     torchs, kinds = inspect.signature(twin).parameters, inspect.Parameter
     first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
-    others = [key for key in ("P_y", "P_W", *Options.__annotations__) if key not in torchs]
-    named = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in others]
+    named = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in ("P_y", "P_W", *Options.__annotations__)]
 
     def shown(constructor: F) -> F:
         vars(constructor)["__signature__"] = inspect.Signature([*first, *torchs.values(), *named])

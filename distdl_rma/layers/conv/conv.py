@@ -65,6 +65,8 @@ class DistributedConv(ConvolutionLayer[Convolution]):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         P_y: Partition | None = None,
         P_W: Partition | None = None,
@@ -86,6 +88,8 @@ class DistributedConv(ConvolutionLayer[Convolution]):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options: Unpack[Options],
     ) -> None: ...
 

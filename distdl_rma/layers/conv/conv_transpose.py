@@ -59,6 +59,8 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         bias: bool = True,
         dilation: Extents = 1,
         padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         P_y: Partition | None = None,
         P_W: Partition | None = None,
@@ -81,6 +83,8 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         bias: bool = True,
         dilation: Extents = 1,
         padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options: Unpack[Options],
     ) -> None: ...
 
