@@ -99,8 +99,8 @@ _GEOMETRY = [
     Mutant(
         "sums count as complete",
         "distdl_rma/geometry/exchange.py",
-        "return self.disjoint and sum(box.volume for box in boxes) == self.need.volume",
-        "return sum(box.volume for box in boxes) == self.need.volume",
+        "return self.disjoint and sum(box.volume for box in self._filled) == self.need.volume",
+        "return sum(box.volume for box in self._filled) == self.need.volume",
         _EXCHANGE,
     ),
     Mutant(

@@ -64,6 +64,13 @@ class DistributedRunningNorm(DistributedNorm):
             return ranks
         return (*ranks, *(rank for rank in self.machine.ranks if rank not in self.P_x))
 
+    def reset_running_stats(self) -> None:
+        """Start the running statistics anew; local, to be called on all ranks."""
+        for key, start in (*zip(NAMES, (0, 1), strict=True), ("num_batches_tracked", 0)):
+            buffer = self._buffers[key]
+            if buffer is not None:
+                buffer.fill_(start)
+
     @property
     def by_batch(self) -> bool:
         """Whether a call normalises by the statistics of its input."""
