@@ -10,7 +10,6 @@ import ast
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from sheet import GREY, INK, Canvas, svg
@@ -103,10 +102,10 @@ def floors(graph: Graph) -> dict[str, list[list[Room]]]:
         inside = between(graph, floor)
         depth = levels({room: {o for o in inside if room in inside[o]} for room in inside})
         rooms = [_room(graph, floor, name) for name in sorted(inside)] or [Room(floor, ())]
-        rows = groupby(
-            sorted(rooms, key=lambda room: depth.get(room.name, 0)), lambda room: depth.get(room.name, 0)
-        )
-        found[floor] = [part for _, row in rows for part in _fitting([*row])]
+        rows = [
+            [room for room in rooms if depth.get(room.name, 0) == n] for n in sorted({0, *depth.values()})
+        ]
+        found[floor] = [part for row in rows for part in _fitting(row)]
     return found
 
 

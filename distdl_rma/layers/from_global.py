@@ -9,7 +9,7 @@ dimensions or the machine is a ``PartitionError``, which quotes the inequality; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index as as_int
 from typing import Any, Unpack
 

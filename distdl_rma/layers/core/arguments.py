@@ -23,7 +23,7 @@ def each_dim(
 ) -> tuple[T, ...]:
     """One number per dimension from what torch accepts: one for all, or a tuple of ``dims``.
 
-    ``ArgumentError`` if there is another number of them, or ``read`` refuses one by a TypeError or ValueError.
+    ``ArgumentError`` if there is another number of them, or ``read`` refuses one by any error of a number.
     """
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:

@@ -12,7 +12,6 @@ from distdl_rma.layers.core.placement import (
     Placement,
     as_whole,
     block_placement,
-    copies_of,
     cut,
     lasting,
     one_copy,
@@ -44,7 +43,7 @@ def test_copies_are_where_the_box_is_the_same(at):
     seen = everywhere(at)
     for rank, store in seen.items():
         same = [other for other in RANKS if store.box(other) == store.box(rank)]
-        assert list(copies_of(store)) == same
+        assert list(store.holders(store.partition.me)) == same
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -54,7 +53,7 @@ def test_one_copy_covers_the_tensor_exactly_once(at):
         single = one_copy(store)
         if single.partition.active:
             counts[single.slices()] += 1
-            assert single.partition.me == copies_of(store)[0]
+            assert single.partition.me == store.holders(store.partition.me)[0]
     assert torch.equal(counts, torch.ones(7, 5))
 
 
