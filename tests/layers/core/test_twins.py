@@ -18,7 +18,7 @@ from tests.layers.test_names import TWINS, constructor
 HARMLESS = {
     "__module__", "__doc__", "__init__", "__annotations__", "__annotate__", "__annotate_func__",
     "__constants__", "__setstate__", "_load_from_state_dict", "_version", "_conv_forward",
-    "reset_running_stats", "_check_input_dim", "_apply_instance_norm", "_get_no_batch_dim", "_handle_no_batch_input",
+    "_check_input_dim", "_apply_instance_norm", "_get_no_batch_dim", "_handle_no_batch_input",
     "_fill_padding_idx_with_zero", "from_pretrained", "_output_padding", "__abstractmethods__", "_abc_impl",
 }  # fmt: skip
 
