@@ -43,6 +43,11 @@ class GradientSlot:
         self.handles: list[Any] = []
 
     @property
+    def travels(self) -> bool:
+        """Whether other ranks sum the gradient too."""
+        return len(self.kind.ranks) > 1
+
+    @property
     def pending(self) -> bool:
         """Whether .grad holds what is yet to be summed."""
         return self.local and self.parameter.grad is not None
@@ -250,3 +255,15 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
             unfilled[kind] = list(slots)
             buckets.append(unfilled[kind])
     return buckets
+
+
+def left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlot]]:
+    """Slots to put together anew: what travelled with parameters, by ``id``, that move elsewhere."""
+    rest: list[list[GradientSlot]] = []
+    for bucket in leaving:
+        kept = [
+            GradientSlot(slot.entry, slot.kind) for slot in bucket.slots if id(slot.parameter) not in moved
+        ]
+        # The first to come in a backward is the last of the model.
+        rest = [*([kept] if kept else []), *rest]
+    return rest

@@ -19,7 +19,7 @@ from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.uncompiled import uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot
+from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot, left_of
 from distdl_rma.sync.claims import taken
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.plain_modules import warn_of_pitfalls
@@ -138,7 +138,7 @@ class GradientSync(Uncopyable):
         with self._readable_errors(), self._registry.adding(module, name, callbacks, refusal) as addition:
             moved, slots = addition.moved, addition.slots()
             leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
-            made = self._maker.make(_left_of(leaving, moved), [each for each in slots if _travels(each[0])])
+            made = self._maker.make(left_of(leaving, moved), [each for each in slots if each[0].travels])
         self._buckets += made
         try:
             addition.equalise()
@@ -148,7 +148,7 @@ class GradientSync(Uncopyable):
                 for slot in bucket.slots:
                     self._take_over(slot, bucket)
             for slot in chain.from_iterable(slots):
-                if not _travels(slot):
+                if not slot.travels:
                     self._take_over(slot, None)
         except BaseException:
             self.release()
@@ -398,19 +398,3 @@ def _profiled(title: str, act: Callable[[], None]) -> None:
             act()
     else:
         act()
-
-
-def _travels(slot: GradientSlot) -> bool:
-    return len(slot.kind.ranks) > 1
-
-
-def _left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlot]]:
-    # What travelled with parameters that move elsewhere is put together anew.
-    rest: list[list[GradientSlot]] = []
-    for bucket in leaving:
-        kept = [
-            GradientSlot(slot.entry, slot.kind) for slot in bucket.slots if id(slot.parameter) not in moved
-        ]
-        # The first to come in a backward is the last of the model.
-        rest = [*([kept] if kept else []), *rest]
-    return rest
