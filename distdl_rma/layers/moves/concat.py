@@ -65,10 +65,12 @@ class DistributedConcat(MovementLayer[Concat]):
 
     def plan(self, facts: dict[int, InputFacts]) -> Concat:
         """Each input to where its channels are in the output."""
-        inputs = [
-            source_of(P_x, {rank: fact.of(at) for rank, fact in facts.items()})
-            for at, P_x in enumerate(self.P_xs)
-        ]
+        inputs = []
+        for at, P_x in enumerate(self.P_xs):
+            try:
+                inputs.append(source_of(P_x, {rank: fact.of(at) for rank, fact in facts.items()}))
+            except ShapeError as error:
+                raise ShapeError(f"input {at}: {error}") from None
         sources, dtypes = zip(*inputs, strict=True)
         return Concat(self.site, sources, dtypes, self.P_y, keep_batch=self.P_xs[0] == self.P_y)
 

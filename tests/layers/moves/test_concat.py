@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_the_layer_goes_on(P_world
         with pytest.raises(ShapeError, match=f"takes 2 inputs, got {len(given)} on rank 1"):
             layer.connect([(2, 3, 6)] * (len(given) if comm.rank == 1 else 2))
         compare(layer, [P_a, P_b], P_a, good)
-    with pytest.raises(ShapeError, match=r"rank 0 passes torch\.float64 but rank 1 torch\.float32"):
+    with pytest.raises(ShapeError, match=r"input 0: rank 0 passes torch\.float64 but rank 1 torch\.float32"):
         layer(parts[0].float() if comm.rank == 1 else parts[0], parts[1])
     compare(layer, [P_a, P_b], P_a, good)
 
