@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -66,7 +66,7 @@ class Convolution(Operation):
         self._sum_dtype, self._trace = sum_dtype(dtype), machine.trace
         if not overlaps:
             self._gather = WindowGather(site, stencil, source, reads, dtype, options.padding_mode)
-            self._movements = self._gather.movement, self._scatter
+            self._movements: Sequence[Movement | None] = (self._gather.movement, self._scatter)
             return
         widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))
         self._halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
@@ -86,11 +86,9 @@ class Convolution(Operation):
         """Local result from a local shard."""
         return convolve(Agreed(self, needs), self.overlaps, x, weights)[0]
 
-    def connect(self) -> None:
-        """Exchange addresses with the neighbours; blocking."""
-        for movement in self._movements:
-            if movement is not None:
-                movement.connect()
+    def movements(self) -> Sequence[Movement | None]:
+        """The halo, or all that is read; and the output."""
+        return self._movements
 
     def void(self) -> None:
         """Give up a halo that some ranks may have sent."""
