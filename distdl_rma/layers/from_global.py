@@ -9,7 +9,7 @@ dimensions or the machine is a ``PartitionError``, which quotes the inequality; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import index as as_int
 from typing import Any, Unpack
 
@@ -88,9 +88,8 @@ def Conv(  # noqa: N802
             f'{who}: {given}={pattern!r}: from global parameters weights are "replicated", the only pattern'
             " of the interface document; build the layer from partitions for others"
         )
-    arguments: tuple[Any, ...] = (channels, filters, kernel_size, stride, padding, dilation, groups, bias)
-    kind: Callable[..., conv.DistributedConv] = _CONVS[len(space) - 1]
-    layer = kind(P_x, *arguments, padding_mode, device, dtype, P_y=P_y, name=name, **callbacks)
+    arguments = (channels, filters, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
+    layer = _CONVS[len(space) - 1](P_x, *arguments, device, dtype, P_y=P_y, name=name, **callbacks)
     try:
         outputs = layer.options.stencil.outputs(tuple(space))
     except ShapeError as error:
