@@ -19,7 +19,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.rank_groups import groups_along, groups_onto, transposed
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import ReadsSplit, Stencil, Window, WindowSplit
+from distdl_rma.geometry.stencil import Stencil, Window, WindowSplit
 from distdl_rma.geometry.trees import all_reduction, broadcast, reduction
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo
 from distdl_rma.ops.norm.statistic_groups import NormAxes
@@ -207,7 +207,7 @@ def upsampling() -> Canvas:
     if taps.weight is not None:
         weights.index_put_((taps.index, torch.arange(resize.outputs)), taps.weight, accumulate=True)
     source, outputs = (Decomposition.balanced(P_x, (extent,)) for extent in (n, resize.outputs))
-    reads = source.with_splits({0: ReadsSplit(outputs.splits[0], taps.reach, n)})
+    reads = source.with_splits({0: WindowSplit(outputs.splits[0], taps.window, n)})
     x, y = Plane(canvas, (12, 7), (63 / n, 2.8)), Plane(canvas, (12, 19), (63 / resize.outputs, 2.8))
     for sender, receiver, here, _ in moves(source, reads):
         for i, j in product(each(here), each(outputs.box(receiver))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
@@ -78,6 +79,9 @@ class TableWindow:
 
     first: tuple[int, ...]
     last: tuple[int, ...]
+    # A table reads no padding.
+    left: ClassVar[int] = 0
+    right: ClassVar[int] = 0
 
     @classmethod
     def adaptive(cls, extent: int, outputs: int) -> TableWindow:
@@ -110,7 +114,7 @@ class WindowSplit(Mapped):
     It may stick out of the input; there lies the padding.
     """
 
-    window: Window
+    window: Window | TableWindow
     extent: int
 
     def image(self, start: int, stop: int) -> tuple[int, int]:
@@ -148,31 +152,19 @@ class InnerSplit(Mapped):
 
 
 @dataclass(frozen=True)
-class ReadsSplit(Mapped):
-    """What each part of an output dimension reads by a table, of an input dimension of some extent."""
-
-    reach: TableWindow
-    extent: int
-
-    def image(self, start: int, stop: int) -> tuple[int, int]:
-        """Inputs that outputs read."""
-        return self.reach.reads(start, stop)
-
-
-@dataclass(frozen=True)
 class ReadersSplit(Mapped):
     """Which outputs read each part of an input dimension by a table; neighbours may share some."""
 
-    reach: TableWindow
+    window: TableWindow
 
     @property
     def extent(self) -> int:
         """Number of outputs."""
-        return self.reach.outputs
+        return self.window.outputs
 
     def image(self, start: int, stop: int) -> tuple[int, int]:
         """Outputs that read inputs."""
-        return self.reach.readers(start, stop)
+        return self.window.readers(start, stop)
 
 
 @dataclass(frozen=True)

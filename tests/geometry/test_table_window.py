@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distdl_rma.geometry.split import Balanced, meeting
-from distdl_rma.geometry.stencil import ReadersSplit, ReadsSplit, TableWindow
+from distdl_rma.geometry.stencil import ReadersSplit, TableWindow, WindowSplit
 from tests.geometry.strategies import splits
 
 extents = st.integers(1, 12)
@@ -14,22 +14,22 @@ extents = st.integers(1, 12)
 
 @given(n=extents, m=extents)
 def test_adaptive_windows_cover_the_input_in_order(n, m):
-    reach = TableWindow.adaptive(n, m)
-    assert reach.first[0] == 0
-    assert reach.last[-1] == n - 1
-    assert list(reach.first) == sorted(reach.first)
-    assert list(reach.last) == sorted(reach.last)
-    covered = {i for a, b in zip(reach.first, reach.last, strict=True) for i in range(a, b + 1)}
+    window = TableWindow.adaptive(n, m)
+    assert window.first[0] == 0
+    assert window.last[-1] == n - 1
+    assert list(window.first) == sorted(window.first)
+    assert list(window.last) == sorted(window.last)
+    covered = {i for a, b in zip(window.first, window.last, strict=True) for i in range(a, b + 1)}
     assert covered == set(range(n))
 
 
 @given(n=extents, m=extents, data=st.data())
 def test_readers_of_an_interval_are_those_whose_windows_meet_it(n, m, data):
-    reach = TableWindow.adaptive(n, m)
+    window = TableWindow.adaptive(n, m)
     start = data.draw(st.integers(0, n - 1))
     stop = data.draw(st.integers(start + 1, n))
-    first, last = reach.readers(start, stop)
-    meeting_ones = [j for j in range(m) if reach.first[j] < stop and reach.last[j] >= start]
+    first, last = window.readers(start, stop)
+    meeting_ones = [j for j in range(m) if window.first[j] < stop and window.last[j] >= start]
     assert list(range(first, last)) == meeting_ones
 
 
@@ -37,7 +37,7 @@ def test_readers_of_an_interval_are_those_whose_windows_meet_it(n, m, data):
 def test_parts_have_rising_ends_and_are_empty_where_the_base_is(n, m, parts, data):
     split = data.draw(splits(n, parts))
     for image in (
-        ReadsSplit(split, TableWindow.adaptive(m, split.extent), m),
+        WindowSplit(split, TableWindow.adaptive(m, split.extent), m),
         ReadersSplit(split, TableWindow.adaptive(split.extent, m)),
     ):
         ends = [image.ends(part) for part in range(image.parts)]
@@ -54,7 +54,7 @@ def test_parts_have_rising_ends_and_are_empty_where_the_base_is(n, m, parts, dat
 
 
 def test_no_outputs_read_nothing():
-    reach = TableWindow.adaptive(5, 0)
-    assert reach.reads(0, 0) == (0, 0)
-    assert reach.readers(0, 5) == (0, 0)
-    assert ReadsSplit(Balanced(0, 2), reach, 5).interval(1) == (0, 0)
+    window = TableWindow.adaptive(5, 0)
+    assert window.reads(0, 0) == (0, 0)
+    assert window.readers(0, 5) == (0, 0)
+    assert WindowSplit(Balanced(0, 2), window, 5).interval(1) == (0, 0)

@@ -11,7 +11,7 @@ from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.stencil import ReadsSplit, TableWindow
+from distdl_rma.geometry.stencil import TableWindow, WindowSplit
 from distdl_rma.ops.movement import CallSite
 from distdl_rma.ops.operation import GatherComputeScatter
 
@@ -62,7 +62,7 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
     def read_by_tables(self, windows: Sequence[TableWindow]) -> Decomposition:
         """What each rank's outputs read of the input, by a table for each dimension."""
         reads = zip(self.output.splits[LEADING:], windows, self.extents, strict=True)
-        return self.output.with_splits(dict(enumerate((ReadsSplit(*read) for read in reads), LEADING)))
+        return self.output.with_splits(dict(enumerate((WindowSplit(*read) for read in reads), LEADING)))
 
 
 def extents_to_pool(shape: tuple[int, ...]) -> tuple[int, ...]:
