@@ -7,15 +7,8 @@ from operator import index as as_int
 from typing import Any, TypeVar
 
 from distdl_rma.errors import ArgumentError
-from distdl_rma.layers.core.callbacks import Callbacks
 
 T = TypeVar("T")
-
-
-class LayerOptions(Callbacks, total=False):
-    """What every layer takes by name: what it is called, and its callbacks."""
-
-    name: str | None
 
 
 def each_dim(

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.loss.base import DistributedLoss
 from distdl_rma.layers.loss.split_classes import SplitClasses
 from distdl_rma.ops.loss.class_loss import ClassLoss, class_dim
@@ -29,14 +29,16 @@ class _ClassLoss(DistributedLoss):
         P_x: Partition,
         reduction: str,
         arguments: Mapping[str, Any],
-        **options: Unpack[LayerOptions],
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         kind = type(self).__name__
         if not P_x.dim:
             raise PartitionError(f"{kind}: P_x has no dimension for the classes")
         if reduction == "none" and P_x.shape[class_dim(P_x)] > 1:
             raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
-        super().__init__(P_x, reduction, arguments, **options)
+        super().__init__(P_x, reduction, arguments, name=name, **callbacks)
 
     def _operation(self, sums: LossSums, refuse: Refuse) -> ClassLoss:
         site, P_x, dim, gathers = self.site, self.P_x, class_dim(self.P_x), None
@@ -98,10 +100,11 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        **options: Unpack[LayerOptions],
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
         arguments = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        super().__init__(P_x, reduction, arguments, **options)
+        super().__init__(P_x, reduction, arguments, name=name, **callbacks)
 
 
 class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
@@ -119,6 +122,9 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
         *,
         ignore_index: int = -100,
         reduction: str = "mean",
-        **options: Unpack[LayerOptions],
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, **options)
+        super().__init__(
+            P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, name=name, **callbacks
+        )

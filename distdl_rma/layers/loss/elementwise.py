@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.loss.base import DistributedLoss
 
 
@@ -43,8 +43,15 @@ class DistributedL1Loss(DistributedLoss, nn.L1Loss):
 
     _function = staticmethod(F.l1_loss)
 
-    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
-        super().__init__(P_x, reduction, {}, **options)
+    def __init__(
+        self,
+        P_x: Partition,
+        reduction: str = "mean",
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        super().__init__(P_x, reduction, {}, name=name, **callbacks)
 
 
 class DistributedMSELoss(DistributedLoss, nn.MSELoss):
@@ -52,8 +59,15 @@ class DistributedMSELoss(DistributedLoss, nn.MSELoss):
 
     _function = staticmethod(F.mse_loss)
 
-    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
-        super().__init__(P_x, reduction, {}, **options)
+    def __init__(
+        self,
+        P_x: Partition,
+        reduction: str = "mean",
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        super().__init__(P_x, reduction, {}, name=name, **callbacks)
 
 
 class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
@@ -62,9 +76,15 @@ class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
     _function = staticmethod(F.smooth_l1_loss)
 
     def __init__(
-        self, P_x: Partition, reduction: str = "mean", beta: float = 1.0, **options: Unpack[LayerOptions]
+        self,
+        P_x: Partition,
+        reduction: str = "mean",
+        beta: float = 1.0,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, reduction, {"beta": beta}, **options)
+        super().__init__(P_x, reduction, {"beta": beta}, name=name, **callbacks)
 
 
 class DistributedHuberLoss(DistributedLoss, nn.HuberLoss):
@@ -73,9 +93,15 @@ class DistributedHuberLoss(DistributedLoss, nn.HuberLoss):
     _function = staticmethod(F.huber_loss)
 
     def __init__(
-        self, P_x: Partition, reduction: str = "mean", delta: float = 1.0, **options: Unpack[LayerOptions]
+        self,
+        P_x: Partition,
+        reduction: str = "mean",
+        delta: float = 1.0,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, reduction, {"delta": delta}, **options)
+        super().__init__(P_x, reduction, {"delta": delta}, name=name, **callbacks)
 
 
 class DistributedBCELoss(DistributedLoss, nn.BCELoss):
@@ -98,9 +124,10 @@ class DistributedBCELoss(DistributedLoss, nn.BCELoss):
         weight: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
-        **options: Unpack[LayerOptions],
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight}, **options)
+        super().__init__(P_x, reduction, {"weight": weight}, name=name, **callbacks)
 
 
 class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
@@ -119,9 +146,10 @@ class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
         *,
         reduction: str = "mean",
         pos_weight: torch.Tensor | None = None,
-        **options: Unpack[LayerOptions],
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight, "pos_weight": pos_weight}, **options)
+        super().__init__(P_x, reduction, {"weight": weight, "pos_weight": pos_weight}, name=name, **callbacks)
 
 
 class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
@@ -143,9 +171,11 @@ class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
         P_x: Partition,
         reduction: str = "mean",
         log_target: bool = False,
-        **options: Unpack[LayerOptions],
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, reduction, {"log_target": log_target}, **options)
+        super().__init__(P_x, reduction, {"log_target": log_target}, name=name, **callbacks)
 
 
 class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
@@ -161,9 +191,12 @@ class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
         *,
         eps: float = 1e-8,
         reduction: str = "mean",
-        **options: Unpack[LayerOptions],
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> None:
-        super().__init__(P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, **options)
+        super().__init__(
+            P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, name=name, **callbacks
+        )
 
     def forward(self, log_input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Global loss of the local shards, by torch's name of the first one."""

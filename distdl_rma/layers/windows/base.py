@@ -9,18 +9,11 @@ import torch
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.windows.max_windows import MaxWindows
 from distdl_rma.ops.windows.window_operation import WindowOperation
-
-
-class WindowOptions(LayerOptions, total=False):
-    """What every layer of windows takes by name; the output is on P_x unless P_y says otherwise."""
-
-    P_y: Partition | None
 
 
 class WindowLayer(OperatorLayer[WindowOperation[Any]]):
