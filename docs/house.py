@@ -119,7 +119,11 @@ def _fitting(row: list[Room]) -> list[list[Room]]:
 
 def _room(graph: Graph, floor: str, name: str) -> Room:
     home = f"{floor}.{name}."
-    return Room(name, tuple(sorted(one.removeprefix(home) for one in graph if one.startswith(home))))
+    folders = {one.rpartition(".")[0] for one in graph}
+    return Room(
+        name,
+        tuple(sorted(one.removeprefix(home) for one in graph if one.startswith(home) and one not in folders)),
+    )
 
 
 def _widths(row: list[Room]) -> list[float]:

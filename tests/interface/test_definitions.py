@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distdl_rma import (
+    ArgumentError,
     Distribution,
     Machine,
     PartitionError,
@@ -169,7 +170,7 @@ def test_a7_a_segment_buffer_has_address_offset_size_and_view(M):
 
 def test_a7_a_size_that_is_none_is_refused(M):
     for size in (-1, 2.5, "8"):
-        with pytest.raises(SegmentError, match="bytes"):
+        with pytest.raises(ArgumentError, match="bytes"):
             M.segments.get_segment_buffer(size)
     with pytest.raises(SegmentError, match=r"asked for \d+ bytes, .* free, largest block .*SEGMENT_SIZE"):
         M.segments.get_segment_buffer(1 << 40)
