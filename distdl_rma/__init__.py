@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.machine import Machine as Machine
     from distdl_rma.machine import MPIPartition as MPIPartition
+    from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
     from distdl_rma.ops.shards import shard as shard
-    from distdl_rma.ops.tensors import zero_volume_tensor as zero_volume_tensor
     from distdl_rma.state import gather_state_dict as gather_state_dict
     from distdl_rma.state import load_global_state_dict as load_global_state_dict
     from distdl_rma.state import whole_parameters as whole_parameters
@@ -48,7 +48,7 @@ _HOMES = {
     "load_global_state_dict": "state",
     "shard": "ops.shards",
     "whole_parameters": "state",
-    "zero_volume_tensor": "ops.tensors",
+    "zero_volume_tensor": "ops.core.tensors",
 }
 __all__ = ["__version__"]
 __all__ += errors.__all__

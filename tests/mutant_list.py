@@ -185,7 +185,7 @@ _PROTOCOL = [
     ),
     Mutant(
         "short types are not summed in a longer one",
-        "distdl_rma/ops/movement.py",
+        "distdl_rma/ops/core/movement.py",
         "self._wide = dtype if exchange.disjoint else sum_dtype(dtype)",
         "self._wide = dtype",
         _on(3, "layers/moves/test_base.py", "layers/moves/test_broadcast_reduce.py"),
@@ -202,10 +202,10 @@ _ADJOINTS = [
     ),
     Mutant(
         "the last owner wins where owners overlap",
-        "distdl_rma/ops/movement.py",
+        "distdl_rma/ops/core/movement.py",
         "if fresh or self._disjoint:",
         "if fresh or not self._disjoint:",
-        _on(3, "ops/test_movement.py", "layers/moves/test_broadcast_reduce.py"),
+        _on(3, "ops/core/test_movement.py", "layers/moves/test_broadcast_reduce.py"),
     ),
     Mutant(
         "a strip adds nothing to the gradient of the weight",

@@ -91,6 +91,6 @@ from distdl_rma.layers.windows.upsample import (
 from distdl_rma.layers.windows.upsample import (
     DistributedUpsamplingNearest2d as DistributedUpsamplingNearest2d,
 )
-from distdl_rma.ops.movement import Movement as Movement
+from distdl_rma.ops.core.movement import Movement as Movement
 
 __all__ = [name for name in sorted(globals()) if name[0].isupper()]

@@ -15,8 +15,8 @@ from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import whole_placement
+from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.ops.embedding import INDICES, Embedding, IndexFrequencies
-from distdl_rma.ops.tensors import trouble_with
 
 
 class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):

@@ -13,9 +13,9 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.ops.autograd import first_derivative
-from distdl_rma.ops.movement import CallSite, movement_or_none
-from distdl_rma.ops.operation import GatherComputeScatter
+from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.movement import CallSite, movement_or_none
+from distdl_rma.ops.core.operation import GatherComputeScatter
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 INDICES = (torch.int64, torch.int32)

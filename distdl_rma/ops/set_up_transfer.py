@@ -12,8 +12,8 @@ from distdl_rma.geometry.exchange import Exchange, fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Listed, meeting
 from distdl_rma.machine import Machine
-from distdl_rma.ops.movement import Movement
-from distdl_rma.ops.tensors import as_tensor, numpy_dtype
+from distdl_rma.ops.core.movement import Movement
+from distdl_rma.ops.core.tensors import as_tensor, numpy_dtype
 from distdl_rma.segments.collectives.broadcast import Bcast
 
 # Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.

@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.tensors import zero_volume_tensor
+from distdl_rma.ops.core.tensors import zero_volume_tensor
 
 
 def shard(P_x: Partition, x: Any) -> torch.Tensor:

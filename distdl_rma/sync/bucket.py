@@ -11,7 +11,7 @@ import torch
 from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.tensors import as_tensor, reduction_dtype
+from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.claims import ParameterEntry, taken
 from distdl_rma.sync.consensus import gather_words

@@ -17,7 +17,7 @@ from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.uncompiled import uncompiled
+from distdl_rma.ops.core.uncompiled import uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot, left_of
 from distdl_rma.sync.claims import taken

@@ -6,10 +6,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.autograd import GradientNeeds
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import Agreed
 from distdl_rma.ops.embedding import Embedding, IndexFrequencies
-from distdl_rma.ops.movement import CallSite
-from distdl_rma.ops.operation import Agreed
 
 pytestmark = pytest.mark.mpi
 

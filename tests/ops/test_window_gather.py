@@ -8,7 +8,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.geometry.stencil import Stencil, Window
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.window_gather import MODES, WindowGather
 
 pytestmark = pytest.mark.mpi

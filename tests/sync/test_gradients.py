@@ -13,7 +13,7 @@ from distdl_rma.layers import (
     DistributedInstanceNorm2d,
     DistributedMSELoss,
 )
-from distdl_rma.ops.tensors import as_tensor
+from distdl_rma.ops.core.tensors import as_tensor
 from tests.layers.sequential import agree, grids, shard
 
 pytestmark = pytest.mark.mpi

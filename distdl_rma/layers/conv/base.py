@@ -16,7 +16,7 @@ from distdl_rma.layers.core.callbacks import callbacks_among
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
 from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap
-from distdl_rma.ops.operation import Operation
+from distdl_rma.ops.core.operation import Operation
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 # Attributes of torch's layers.

@@ -12,10 +12,10 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.conv.arguments import Extents, Options, check_dtypes, takes_arguments_of
 from distdl_rma.layers.conv.base import ConvolutionLayer
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
-from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT
-from distdl_rma.ops.operation import Agreement
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.operation import Agreement
 
 
 class DistributedConv(ConvolutionLayer[Convolution]):

@@ -12,8 +12,8 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.tensors import DTYPES, MAX_DIMS, trouble_with
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, trouble_with
 
 _DTYPE_CODES = list(DTYPES)
 _NO_DTYPE = -1

@@ -22,11 +22,11 @@ from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.paths import path_of
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.machine import Machine
-from distdl_rma.ops.autograd import anchored
-from distdl_rma.ops.idle_ranks import idle
-from distdl_rma.ops.movement import CallSite
-from distdl_rma.ops.tensors import trouble_with
-from distdl_rma.ops.uncompiled import uncompiled
+from distdl_rma.ops.core.autograd import anchored
+from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.uncompiled import uncompiled
 
 _COPY = " (copy "
 

@@ -13,10 +13,10 @@ from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.plan_cache import PlanCache
-from distdl_rma.ops.autograd import GradientNeeds, anchored, tells_peers
-from distdl_rma.ops.idle_ranks import deliver
-from distdl_rma.ops.operation import Agreement, Operation
-from distdl_rma.ops.tensors import autocast
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored, tells_peers
+from distdl_rma.ops.core.idle_ranks import deliver
+from distdl_rma.ops.core.operation import Agreement, Operation
+from distdl_rma.ops.core.tensors import autocast
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 

@@ -16,10 +16,10 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.layers.core.placement import Placement, one_copy
 from distdl_rma.machine import Machine
-from distdl_rma.ops.autograd import first_derivative
-from distdl_rma.ops.movement import CallSite, Movement, Request
+from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.movement import CallSite, Movement, Request
+from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
-from distdl_rma.ops.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 # Memory in the segment for the gradient of one parameter, asked for in every backward; None if there is none.

@@ -17,8 +17,8 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.core.call_outcome import CallOutcome
 from distdl_rma.layers.core.error_exchange import ErrorExchange, rows_of_all
 from distdl_rma.layers.core.input_facts import InputFacts, words_for
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.segments.collectives.all_push import AllPush
 
 _KEPT_PLANS = 16

@@ -10,9 +10,9 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
 from distdl_rma.layers.core.plan_cache import PlanCache, Planner
+from distdl_rma.ops.core.movement import CallSite, Movement
+from distdl_rma.ops.core.tensors import as_words, trouble_with
 from distdl_rma.ops.loss.class_loss import gather_classes
-from distdl_rma.ops.movement import CallSite, Movement
-from distdl_rma.ops.tensors import as_words, trouble_with
 
 
 class _StayHere:

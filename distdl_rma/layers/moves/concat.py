@@ -13,9 +13,9 @@ from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.moves.base import MovementLayer
-from distdl_rma.ops.autograd import GradientNeeds, anchored, tells_peers
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored, tells_peers
+from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.ops.moves.concat import CHANNELS, Concat, joined
-from distdl_rma.ops.tensors import trouble_with
 
 
 class DistributedConcat(MovementLayer[Concat]):

@@ -23,11 +23,11 @@ from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, register
 from distdl_rma.layers.core.plan_cache import PlanCache
 from distdl_rma.layers.norm.sharing import StatisticsAnswer, agreed_sharing, answer_of_user
-from distdl_rma.ops.autograd import GradientNeeds, anchored
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored
+from distdl_rma.ops.core.operation import Agreement
+from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
-from distdl_rma.ops.operation import Agreement
-from distdl_rma.ops.tensors import sum_dtype
 
 _NONE = -1
 

@@ -12,11 +12,11 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.placement import cut
 from distdl_rma.layers.norm.base import DistributedNorm, NormArguments, as_number, as_value, check_extents
-from distdl_rma.ops.autograd import GradientNeeds
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.operation import Agreement
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.running_statistics import NAMES
 from distdl_rma.ops.norm.statistic_groups import NormAxes
-from distdl_rma.ops.operation import Agreement
 
 _BY_BATCH, _TRACKS = 1, 2
 

@@ -10,12 +10,12 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.autograd import GradientNeeds
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite, movement_or_none
+from distdl_rma.ops.core.operation import GatherComputeScatter
 from distdl_rma.ops.linear.linear_function import Offer, linear_function
 from distdl_rma.ops.linear.linear_grid import LinearGrid
 from distdl_rma.ops.linear.zero_linear import ShardedMatrix, zero_linear
-from distdl_rma.ops.movement import CallSite, movement_or_none
-from distdl_rma.ops.operation import GatherComputeScatter
 
 
 class SplitLinear(GatherComputeScatter):

@@ -11,9 +11,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.ops.autograd import GradientNeeds, anchor, first_derivative
+from distdl_rma.ops.core.autograd import GradientNeeds, anchor, first_derivative
+from distdl_rma.ops.core.movement import CallSite, Movement, OneWay
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, ROWS, LinearGrid
-from distdl_rma.ops.movement import CallSite, Movement, OneWay
 from distdl_rma.ops.set_up_transfer import PASS_NBYTES
 
 # Columns are moved in bundles, so that the copies read and write more than single elements.

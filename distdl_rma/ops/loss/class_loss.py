@@ -11,9 +11,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, Refuse, TorchLoss, wide
 from distdl_rma.ops.loss.loss_sums import LossSums
-from distdl_rma.ops.movement import CallSite, Movement
 
 # Takes a local shard and what is wrong with it to the first of the ranks that share the rest.
 Gather = Callable[[torch.Tensor, str], torch.Tensor]

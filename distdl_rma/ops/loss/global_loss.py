@@ -11,9 +11,9 @@ import torch
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.core.tensors import no_autocast, trouble_with
+from distdl_rma.ops.core.uncompiled import uncompiled
 from distdl_rma.ops.loss.loss_sums import LossSums
-from distdl_rma.ops.tensors import no_autocast, trouble_with
-from distdl_rma.ops.uncompiled import uncompiled
 
 # Sums of 16-bit floats are taken in float32.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -10,7 +10,7 @@ import numpy as np
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 # Sum of the terms, what they count in a mean, ranks that complain, sum and sum of squares of the codes.

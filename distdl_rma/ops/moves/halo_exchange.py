@@ -6,8 +6,8 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.stencil import Stencil, Window
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import CallSite, movements_through
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite, movements_through
 from distdl_rma.ops.moves.staged import StagedMove
 from distdl_rma.ops.window_gather import WindowGather
 

@@ -9,7 +9,7 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
-from distdl_rma.ops.movement import CallSite, movements_through
+from distdl_rma.ops.core.movement import CallSite, movements_through
 from distdl_rma.ops.moves.staged import StagedMove
 
 

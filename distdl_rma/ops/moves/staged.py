@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import Movement
-from distdl_rma.ops.operation import Operation
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import Movement
+from distdl_rma.ops.core.operation import Operation
 
 
 class StagedMove(Operation):

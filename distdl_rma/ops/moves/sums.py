@@ -11,9 +11,9 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry import trees
 from distdl_rma.geometry.rank_groups import Groups
 from distdl_rma.geometry.trees import NodeOf, Stage
-from distdl_rma.ops.movement import CallSite, movements_through
+from distdl_rma.ops.core.movement import CallSite, movements_through
+from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.moves.staged import StagedMove
-from distdl_rma.ops.tensors import sum_dtype
 
 # Local shape of each rank that has a subtensor.
 _Shapes = Mapping[int, tuple[int, ...]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.movement import CallSite, Movement, movement_or_none
+from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
 
 _BACK = "batch statistics"
 

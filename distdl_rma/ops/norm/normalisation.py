@@ -11,16 +11,16 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.autograd import GradientNeeds, anchor
-from distdl_rma.ops.idle_ranks import idle
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.autograd import GradientNeeds, anchor
+from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import Operation
+from distdl_rma.ops.core.tensors import no_autocast, sum_dtype
 from distdl_rma.ops.norm.kept_values import KeptValues
 from distdl_rma.ops.norm.normalise import Fill, Normalise, NormCall
 from distdl_rma.ops.norm.running_statistics import NAMES, RunningStatistics
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import Statistics
-from distdl_rma.ops.operation import Operation
-from distdl_rma.ops.tensors import no_autocast, sum_dtype
 
 # Ranks that share statistics, per rank of the partition.
 Sharing = Mapping[int, tuple[int, ...]]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from distdl_rma.ops.autograd import first_derivative
+from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.result_pool import result_like
+from distdl_rma.ops.core.tensors import no_autocast, sum_dtype
 from distdl_rma.ops.norm.row_sums import sums_and_products
 from distdl_rma.ops.norm.statistic_groups import ChannelRun
 from distdl_rma.ops.norm.statistics import Shifted, Statistics
-from distdl_rma.ops.result_pool import result_like
-from distdl_rma.ops.tensors import no_autocast, sum_dtype
 
 # Puts the gradient of a parameter, by name, where it is wanted.
 Fill = Callable[[str, torch.Tensor], torch.Tensor]

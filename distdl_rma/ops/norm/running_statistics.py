@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.tensors import as_array, as_tensor
 from distdl_rma.ops.norm.kept_values import KeptValues
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.ops.norm.statistics import Statistics
-from distdl_rma.ops.tensors import as_array, as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 NAMES = ("running_mean", "running_var")

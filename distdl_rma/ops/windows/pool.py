@@ -13,7 +13,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.stencil import Stencil, Window
-from distdl_rma.ops.tensors import sum_dtype
+from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 from distdl_rma.ops.windows.max_windows import Coordinates, MaxWindows, argmax_windows
 from distdl_rma.ops.windows.window_operation import WindowOperation, extents_to_pool

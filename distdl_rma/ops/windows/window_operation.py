@@ -12,8 +12,8 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import TableWindow, WindowSplit
-from distdl_rma.ops.movement import CallSite
-from distdl_rma.ops.operation import GatherComputeScatter
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import GatherComputeScatter
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from distdl_rma import ShapeError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.tensors import DTYPES, MAX_DIMS
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS
 
 
 def about(*xs, weight=None, numbers=(), idle=None, problem=""):

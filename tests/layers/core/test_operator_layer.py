@@ -6,8 +6,8 @@ import torch
 from distdl_rma import ShapeError, zero_volume_tensor
 from distdl_rma.layers.core.input_facts import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.ops.operation import Operation
-from distdl_rma.ops.tensors import trouble_with
+from distdl_rma.ops.core.operation import Operation
+from distdl_rma.ops.core.tensors import trouble_with
 
 pytestmark = pytest.mark.mpi
 

@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma import Machine, MismatchError, ProtocolError, ShapeError
 from distdl_rma.layers.core.plan_cache import PlanCache
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite
 
 
 class Plan:

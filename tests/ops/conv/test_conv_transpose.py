@@ -6,10 +6,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Stencil
-from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, least_outputs, output_padding_for
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, WorkerGrid
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
 from tests.layers.sequential import agree
 
 STENCIL = Stencil.of((3, 4), (2, 3), (1, 2), ((1, 1), (0, 0)))

@@ -6,11 +6,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Stencil
-from distdl_rma.ops.autograd import GradientNeeds
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT, ConvolutionOptions, WorkerGrid, can_overlap
-from distdl_rma.ops.movement import CallSite
-from distdl_rma.ops.operation import Agreed
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import Agreed
 from tests.layers.sequential import agree
 
 NEEDS = GradientNeeds(True, True)

@@ -6,10 +6,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Partition
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.loss.class_loss import ClassLoss, class_dim, gather_classes
 from distdl_rma.ops.loss.global_loss import LossArguments
 from distdl_rma.ops.loss.loss_sums import LossSums
-from distdl_rma.ops.movement import CallSite
 from tests.layers.sequential import agree, shard
 
 GIVEN = LossArguments("mean", {"ignore_index": 3}, {"weight": None})

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError, UnsupportedError
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, autocast_dtype, result_dtype, wide
 from distdl_rma.ops.loss.loss_sums import LossSums
-from distdl_rma.ops.movement import CallSite
 from tests.layers.sequential import agree, shard
 
 

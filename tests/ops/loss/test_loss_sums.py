@@ -3,8 +3,8 @@
 import pytest
 
 from distdl_rma import Machine, MismatchError, ShapeError
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.loss.loss_sums import LossSums, Totals
-from distdl_rma.ops.movement import CallSite
 
 pytestmark = pytest.mark.mpi
 

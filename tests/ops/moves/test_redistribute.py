@@ -5,8 +5,8 @@ import torch
 
 from distdl_rma import Machine
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.moves.redistribute import all_gather, reduce_scatter, repartition
 
 pytestmark = pytest.mark.mpi

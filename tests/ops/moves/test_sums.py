@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from distdl_rma import Machine, ShapeError
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.moves.sums import all_sum_reduce, broadcast, sum_reduce
 
 pytestmark = pytest.mark.mpi

@@ -5,8 +5,8 @@ import torch
 
 from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 

@@ -5,7 +5,7 @@ import torch
 
 from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition
-from distdl_rma.ops.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.norm import statistics
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import Statistics

@@ -4,9 +4,9 @@ import torch
 
 from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.movement import CallSite
-from distdl_rma.ops.operation import Agreed
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import Agreed
 from tests.layers.random_shards import cut
 from tests.layers.sequential import agree
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distdl_rma.ops.result_pool import SMALLEST_NBYTES, ResultPool
+from distdl_rma.ops.core.result_pool import SMALLEST_NBYTES, ResultPool
 
 LARGE = (SMALLEST_NBYTES // 4, 2)
 

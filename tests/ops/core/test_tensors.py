@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from distdl_rma import UnsupportedError, zero_volume_tensor
-from distdl_rma.ops.tensors import (
+from distdl_rma.ops.core.tensors import (
     DTYPES,
     MAX_DIMS,
     as_tensor,

@@ -8,10 +8,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.autograd import GradientNeeds
-from distdl_rma.ops.idle_ranks import idle
-from distdl_rma.ops.movement import CallSite, Movement
-from distdl_rma.ops.tensors import no_autocast
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.movement import CallSite, Movement
+from distdl_rma.ops.core.tensors import no_autocast
 
 
 class Operation:

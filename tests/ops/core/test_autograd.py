@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import ShapeError, UnsupportedError
-from distdl_rma.ops.autograd import GradientNeeds, anchor, anchored, first_derivative, tells_peers
+from distdl_rma.ops.core.autograd import GradientNeeds, anchor, anchored, first_derivative, tells_peers
 
 
 class Machine:

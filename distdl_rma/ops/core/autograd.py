@@ -17,7 +17,7 @@ from distdl_rma.errors import (
     UnsupportedError,
 )
 from distdl_rma.machine import Machine
-from distdl_rma.ops.uncompiled import uncompiled
+from distdl_rma.ops.core.uncompiled import uncompiled
 
 # Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError

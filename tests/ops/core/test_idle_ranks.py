@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma.ops.idle_ranks import deliver, idle, tied
+from distdl_rma.ops.core.idle_ranks import deliver, idle, tied
 
 
 @pytest.mark.parametrize(
