@@ -46,10 +46,10 @@ class FailureNotices:
     def poll(self) -> None:
         """Take in notices of failed ranks, and let MPI look at the network. Does not block."""
         # Also without remote peers: a handshake's message may still sit in this rank's MPI.
-        while self._comm.Iprobe():
-            status = MPI.Status()
+        # Matched: between nodes MPICH's Recv from any source may never find the synchronous message again.
+        while (found := self._comm.Improbe()) is not None:
             notice = np.zeros(_NOTICE_BYTES, np.uint8)
-            self._comm.Recv([notice, MPI.BYTE], status=status)
+            found.Recv([notice, MPI.BYTE])
             failed = int(notice[:8].view(np.int64)[0])
             text = notice[8:].tobytes().rstrip(b"\0").decode(errors="replace")
             self.failures.setdefault(failed, text)

@@ -9,10 +9,6 @@ from distdl_rma.errors import PeerFailedError, ShapeError
 from distdl_rma.segments.waiting.failure_notices import FailureNotices, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, parse
 from distdl_rma.segments.waiting.wait_reason import WaitReason
-from tests.conftest import ON_TWO_HOSTS
-
-# Bare loops over MPI's probe do not always move what is under way between hosts.
-pytestmark = pytest.mark.skipif(ON_TWO_HOSTS, reason="ranks of one host hear of each other without a network")
 
 
 @pytest.fixture
