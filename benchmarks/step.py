@@ -21,7 +21,7 @@ from distdl_rma import GradientSync, Machine, shard
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.engine.collective import Collective
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.trace import chrome_trace
 
 COMM = MPI.COMM_WORLD

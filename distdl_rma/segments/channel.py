@@ -12,7 +12,7 @@ from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
 from distdl_rma.segments.lanes import SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
 
 Array = npt.NDArray[Any]
 

@@ -22,11 +22,10 @@ from distdl_rma.segments.memory.queue import Queue
 from distdl_rma.segments.transport.progress_thread import check_progress
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.segments.waiter import Waiter, chosen_timeout
 from distdl_rma.segments.waiting.failure_notices import FailureNotices, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, operation_name
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
-from distdl_rma.segments.waiting.pending_work import PendingWork
+from distdl_rma.segments.waiting.waiter import PendingWork, Waiter, chosen_timeout
 from distdl_rma.trace import Tracer
 
 _SPINS = 2000

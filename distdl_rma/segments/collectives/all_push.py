@@ -12,7 +12,7 @@ from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
 
 _PARITIES = 2
 _ALL = slice(None)

@@ -8,7 +8,7 @@ from distdl_rma.errors import ClosedError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
 
 _VALUE_BITS = 32
 # Of the ranks that have not been heard of, so many are looked up for a message.

@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiter import Waiter
 from distdl_rma.segments.waiting.failure_notices import FailureNotices
+from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.waiter import Waiter
 
 _WHY = "closing the machine or ending its program"
 # How long a rank that failed stays for the others to notice.

@@ -15,7 +15,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.lifecycle.announcement import Announcement, Refusal, State, shortened
 from distdl_rma.segments.lifecycle.job_board import JobBoard
 from distdl_rma.segments.waiting.header import numbered
-from distdl_rma.segments.waiting.open_machines import advance_other_machines
+from distdl_rma.segments.waiting.waiter import advance_other_machines
 
 _CREATE_TAG = 7
 _SLEEP_SECONDS = (1e-4, 5e-3)

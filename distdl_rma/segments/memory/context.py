@@ -12,8 +12,8 @@ from distdl_rma.errors import ClosedError
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiter import Waiter, check_timeout
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
+from distdl_rma.segments.waiting.waiter import Waiter, check_timeout
 
 
 class SegmentContext:

@@ -14,7 +14,7 @@ from distdl_rma.segments.memory.array_bytes import as_offset
 from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.queue import Queue
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Fetch(NamedTuple):

@@ -7,8 +7,8 @@ from operator import index as as_int
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.memory.array_bytes import as_offset
 from distdl_rma.segments.memory.remote_memory import RemoteMemory
-from distdl_rma.segments.waiter import check_timeout
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
+from distdl_rma.segments.waiting.waiter import check_timeout
 
 
 class RemoteWords:

@@ -10,8 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import PeerFailedError
-from distdl_rma.segments.waiting.header import HeaderWriter, RankState, clip
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import HeaderWriter, RankState, WaitReason, clip
 
 _NOTICE_BYTES = 1024
 

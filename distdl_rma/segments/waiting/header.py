@@ -1,20 +1,88 @@
-"""What each rank is doing, in the header of its own segment, for others to read."""
+"""What each rank does and waits for, in the header of its own segment, and how others read it there."""
 
 from __future__ import annotations
 
 import enum
 import os
+import struct
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from distdl_rma.segments.waiting.double_record import DoubleRecord
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.transport.segment import Segment
 
 # The first bytes of every segment.
 HEADER_BYTES = 2048
 _RANKS = 8
 _TEXT, _NAME = 512, 256
+_CHECK = struct.Struct("=q")
+# A header is read again while its rank changes it; one that cannot be read in so many looks counts as silent.
+_LOOKS = 100
+
+
+@dataclass(frozen=True)
+class WaitReason:
+    """What a rank waits for: ranks, and what they are to do, as in "to send in 'enc1' (epoch 7, ...)".
+
+    ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` the ranks are those that
+    may do it, and the wait is in vain only when all of them have left. With ``leavers`` also those that have
+    left do it, as long as their processes live.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    hint: str = ""
+    anyone: bool = False
+    leavers: bool = False
+
+    def __str__(self) -> str:
+        return f"for {numbered(self.ranks) if self.ranks else 'the other ranks'} {self.what}"
+
+
+class DoubleRecord:
+    """Two places for one record, written in turn: while one of them changes, the other is whole.
+
+    A record has a count in front, which tells the newer of the two, and a checksum behind. Readers copy both
+    places and believe what the checksums confirm: no order of stores and loads, on either side, can make a
+    mixture of two records pass for one. Memory that was never written, all zeros, is no record.
+
+    ``form`` has the fields as ``struct`` has them, in native sizes without alignment; the two places lie
+    between the offsets ``begin``, a multiple of 8, and ``end``, in bytes.
+    """
+
+    def __init__(self, form: str, begin: int) -> None:
+        self._form = struct.Struct(f"=q{form}")
+        self._size = self._form.size
+        self._places = (begin, begin + self._size + _CHECK.size)
+        self.end = begin + 2 * (self._size + _CHECK.size)
+
+    def write(self, memory: memoryview, count: int, fence: Callable[[], None], *fields: Any) -> None:
+        """Write a record over the older of the two; ``count`` is one more than that of the last one.
+
+        The fence keeps stores in order: the last record is whole before the one before it is destroyed.
+        """
+        at = self._places[count & 1]
+        fence()
+        self._form.pack_into(memory, at, count, *fields)
+        _CHECK.pack_into(memory, at + self._size, zlib.crc32(memory[at : at + self._size]))
+
+    def read(self, copied: bytes) -> tuple[Any, ...] | None:
+        """Fields of the newer record that is whole, in a copy of the memory; None if neither is."""
+        records = []
+        for at in self._places:
+            behind = at + self._size
+            if _CHECK.unpack_from(copied, behind)[0] == zlib.crc32(copied[at:behind]):
+                records.append(self._form.unpack_from(copied, at))
+        return max(records, key=lambda record: record[0])[1:] if records else None
+
+
 # Process, its namespace, state, since when, when written; ranks waited for (number, first few), text.
 _STATE = DoubleRecord(f"qqqddq{_RANKS}q{_TEXT}s", 0)
 # Epoch, begin and name of the operation begun last.
@@ -57,11 +125,10 @@ class HeaderRecord:
             return f"left {ago} ago, {self.text}{also}"
         if self.state is RankState.WAITING:
             return f"waits since {ago} for {numbered(self.waits_for)} {self.text}"
-        last = ""
-        if self.operation:
-            began = max(now - self.operation_since, 0)
-            last = f": the last that it began, {began:.1f} s ago, was {self.operation!r} (epoch {self.epoch})"
-        return f"waits for nobody{last or f' since {ago}'}"
+        if not self.operation:
+            return f"waits for nobody since {ago}"
+        began = f"the last that it began, {max(now - self.operation_since, 0):.1f} s ago,"
+        return f"waits for nobody: {began} was {self.operation!r} (epoch {self.epoch})"
 
 
 def numbered(ranks: tuple[int, ...]) -> str:
@@ -80,8 +147,7 @@ class HeaderWriter:
         self._header, self._fence = header, fence
         # Records written so far, of either kind.
         self._states = self._operations = 0
-        self._process = os.getpid()
-        self._namespace = namespace()
+        self._process, self._namespace = os.getpid(), namespace()
         self._state: RankState | None = None
         self._since = 0.0
         self.begin(b"", 0)
@@ -126,6 +192,92 @@ def parse(header: bytes) -> HeaderRecord | None:
     text, name = (words.rstrip(b"\0").decode(errors="replace") for words in (text, name))
     waits_for = tuple(ranks[: min(number, _RANKS)])
     return HeaderRecord(RankState(state), process, space, since, written, waits_for, text, name, epoch, began)
+
+
+class PeerHeaders:
+    """Headers of the ranks of a machine, as this rank reads them.
+
+    Those of the same node by load, the others by gets that are answered later, or never.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._namespace = namespace()
+        # Gets under way; what ranks of other nodes answered, and when.
+        self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
+        self._answers: dict[int, tuple[HeaderRecord, float]] = {}
+        # When a rank wrote what it last said, by its clock, and since when that has been read, by this one's.
+        self._last: dict[int, tuple[float, float]] = {}
+
+    def is_near(self, rank: int) -> bool:
+        """Whether a rank's header is read by load."""
+        return self._segment.link(rank).memory is not None
+
+    def read(self, rank: int, deadline: float) -> HeaderRecord | None:
+        """What a rank says; None if it does not answer. Blocking, until the deadline at most."""
+        memory = self._segment.link(rank).memory
+        if memory is not None:
+            for _ in range(_LOOKS):
+                record = parse(bytes(memory[:HEADER_BYTES].data))
+                if record is not None:
+                    return record
+                os.sched_yield()
+            return None
+        while not self._hear(rank):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(1e-3)
+        return self._answers[rank][0]
+
+    def glance(self, rank: int) -> HeaderRecord | None:
+        """What a rank says, or said when it last answered; None if it never did. Does not block."""
+        if self.is_near(rank):
+            return self.read(rank, 0.0)
+        self._hear(rank)
+        return self._answers[rank][0] if rank in self._answers else None
+
+    def age(self, rank: int) -> float:
+        """Seconds since the rank's last answer; 0 for those that need not be asked."""
+        if self.is_near(rank):
+            return 0.0
+        return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
+
+    def unchanged(self, rank: int, record: HeaderRecord) -> float:
+        """Seconds for which a rank that waits, and ought to say so again and again, has said nothing else.
+
+        As far as this rank has looked before; 0 for one that does not wait.
+        """
+        now = time.monotonic()
+        written, since = self._last.get(rank, (0.0, now))
+        if written != record.written:
+            since = now
+        self._last[rank] = record.written, since
+        return now - since if record.state in (RankState.WAITING, RankState.LEFT) else 0.0
+
+    def forget(self) -> None:
+        """Believe no answer any more that was given before."""
+        self._answers.clear()
+
+    def process_is_gone(self, rank: int, record: HeaderRecord) -> bool:
+        """Whether a rank's process has ended; False if it is none of this node, where that cannot be told."""
+        near = rank in self._segment.node_ranks and record.namespace == self._namespace
+        return near and bool(record.namespace) and is_gone(record.process)
+
+    def _hear(self, rank: int) -> bool:
+        # Whether the rank answered just now. Asks, or takes in the answer.
+        with self._segment.lock:
+            if rank not in self._asked:
+                header = np.empty(HEADER_BYTES, np.uint8)
+                requests = self._segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
+                self._asked[rank] = requests, header
+            requests, header = self._asked[rank]
+            if not MPI.Request.Testall(requests):
+                return False
+            del self._asked[rank]
+            record = parse(header.tobytes())
+            if record is not None:
+                self._answers[rank] = record, time.monotonic()
+            return record is not None
 
 
 def namespace() -> int:

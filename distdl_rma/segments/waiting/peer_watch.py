@@ -1,4 +1,4 @@
-"""What a rank reads of the others while it waits: who failed, who has left, who is missing."""
+"""What a rank makes of the headers of others while it waits: who failed, left, is missing, waits for whom."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.failure_notices import FailureNotices
-from distdl_rma.segments.waiting.header import HeaderRecord, HeaderWriter, RankState
-from distdl_rma.segments.waiting.peer_headers import PeerHeaders
-from distdl_rma.segments.waiting.timeout_message import ANSWER_SECONDS, timeout_message
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import HeaderRecord, HeaderWriter, PeerHeaders, RankState, WaitReason
 
 # What a rank sent before it left must have the time to arrive.
 _SUSPICION_SECONDS = 1.0
 # Of many ranks that are waited for, so many are looked at each time.
 _WATCHED = 8
+# How long a rank of another node may take to answer before it counts as silent.
+_ANSWER_SECONDS = 1.0
+_LONGEST_CHAIN = 16
 
 
 class PeerWatch:
@@ -61,13 +61,10 @@ class PeerWatch:
                 # It failed: nothing that it takes part in can go on.
                 self._notices.failures.setdefault(rank, cause)
                 self._notices.raise_for(rank, cause, reason)
-        gone = [
-            (rank, self._suspects[rank][1])
-            for rank in ranks
-            if rank in self._suspects and now - self._suspects[rank][0] > _SUSPICION_SECONDS
-        ]
+        long_ago = now - _SUSPICION_SECONDS
+        gone = [rank for rank in ranks if rank in self._suspects and self._suspects[rank][0] < long_ago]
         if gone and (not reason.anyone or len(gone) == len(ranks)):
-            self._notices.raise_for(*gone[0], reason)
+            self._notices.raise_for(gone[0], self._suspects[gone[0]][1], reason)
 
     def _some(self, ranks: list[int]) -> list[int]:
         # Of many ranks some after the others: each costs a look at its header.
@@ -75,6 +72,25 @@ class PeerWatch:
             return ranks
         self._watched = (self._watched + _WATCHED) % len(ranks)
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
+
+    def _gone(self, rank: int, reason: WaitReason) -> tuple[str, bool]:
+        # Why nothing more can come from a rank, "" while it can; and whether it left of its own accord.
+        record = self._headers.glance(rank)
+        if record is None:
+            return "", False
+        # Noted, for the message of a wait that reaches its deadline.
+        self._headers.unchanged(rank, record)
+        if record.state is RankState.FAILED:
+            return record.text, False
+        if record.state is RankState.LEFT and not (self._left or reason.leavers):
+            return f"it left, {record.text}", True
+        return self._end_of(rank, record), False
+
+    def _end_of(self, rank: int, record: HeaderRecord) -> str:
+        if not self._headers.process_is_gone(rank, record):
+            return ""
+        self._ended[rank] = f"it is silent, its process {record.process} has ended"
+        return self._ended[rank]
 
     def done(self) -> None:
         """Tell others that the wait is over."""
@@ -84,12 +100,6 @@ class PeerWatch:
             self._header.write(RankState.LEFT, self._left)
         elif not self._notices.failed:
             self._header.write(RankState.RUNNING)
-
-    def timeout_message(self, reason: WaitReason, seconds: float) -> str:
-        """Text for a wait that reached its deadline; raises ``PeerFailedError`` if it was in vain."""
-        self._notices.check(lambda: reason)
-        with self._segment.lock:
-            return timeout_message(self.rank, self._headers, reason, seconds)
 
     def has_begun(self, rank: int, name: str, epoch: int) -> bool:
         """Whether a rank's header says that it began an operation; False if it has not answered yet."""
@@ -117,43 +127,64 @@ class PeerWatch:
         ended, there, silent = [], [], []
         for rank in self.others:
             record = self._headers.glance(rank)
-            if record is None or self._headers.age(rank) > ANSWER_SECONDS:
+            if record is None or self._headers.age(rank) > _ANSWER_SECONDS:
                 silent.append(rank)
             elif self._headers.process_is_gone(rank, record):
                 ended.append(rank)
             elif record.state is not RankState.LEFT:
                 there.append(rank)
-            elif self._headers.unchanged(rank, record) > ANSWER_SECONDS:
+            elif self._headers.unchanged(rank, record) > _ANSWER_SECONDS:
                 silent.append(rank)
         return (*ended, *there, *silent)[:_WATCHED]
 
     def gone(self) -> list[tuple[int, str]]:
         """Ranks of this node whose process has ended, and a clause that says so."""
-        found = []
         for rank in self.others:
             record = self._headers.glance(rank)
-            if record is not None and self._headers.process_is_gone(rank, record):
-                self._ended[rank] = _ended(record)
-            if rank in self._ended:
-                found.append((rank, self._ended[rank]))
-        return found
+            if record is not None:
+                self._end_of(rank, record)
+        return [(rank, self._ended[rank]) for rank in self.others if rank in self._ended]
 
-    def _gone(self, rank: int, reason: WaitReason) -> tuple[str, bool]:
-        # Why nothing more can come from a rank, "" while it can; and whether it left of its own accord.
-        record = self._headers.glance(rank)
-        if record is None:
-            return "", False
-        # Noted, for the message of a wait that reaches its deadline.
-        self._headers.unchanged(rank, record)
-        if record.state is RankState.FAILED:
-            return record.text, False
-        if record.state is RankState.LEFT and rank != self.rank and not (self._left or reason.leavers):
-            return f"it left, {record.text}", True
-        if self._headers.process_is_gone(rank, record):
-            self._ended[rank] = _ended(record)
-            return self._ended[rank], False
-        return "", False
+    def timeout_message(self, reason: WaitReason, seconds: float) -> str:
+        """Text for a wait that reached its deadline; raises ``PeerFailedError`` if it was in vain."""
+        self._notices.check(lambda: reason)
+        # Who only looks once does not want to know why nothing has come yet.
+        with self._segment.lock:
+            clauses = self.chain(reason, min(seconds, _ANSWER_SECONDS)) if seconds else []
+        hint = [reason.hint] if reason.hint else []
+        return "; ".join([f"rank {self.rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
+
+    def chain(self, reason: WaitReason, seconds: float) -> list[str]:
+        """What the ranks are doing that this one waits for, those they wait for, and so on, a clause each.
+
+        Blocking for so many seconds at most, for ranks of other nodes.
+        """
+        deadline = time.monotonic() + seconds
+        told, pending = {self.rank}, list(reason.ranks)
+        clauses: list[str] = []
+        while pending and len(clauses) < _LONGEST_CHAIN:
+            peer = pending.pop(0)
+            if peer in told:
+                continue
+            told.add(peer)
+            record = self._headers.read(peer, deadline)
+            if record is None:
+                near = self._headers.is_near(peer)
+                why = "its header could not be read" if near else f"no answer within {in_seconds(seconds)}"
+                clauses.append(f"rank {peer} is silent: {why}")
+            elif self._headers.process_is_gone(peer, record):
+                clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
+            else:
+                silent = self._headers.unchanged(peer, record)
+                also = f", and has said nothing for {in_seconds(silent)}" if silent > _ANSWER_SECONDS else ""
+                clauses.append(f"rank {peer} {record.doing}{also}")
+                if record.state is RankState.WAITING:
+                    pending += record.waits_for
+        return clauses
 
 
-def _ended(record: HeaderRecord) -> str:
-    return f"it is silent, its process {record.process} has ended"
+def in_seconds(seconds: float) -> str:
+    """Time for a message: tenths of a second, less than one to two digits."""
+    if seconds < 1:
+        return f"{float(f'{seconds:.2g}'):g} s"
+    return f"{seconds:.1f}".removesuffix(".0") + " s"

@@ -7,8 +7,7 @@ import pytest
 
 from distdl_rma.errors import PeerFailedError, ShapeError
 from distdl_rma.segments.waiting.failure_notices import FailureNotices, cause_of
-from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, parse
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, WaitReason, parse
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Headers: what a rank says about itself can be read at any moment, and is never a mixture of two records."""
 
 import itertools
+import os
 import random
 import struct
 import time
@@ -9,9 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distdl_rma.segments.waiting.double_record import DoubleRecord
-from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, operation_name, parse
-from distdl_rma.segments.waiting.peer_headers import PeerHeaders
+from distdl_rma.segments.waiting.header import (
+    HEADER_BYTES,
+    DoubleRecord,
+    HeaderWriter,
+    PeerHeaders,
+    RankState,
+    WaitReason,
+    operation_name,
+    parse,
+)
 
 
 class Struck(Exception):
@@ -111,3 +119,90 @@ def test_newer_of_two_whole_records_counts():
     for count in range(1, 6):
         twin.write(memory, count, lambda: None, 10 * count)
         assert twin.read(bytes(memory)) == (10 * count,)
+
+
+RECORD = DoubleRecord("q8s", 16)
+
+
+def recorded(*fields):
+    memory, calls = bytearray(RECORD.end + 8), []
+    for count, number in enumerate(fields, 1):
+        RECORD.write(memoryview(memory), count, lambda: calls.append(1), number, b"words")
+    assert len(calls) == len(fields)
+    return memory
+
+
+def test_the_newest_record_is_read_and_nothing_else_is_touched():
+    for last in range(1, 6):
+        memory = recorded(*range(10, 10 + last))
+        assert RECORD.read(bytes(memory)) == (9 + last, b"words\0\0\0")
+        assert not any(memory[:16]) and not any(memory[RECORD.end :])
+
+
+def test_while_one_record_changes_the_one_before_it_is_whole():
+    memory = recorded(1, 2)
+    after = recorded(1, 2, 3)
+    changed = [k for k in range(len(memory)) if memory[k] != after[k]]
+    for k in changed[:-1]:
+        memory[k] = after[k]
+        assert RECORD.read(bytes(memory)) == (2, b"words\0\0\0")
+    memory[changed[-1]] = after[changed[-1]]
+    assert RECORD.read(bytes(memory)) == (3, b"words\0\0\0")
+
+
+def test_zeros_are_no_record():
+    assert RECORD.read(bytes(RECORD.end)) is None
+
+
+@pytest.mark.mpi
+def test_what_a_rank_says_is_read_wherever_it_is(segments, comm):
+    headers = PeerHeaders(segments.segment)
+    segments.begin(segments.operation(f"step of {comm.rank}"), 5)
+    comm.Barrier()
+    for rank in segments.ranks:
+        record = headers.read(rank, time.monotonic() + 10)
+        assert record.operation == f"step of {rank}" and record.epoch == 5
+        assert record.state is RankState.RUNNING
+        assert headers.glance(rank).operation == record.operation
+        assert headers.age(rank) < 10 and not headers.process_is_gone(rank, record)
+    # Gets under way end before the segment may go.
+    while headers._asked:
+        for rank in tuple(headers._asked):
+            headers._hear(rank)
+    comm.Barrier()
+
+
+@pytest.mark.mpi
+def test_who_never_answered_is_silent(segments):
+    headers = PeerHeaders(segments.segment)
+    far = [rank for rank in segments.ranks if not headers.is_near(rank)]
+    assert all(headers.age(rank) == float("inf") for rank in far)
+    assert all(headers.age(rank) == 0 for rank in segments.ranks if rank not in far)
+
+
+@pytest.mark.mpi
+def test_who_says_the_same_for_a_while_is_unchanged_only_while_it_waits(segments):
+    headers, me = PeerHeaders(segments.segment), segments.rank
+    waits = SimpleNamespace(written=1.0, state=RankState.WAITING, process=os.getpid(), namespace=0)
+    assert headers.unchanged(me, waits) == 0
+    time.sleep(0.01)
+    assert headers.unchanged(me, waits) >= 0.01
+    waits.state = RankState.RUNNING
+    assert headers.unchanged(me, waits) == 0
+    waits.state, waits.written = RankState.WAITING, 2.0
+    assert headers.unchanged(me, waits) == 0
+    # Without a namespace nothing is known of a process.
+    assert not headers.process_is_gone(me, waits)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "whom"),
+    [
+        ((3,), "rank 3"),
+        ((1, 2), "ranks 1, 2"),
+        ((), "the other ranks"),
+        (range(9), "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+    ],
+)
+def test_a_reason_names_the_ranks_and_what_they_are_to_do(ranks, whom):
+    assert str(WaitReason(tuple(ranks), "to send in 'enc1'", "a hint")) == f"for {whom} to send in 'enc1'"

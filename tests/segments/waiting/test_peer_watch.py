@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
-from distdl_rma.segments.waiting import peer_headers as headers
-from distdl_rma.segments.waiting import peer_watch, timeout_message
+from distdl_rma.segments.waiting import header as headers
+from distdl_rma.segments.waiting import peer_watch
 from distdl_rma.segments.waiting.failure_notices import FailureNotices
-from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState
-from distdl_rma.segments.waiting.peer_watch import PeerWatch
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, WaitReason
+from distdl_rma.segments.waiting.peer_watch import PeerWatch, in_seconds
 
 RANKS = tuple(range(20))
 
@@ -114,8 +113,7 @@ def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node)
 
 def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    for module in (peer_watch, timeout_message):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.05)
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
@@ -132,19 +130,18 @@ def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkey
 
 def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    for module in (peer_watch, timeout_message):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.05)
     waiting = WaitReason((1, 2), "to set notification 0")
     boards[1].write(RankState.WAITING, "to answer", (2,))
     boards[2].write(RankState.RUNNING)
     watch.look(waiting)
     time.sleep(0.1)
     # A rank that computes writes nothing; one that waits does so ten times a second.
-    first, second = timeout_message.chain(0, watch._headers, waiting)
+    first, second = watch.chain(waiting, 1.0)
     assert "for rank 2 to answer, and has said nothing for" in first
     assert second.startswith("rank 2 waits for nobody") and "has said" not in second
     boards[1].write(RankState.WAITING, "to answer", (2,))
-    assert not any("has said" in clause for clause in timeout_message.chain(0, watch._headers, waiting))
+    assert not any("has said" in clause for clause in watch.chain(waiting, 1.0))
 
 
 def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_be_read_any_more(node):
@@ -178,8 +175,7 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
     watch._segment.link = lambda rank: far if rank == 1 else near(rank)
     watch._segment.node_ranks = RANKS[2:]
     monkeypatch.setattr(headers, "MPI", SimpleNamespace(Request=SimpleNamespace(Testall=all)))
-    for module in (peer_watch, timeout_message):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.05)
     boards = {rank: board(memories[rank]) for rank in RANKS[1:]}
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
@@ -194,3 +190,22 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
 def test_header_of_this_process_is_that_of_a_process_that_lives(node):
     watch, boards, _ = node
     assert boards[1]._process == os.getpid() and watch.gone() == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.00123456, "0.0012 s"),
+        (0.5, "0.5 s"),
+        (0.99629, "1 s"),
+        (1.5, "1.5 s"),
+        (9.99629, "10 s"),
+        (12.34567, "12.3 s"),
+        (300, "300 s"),
+        (1234567.8, "1234567.8 s"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_a_time_is_told_in_tenths_of_a_second_or_two_digits(seconds, text):
+    assert in_seconds(seconds) == text

@@ -8,7 +8,7 @@ from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
 
 # Looks at the flags of a small step before the wait becomes a patient one.
 _LOOKS = 300

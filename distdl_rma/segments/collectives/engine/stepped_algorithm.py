@@ -17,7 +17,7 @@ from distdl_rma.segments.collectives.engine.collective_site import CollectiveSit
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
-from distdl_rma.segments.waiting.wait_reason import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason
 
 _PARITIES = 2
 # Notifications that one rank of a node may give another in one step, each for a reason of its own.

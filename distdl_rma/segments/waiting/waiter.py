@@ -1,0 +1,248 @@
+"""Waiting for other ranks, while what is under way here goes on, in all machines of the process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from distdl_rma.errors import ConfigurationError, DistdlError, ExchangeTimeout
+from distdl_rma.segments.counters import Counters
+from distdl_rma.segments.transport.progress_thread import ProgressEngine
+from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.waiting.failure_notices import FailureNotices
+from distdl_rma.segments.waiting.header import WaitReason
+from distdl_rma.segments.waiting.peer_watch import PeerWatch
+
+TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
+DEFAULT_TIMEOUT = 300.0
+
+_YIELD_SECONDS = 2e-3
+_SLEEP_SECONDS = (5e-5, 1e-3)
+# How often a long wait says what it waits for, and looks at those that it waits for.
+_LOOK_SECONDS = 0.1
+
+
+class PendingWork:
+    """Steps that remain to be taken on a machine: by every wait, every ``progress()``, the progress engine.
+
+    So ranks may wait for what they do together in different orders. Waits in another machine of the process
+    take them too. Whoever takes steps holds the segment's lock, and takes in notices of failed ranks with
+    them; the counters tell the progress engine whether the rank is active.
+    """
+
+    def __init__(self, segment: Segment, notices: FailureNotices, counters: Counters) -> None:
+        self._segment, self.notices, self._counters = segment, notices, counters
+        self._open = True
+        self._steps: list[Callable[[], bool]] = []
+        self._advancing = False
+        self._engine: ProgressEngine | None = None
+        # What went wrong in a step that was taken while the rank waited in another machine.
+        self._trouble: Exception | None = None
+
+    @property
+    def engine(self) -> str:
+        """What takes steps while the rank computes: ``"thread"`` or ``"none"``."""
+        return "thread" if self._engine is not None else "none"
+
+    def begin(self, engine: str) -> None:
+        """Have other waits of this process, and an engine if there is to be one, take steps from now on."""
+        _replace_open(weakref.ref(self))
+        if engine == "thread":
+            self._engine = ProgressEngine(self._turn, self._segment.crowded)
+
+    def stop(self) -> None:
+        """End the progress engine; idempotent."""
+        if self._engine is not None:
+            self._engine.stop()
+
+    def end(self) -> None:
+        """Undo ``begin``; idempotent. What the engine still does is over then, or has no effect."""
+        _replace_open(without=self)
+        self.stop()
+        self._open = False
+
+    def defer(self, advance: Callable[[], bool]) -> None:
+        """Have ``advance()`` called again and again until it returns True."""
+        # The progress engine goes through the steps, and takes out what is done.
+        with self._segment.lock:
+            if advance not in self._steps:
+                self._steps.append(advance)
+
+    def withdraw(self, advance: Callable[[], bool]) -> None:
+        """Undo ``defer``; whoever finds its work done early calls it."""
+        with self._segment.lock:
+            if advance in self._steps:
+                self._steps.remove(advance)
+
+    def advance(self) -> None:
+        """Take all steps that can be taken at once, of all machines of this process; does not block.
+
+        Raises what went wrong in a step of this machine, now or meanwhile.
+        """
+        self._advance()
+        if len(_open_work) > 1:
+            advance_other_machines(self)
+
+    def advance_quietly(self) -> None:
+        """Take steps while the rank waits in another machine; does not block.
+
+        What goes wrong belongs to this machine: its next wait raises it, and takes steps again.
+        """
+        if self._trouble is None and (self._engine is None or self._engine.error is None):
+            try:
+                self._turn()
+            except (DistdlError, MPI.Exception) as error:
+                self._trouble = error
+
+    def _advance(self) -> None:
+        if self._engine is not None and self._engine.error is not None:
+            raise self._engine.error
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise trouble
+        with self._segment.lock:
+            self._segment.progress()
+            if self._open:
+                self.notices.poll()
+            if self._steps and not self._advancing:
+                # A step may wait itself, and that wait comes back here.
+                self._advancing = True
+                try:
+                    for advance in tuple(self._steps):
+                        if advance():
+                            self.withdraw(advance)
+                finally:
+                    self._advancing = False
+
+    def _turn(self) -> int:
+        # Left to a thread that already takes steps, if there is one.
+        if self._segment.lock.acquire(blocking=False):
+            try:
+                if self._open and not self.notices.failures:
+                    self._advance()
+            finally:
+                self._segment.lock.release()
+        counters = self._counters
+        return counters.puts + counters.gets + counters.waits
+
+
+# Work of the open machines of this process: while this rank waits in one of them, the others go on as well.
+# None is kept alive for that. Replaced as a whole, so that who goes through it needs no lock: engines are
+# other threads.
+_open_work: tuple[weakref.ref[PendingWork], ...] = ()
+_replacing = threading.Lock()
+
+
+def _replace_open(*more: weakref.ref[PendingWork], without: PendingWork | None = None) -> None:
+    global _open_work  # noqa: PLW0603
+    with _replacing:
+        _open_work = (*(known for known in _open_work if known() not in (without, None)), *more)
+
+
+def advance_other_machines(one: PendingWork | None) -> None:
+    """Have all open machines of this process but one take their steps; does not block."""
+    for reference in _open_work:
+        other = reference()
+        if other is not None and other is not one:
+            other.advance_quietly()
+
+
+class Waiter:
+    """How a rank waits for something that another rank does: it advances all work, looks, and gives up.
+
+    ``timeout`` is the default deadline in seconds. ``spins`` are turns of the busy loop at the start, 0 where
+    ranks outnumber cores or MPI must make progress; on every turn after it the steps of ``work`` are taken,
+    and now and then ``watch`` looks at the other ranks. ``counters`` add up the time.
+    """
+
+    def __init__(
+        self, timeout: float, spins: int, work: PendingWork, watch: PeerWatch, counters: Counters
+    ) -> None:
+        self.timeout = check_timeout(timeout)
+        self.spins = spins
+        self._work, self._watch = work, watch
+        self.defer, self.withdraw = work.defer, work.withdraw
+        self._counters = counters
+
+    def until(
+        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float | None = None
+    ) -> None:
+        """Return as soon as ``ready()`` is true; blocking.
+
+        ``ready`` is a cheap test without side effects, or one that advances what is waited for. ``reason``
+        says who is waited for, and is called only when the wait takes long. ``timeout`` is in seconds, 0 to
+        look once. ``ExchangeTimeout`` at the deadline, after which the wait can be repeated;
+        ``PeerFailedError`` if a rank of the machine failed, or one that is waited for has left.
+        """
+        if ready():
+            return
+        begin = time.perf_counter()
+        try:
+            self._wait(ready, reason, self.timeout if timeout is None else check_timeout(timeout), begin)
+        finally:
+            self._counters.waits += 1
+            self._counters.seconds_waited += time.perf_counter() - begin
+
+    def _wait(
+        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float, begin: float
+    ) -> None:
+        if timeout > 0:
+            for _ in range(self.spins):
+                if ready():
+                    return
+        work, watch, notices = self._work, self._watch, self._work.notices
+        pause, looked = _SLEEP_SECONDS[0], 0.0
+        try:
+            while True:
+                work.advance()
+                notices.check(reason)
+                if ready():
+                    return
+                elapsed = time.perf_counter() - begin
+                if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
+                    looked = elapsed
+                    watch.look(reason())
+                if elapsed > timeout:
+                    raise ExchangeTimeout(watch.timeout_message(reason(), timeout))
+                if elapsed < _YIELD_SECONDS:
+                    os.sched_yield()
+                else:
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, _SLEEP_SECONDS[1])
+        finally:
+            if looked:
+                watch.done()
+
+    def progress(self) -> None:
+        """Take all steps that can be taken at once, and raise if a rank failed; does not block."""
+        self._work.advance()
+        self._work.notices.check()
+
+
+def check_timeout(seconds: float | None, default: float = 0.0) -> float:
+    """Return a timeout in seconds, the default for None; raise if it is none."""
+    try:
+        value = default if seconds is None else float(seconds)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not value >= 0:
+        raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
+    return value
+
+
+def chosen_timeout(seconds: float | None) -> float:
+    """Return a timeout as asked for, else that of the environment, else 300 seconds; raise if it is none."""
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if seconds is not None or text is None:
+        return check_timeout(seconds, DEFAULT_TIMEOUT)
+    try:
+        return check_timeout(float(text))
+    except (ValueError, ConfigurationError):
+        raise ConfigurationError(
+            f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"
+        ) from None

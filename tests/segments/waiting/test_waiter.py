@@ -1,0 +1,296 @@
+"""A wait advances what is under way, looks at the others when it takes long, and gives up at its deadline."""
+
+import gc
+import threading
+import time
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from distdl_rma.errors import ConfigurationError, ExchangeTimeout, MismatchError, PeerFailedError
+from distdl_rma.segments.counters import Counters
+from distdl_rma.segments.waiting import waiter as waiting
+from distdl_rma.segments.waiting.header import WaitReason
+from distdl_rma.segments.waiting.waiter import (
+    DEFAULT_TIMEOUT,
+    PendingWork,
+    Waiter,
+    advance_other_machines,
+    check_timeout,
+    chosen_timeout,
+)
+
+REASON = WaitReason((1,), "to send in 'enc1'")
+
+
+class Others:
+    """Work and watch of a waiter, which note what is asked of them."""
+
+    def __init__(self):
+        self.turns, self.looks, self.over = 0, 0, 0
+        self.notices, self.failure = self, None
+        self.defer = self.withdraw = None
+
+    def advance(self):
+        self.turns += 1
+
+    def check(self, reason=None):
+        if self.failure and self.turns >= self.failure:
+            raise PeerFailedError(f"rank 1 failed: for {reason()}", 1, "")
+
+    def look(self, reason):
+        self.looks += 1
+
+    def done(self):
+        self.over += 1
+
+    def timeout_message(self, reason, seconds):
+        return f"waited {seconds:g} s {reason}"
+
+
+@pytest.fixture
+def others():
+    return Others()
+
+
+def waiter(others, spins=0, timeout=15.0):
+    return Waiter(timeout, spins, others, others, Counters())
+
+
+def test_what_is_there_is_not_waited_for(others):
+    one = waiter(others)
+    one.until(lambda: True, lambda: REASON)
+    assert not others.turns and not one._counters.waits
+
+
+def test_what_comes_while_the_wait_spins_needs_no_turn(others):
+    asked = []
+    one = waiter(others, spins=10)
+    one.until(lambda: len(asked) == 5 or asked.append(1), lambda: REASON)
+    assert not others.turns and one._counters.waits == 1 and one._counters.seconds_waited > 0
+
+
+def test_every_turn_takes_the_steps_under_way(others):
+    waiter(others).until(lambda: others.turns == 3, lambda: REASON)
+    assert others.turns == 3
+
+
+def test_a_long_wait_looks_at_the_others_and_says_when_it_is_over(others):
+    begin = time.perf_counter()
+    waiter(others).until(lambda: time.perf_counter() - begin > 0.25, lambda: REASON)
+    assert 1 <= others.looks <= 4 and others.over == 1
+
+
+@pytest.mark.parametrize("spins", [0, 10])
+def test_a_wait_gives_up_at_its_deadline_or_after_one_look(others, spins):
+    one = waiter(others, spins, 0.05)
+    with pytest.raises(ExchangeTimeout, match=r"waited 0.05 s for rank 1 to send in 'enc1'"):
+        one.until(lambda: False, lambda: REASON)
+    others.turns = 0
+    with pytest.raises(ExchangeTimeout, match="waited 0 s"):
+        one.until(lambda: False, lambda: REASON, 0)
+    assert others.turns == 1
+
+
+def test_a_failure_ends_the_wait_in_the_turn_that_hears_of_it(others):
+    others.failure = 2
+    with pytest.raises(PeerFailedError, match="for rank 1 to send"):
+        waiter(others).until(lambda: False, lambda: REASON)
+    assert others.turns == 2
+
+
+def test_progress_takes_one_turn_and_raises_what_failed(others):
+    one = waiter(others)
+    one.progress()
+    assert others.turns == 1
+    others.failure, others.notices.check = 1, lambda reason=None: (_ for _ in ()).throw(KeyError)
+    with pytest.raises(KeyError):
+        one.progress()
+
+
+@pytest.mark.parametrize("seconds", [-1, "soon", float("nan"), [1]])
+def test_a_timeout_that_is_none_is_refused(seconds):
+    with pytest.raises(ConfigurationError, match="a timeout is a number of seconds"):
+        check_timeout(seconds)
+
+
+def test_a_timeout_comes_from_the_argument_else_the_environment_else_it_is_the_default(monkeypatch):
+    monkeypatch.delenv("DISTDL_RMA_TIMEOUT", raising=False)
+    assert (
+        chosen_timeout(None) == DEFAULT_TIMEOUT
+        and chosen_timeout(2) == 2.0
+        and check_timeout(None, 3.0) == 3.0
+    )
+    monkeypatch.setenv("DISTDL_RMA_TIMEOUT", "7.5")
+    assert chosen_timeout(None) == 7.5 and chosen_timeout(2) == 2.0
+    monkeypatch.setenv("DISTDL_RMA_TIMEOUT", "-7")
+    with pytest.raises(ConfigurationError, match="DISTDL_RMA_TIMEOUT is a number of seconds"):
+        chosen_timeout(None)
+
+
+class Counting(PendingWork):
+    """Work of a machine that counts its turns."""
+
+    def __init__(self):
+        super().__init__(None, None, Counters())
+        self.steps = 0
+
+    def advance_quietly(self):
+        self.steps += 1
+
+
+def test_all_but_the_one_that_waits_go_on(monkeypatch):
+    monkeypatch.setattr(waiting, "_open_work", ())
+    first, second = Counting(), Counting()
+    first.begin("none")
+    advance_other_machines(first)
+    second.begin("none")
+    advance_other_machines(first)
+    advance_other_machines(None)
+    assert (first.steps, second.steps) == (1, 2)
+    second.end()
+    second.end()
+    advance_other_machines(None)
+    assert (first.steps, second.steps) == (2, 2)
+
+
+def test_to_be_registered_keeps_nothing_alive(monkeypatch):
+    monkeypatch.setattr(waiting, "_open_work", ())
+    gone = Counting()
+    gone.begin("none")
+    del gone
+    gc.collect()
+    advance_other_machines(None)
+    kept = Counting()
+    kept.begin("none")
+    assert len(waiting._open_work) == 1 and waiting._open_work[0]() is kept
+
+
+@pytest.fixture(scope="module")
+def pair(comm):
+    """Two segment managers that reach all peers by MPI, where nobody else moves data."""
+    from distdl_rma.segments import SegmentManager
+
+    own = comm.Dup()
+    two = [SegmentManager(own, None, "8MiB", 15, "remote", "none") for _ in range(2)]
+    yield two
+    for manager in two:
+        manager.close()
+    own.Free()
+
+
+def letters(manager, size=8):
+    others = {rank: () for rank in manager.ranks if rank != manager.rank}
+    buffer = manager.get_segment_buffer(size, 2, "letters")
+    return buffer, buffer.exchange(others, "letters")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_wait_in_one_machine_moves_what_was_put_in_another(pair, comm):
+    big = 2 << 20
+    first, first_peers = letters(pair[0], big)
+    second, second_peers = letters(pair[1])
+    for step in range(3):
+        if comm.rank == 0:
+            first_peers[1].put_notify(np.full(big, step, np.uint8), index=0)
+            second.notify_wait(0)
+        elif comm.rank == 1:
+            first.notify_wait(0)
+            assert (first.array == step).all()
+            second_peers[0].notify(0)
+    comm.Barrier()
+    first.free()
+    second.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_waits_for_others_to_make_a_machine_moves_what_was_put_in_another(pair, comm):
+    from distdl_rma import Machine
+
+    big = 2 << 20
+    first, first_peers = letters(pair[0], big)
+    if comm.rank == 0:
+        first_peers[1].put_notify(np.full(big, 7, np.uint8), index=0)
+    elif comm.rank == 1:
+        first.notify_wait(0)
+        assert (first.array == 7).all()
+    Machine(comm, segment_size="8MiB", timeout=15).close()
+    first.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_error_in_a_step_of_one_machine_is_raised_there_and_not_in_a_wait_of_another(pair, comm):
+    def broken():
+        pair[0].withdraw(broken)
+        raise MismatchError("the step went wrong")
+
+    second, _ = letters(pair[1])
+    if comm.rank == 0:
+        pair[0].defer(broken)
+        with pytest.raises(ExchangeTimeout, match=r"waited 0\.3 s"):
+            second.notify_wait(0, timeout=0.3)
+        with pytest.raises(MismatchError, match="the step went wrong"):
+            pair[0].progress()
+        pair[0].progress()
+    comm.Barrier()
+    second.free()
+
+
+@pytest.mark.mpi
+def test_interrupt_in_a_step_of_one_machine_ends_the_wait_in_another(pair, comm):
+    # What a signal handler raises is for the thread that waits, wherever it was at that moment.
+    def interrupted():
+        pair[0].withdraw(interrupted)
+        raise KeyboardInterrupt
+
+    buffer = pair[1].get_segment_buffer(0, 1, "nobody's")
+    pair[0].defer(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.notify_wait(0, timeout=5)
+    pair[0].progress()
+    buffer.free()
+    comm.Barrier()
+
+
+def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
+    class Notices:
+        failures: ClassVar[dict[int, str]] = {}
+
+        def poll(self):
+            self.failures[1] = "disk on fire"
+
+    def advance():
+        taken.append(1)
+        return False
+
+    taken = []
+    segment = SimpleNamespace(lock=threading.RLock(), progress=lambda: True, crowded=False)
+    silent = SimpleNamespace(poll=lambda: None, failures={})
+    one, another = PendingWork(segment, Notices(), Counters()), PendingWork(segment, silent, Counters())
+    one.begin("none")
+    another.begin("none")
+    one.defer(advance)
+    try:
+        # The first turn takes in the notice and the step, the second one neither.
+        another.advance()
+        another.advance()
+        assert taken == [1]
+        one.advance()
+        assert taken == [1, 1]
+    finally:
+        one.end()
+        another.end()
+
+
+@pytest.mark.mpi
+def test_manager_that_is_closed_or_dropped_is_none_of_the_process_any_more(comm):
+    from distdl_rma.segments import SegmentManager
+    from distdl_rma.segments.waiting import waiter as waiting
+
+    before = waiting._open_work
+    manager = SegmentManager(comm, None, "8MiB", 15)
+    assert len(waiting._open_work) == len(before) + 1
+    manager.close()
+    assert waiting._open_work == before
