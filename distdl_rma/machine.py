@@ -20,8 +20,8 @@ from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.lifecycle.meeting import meet, refuse
 from distdl_rma.segments.lifecycle.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.uncopyable import Shared
-from distdl_rma.segments.waiting.waiter import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.trace import Recording, Tracer
 
 # As ``layer_name`` makes them, and copies of layers have them.

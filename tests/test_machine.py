@@ -22,7 +22,7 @@ from distdl_rma import (
 )
 from distdl_rma.segments.lifecycle import meeting
 from distdl_rma.segments.lifecycle.job_board import JobBoard
-from distdl_rma.segments.transport import segment
+from distdl_rma.segments.transport import node_memory
 from tests.handles import handles
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
@@ -274,13 +274,13 @@ def test_memory_that_mpi_refuses_is_an_error_on_all_ranks_and_reserves_nothing(c
         def __getattr__(self, name):
             return Win if name == "Win" else getattr(MPI, name)
 
-    before = dict(segment._reserved)
+    before = dict(node_memory._promised)
     with monkeypatch.context() as patch:
-        patch.setattr(segment, "MPI", Refusing())
+        patch.setattr(node_memory, "MPI", Refusing())
         for _ in range(20):
             with pytest.raises(SegmentError, match="rank 0: MPI allocates no shared window of"):
                 Machine(comm, segment_size="1MiB")
-    assert segment._reserved == before
+    assert node_memory._promised == before
     Machine(comm, segment_size="1MiB").close()
 
 

@@ -19,13 +19,13 @@ from distdl_rma.segments.lifecycle.communicators import Communicators
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.queue import Queue
-from distdl_rma.segments.transport.progress_thread import check_progress
+from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.segments.waiting.failure_notices import FailureNotices, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, operation_name
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
-from distdl_rma.segments.waiting.waiter import PendingWork, Waiter, chosen_timeout
+from distdl_rma.segments.waiting.waiter import PendingWork, Waiter
 from distdl_rma.trace import Tracer
 
 _SPINS = 2000
@@ -96,16 +96,12 @@ class SegmentManager(SegmentContext, Uncopyable):
         rank_ids = tuple(range(comm.size)) if ranks is None else tuple(ranks)
         if len(set(rank_ids)) != comm.size or len(rank_ids) != comm.size:
             raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {rank_ids}")
-
-        def check() -> None:
-            chosen_timeout(timeout)
-            check_progress(progress, has_remote=False)
-
+        options = SegmentOptions(nbytes, timeout, transport, progress, node_size, reserve)
         counters = Counters()
         # Messages of the library never meet those of the caller.
         comm = comm.Dup()
         try:
-            segment = Segment(comm, rank_ids, nbytes, transport, check, node_size, counters, reserve)
+            segment = Segment(comm, rank_ids, options, counters)
         except DistdlError:
             comm.Free()
             raise
@@ -117,14 +113,17 @@ class SegmentManager(SegmentContext, Uncopyable):
         waiter = Waiter(chosen_timeout(timeout), spins, self._work, self.watch, counters)
         super().__init__(comm, rank_ids, segment, waiter, counters)
         self.heap.allocate(HEADER_BYTES, "header")
+        # What is done at each call goes straight to who does it: steps that all waits shall take, and the
+        # operation that begins, by a name from ``operation`` and its epoch, for the messages of others.
         self.defer, self.withdraw = waiter.defer, waiter.withdraw
+        self.begin = self._header.begin
         self.communicators = Communicators(comm, rank_ids)
         self.transport = transport
         self.trace = Tracer()
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self.closing = Closing(comm, segment, self.notices, self.watch, waiter)
-        self._work.begin(check_progress(progress, segment.has_remote))
+        self._work.begin(chosen_progress(progress, segment.has_remote))
 
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
@@ -200,10 +199,6 @@ class SegmentManager(SegmentContext, Uncopyable):
             "timeout seconds": self.waiter.timeout,
             "more ranks than cores": segment.crowded,
         }
-
-    def begin(self, name: bytes, epoch: int) -> None:
-        """Say in this rank's header which operation it begins; ``name`` comes from ``operation``."""
-        self._header.begin(name, epoch)
 
     operation = staticmethod(operation_name)
 

@@ -10,10 +10,11 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError
 from distdl_rma.segments.counters import Counters
+from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.waiter import Waiter, check_timeout
+from distdl_rma.segments.waiting.waiter import Waiter
 
 
 class SegmentContext:

@@ -16,8 +16,8 @@ from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, Prot
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.remote_buffer import Location, RemoteBuffer
+from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.waiter import check_timeout
 
 _TAG = 1
 _LABEL_BYTES, _TERMS_BYTES = 120, 240

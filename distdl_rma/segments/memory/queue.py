@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ArgumentError
 from distdl_rma.segments.memory.context import SegmentContext
+from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.waiter import check_timeout
 
 
 class Queue:

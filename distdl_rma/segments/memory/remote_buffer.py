@@ -16,8 +16,8 @@ from distdl_rma.segments.memory.queue import Queue, check_queue
 from distdl_rma.segments.memory.remote_array import RemoteArray
 from distdl_rma.segments.memory.remote_memory import RemoteMemory
 from distdl_rma.segments.memory.remote_words import RemoteWords
+from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
-from distdl_rma.segments.waiting.waiter import check_timeout
 
 # A notification's word: value, then a number that differs from that of the one before.
 NOTIFICATION_BITS = 31

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from operator import index as as_int
 
+from mpi4py import MPI
+
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.memory.array_bytes import as_offset
 from distdl_rma.segments.memory.remote_memory import RemoteMemory
+from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.waiter import check_timeout
 
 
 class RemoteWords:
@@ -30,7 +32,7 @@ class RemoteWords:
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to the integer, and return what it was. The sum wraps around."""
         operand = _int64(value)
-        return self._atomics.fetch_add(self.peer, self._word_at(offset, timeout), operand)
+        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.SUM, operand)
 
     def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set the integer to ``desired`` if it is ``expected``; return what it was: that if it was set."""
@@ -40,7 +42,7 @@ class RemoteWords:
     def atomic_swap(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Set the integer, and return what it was."""
         operand = _int64(value)
-        return self._atomics.swap(self.peer, self._word_at(offset, timeout), operand)
+        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.REPLACE, operand)
 
     def atomic_store(self, offset: int, value: int, timeout: float | None = None) -> None:
         """Set the integer; it is set on return."""
@@ -48,7 +50,7 @@ class RemoteWords:
 
     def atomic_load(self, offset: int, timeout: float | None = None) -> int:
         """Return the integer."""
-        return self._atomics.load(self.peer, self._word_at(offset, timeout))
+        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.NO_OP, 0)
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
         # Where in the peer's segment, once the peer is known to answer.

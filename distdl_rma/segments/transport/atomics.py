@@ -52,19 +52,8 @@ class Atomics:
 
         return answered
 
-    def fetch_add(self, rank: int, offset: int, value: int) -> int:
-        """Add to the word."""
-        return self._fetch(rank, offset, value, MPI.SUM)
-
-    def swap(self, rank: int, offset: int, value: int) -> int:
-        """Set the word."""
-        return self._fetch(rank, offset, value, MPI.REPLACE)
-
-    def load(self, rank: int, offset: int) -> int:
-        """Leave the word as it is."""
-        return self._fetch(rank, offset, 0, MPI.NO_OP)
-
-    def _fetch(self, rank: int, offset: int, value: int, op: MPI.Op) -> int:
+    def fetch(self, rank: int, offset: int, op: MPI.Op, value: int) -> int:
+        """Change the word by ``MPI.SUM`` or ``MPI.REPLACE``, or leave it by ``MPI.NO_OP``."""
         target, begin = self._positions[rank]
         operand, before = np.array([value], np.int64), np.empty(1, np.int64)
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,17 +14,8 @@ from mpi4py import MPI
 
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes, RmaPeer
 
-# These processors never let a store overtake an earlier store, nor a load an earlier load.
-_TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
 # More transfers or notifications than these are looked through for those that are over.
 _MANY_TRANSFERS = 64
-
-
-def fence_for(window: MPI.Win) -> Callable[[], None]:
-    """Memory barrier between data and the flag that announces it, the only one of the library."""
-    if platform.machine() in _TOTAL_STORE_ORDER:
-        return lambda: None
-    return window.Sync
 
 
 class SharedLink:

@@ -6,11 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpi4py import MPI
-
-from distdl_rma.errors import ConfigurationError
-
-PROGRESS = ("thread", "none")
 # While the rank is active; then, where ranks outnumber cores; and when it has not been for a while.
 _BUSY_SECONDS = 1e-4
 _CROWDED_SECONDS = 1e-3
@@ -66,15 +61,3 @@ class ProgressEngine:
             pause = max(self._pause, min(_PAUSE_TURNS * turn, _LONGEST_PAUSE_SECONDS))
             quiet = quiet + pause if active == seen else 0.0
             seen = active
-
-
-def check_progress(asked: str | None, has_remote: bool) -> str:
-    """Return which engine to use: as asked, or a thread where peers are remote and MPI allows threads."""
-    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    if asked is None:
-        return "thread" if has_remote and threads else "none"
-    if asked not in PROGRESS:
-        raise ConfigurationError(f"progress is one of {PROGRESS}, got {asked!r}")
-    if asked == "thread" and not threads:
-        raise ConfigurationError("progress='thread' needs an MPI started with MPI_THREAD_MULTIPLE")
-    return asked

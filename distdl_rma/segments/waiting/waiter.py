@@ -10,16 +10,14 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ConfigurationError, DistdlError, ExchangeTimeout
+from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.counters import Counters
+from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.progress_thread import ProgressEngine
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.failure_notices import FailureNotices
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.peer_watch import PeerWatch
-
-TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
-DEFAULT_TIMEOUT = 300.0
 
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
@@ -222,27 +220,3 @@ class Waiter:
         """Take all steps that can be taken at once, and raise if a rank failed; does not block."""
         self._work.advance()
         self._work.notices.check()
-
-
-def check_timeout(seconds: float | None, default: float = 0.0) -> float:
-    """Return a timeout in seconds, the default for None; raise if it is none."""
-    try:
-        value = default if seconds is None else float(seconds)
-    except (TypeError, ValueError):
-        value = -1.0
-    if not value >= 0:
-        raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
-    return value
-
-
-def chosen_timeout(seconds: float | None) -> float:
-    """Return a timeout as asked for, else that of the environment, else 300 seconds; raise if it is none."""
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if seconds is not None or text is None:
-        return check_timeout(seconds, DEFAULT_TIMEOUT)
-    try:
-        return check_timeout(float(text))
-    except (ValueError, ConfigurationError):
-        raise ConfigurationError(
-            f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"
-        ) from None

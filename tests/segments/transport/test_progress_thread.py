@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from distdl_rma.errors import ConfigurationError
-from distdl_rma.segments.transport.progress_thread import ProgressEngine, check_progress
+from distdl_rma.segments.transport.progress_thread import ProgressEngine
 
 
 def test_the_thread_takes_turns_until_it_is_stopped():
@@ -37,10 +36,3 @@ def test_an_error_ends_the_thread_and_is_kept_for_its_rank(error):
     engine._thread.join(10)
     assert not engine.running and engine.error is error
     engine.stop()
-
-
-def test_the_engine_is_chosen_by_name_or_by_whether_peers_are_far():
-    assert check_progress("none", has_remote=True) == "none"
-    assert check_progress(None, has_remote=False) == "none"
-    with pytest.raises(ConfigurationError, match="progress is one of"):
-        check_progress("fibre", has_remote=False)

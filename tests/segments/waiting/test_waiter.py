@@ -9,17 +9,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from distdl_rma.errors import ConfigurationError, ExchangeTimeout, MismatchError, PeerFailedError
+from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.waiting import waiter as waiting
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import (
-    DEFAULT_TIMEOUT,
     PendingWork,
     Waiter,
     advance_other_machines,
-    check_timeout,
-    chosen_timeout,
 )
 
 REASON = WaitReason((1,), "to send in 'enc1'")
@@ -108,26 +105,6 @@ def test_progress_takes_one_turn_and_raises_what_failed(others):
     others.failure, others.notices.check = 1, lambda reason=None: (_ for _ in ()).throw(KeyError)
     with pytest.raises(KeyError):
         one.progress()
-
-
-@pytest.mark.parametrize("seconds", [-1, "soon", float("nan"), [1]])
-def test_a_timeout_that_is_none_is_refused(seconds):
-    with pytest.raises(ConfigurationError, match="a timeout is a number of seconds"):
-        check_timeout(seconds)
-
-
-def test_a_timeout_comes_from_the_argument_else_the_environment_else_it_is_the_default(monkeypatch):
-    monkeypatch.delenv("DISTDL_RMA_TIMEOUT", raising=False)
-    assert (
-        chosen_timeout(None) == DEFAULT_TIMEOUT
-        and chosen_timeout(2) == 2.0
-        and check_timeout(None, 3.0) == 3.0
-    )
-    monkeypatch.setenv("DISTDL_RMA_TIMEOUT", "7.5")
-    assert chosen_timeout(None) == 7.5 and chosen_timeout(2) == 2.0
-    monkeypatch.setenv("DISTDL_RMA_TIMEOUT", "-7")
-    with pytest.raises(ConfigurationError, match="DISTDL_RMA_TIMEOUT is a number of seconds"):
-        chosen_timeout(None)
 
 
 class Counting(PendingWork):

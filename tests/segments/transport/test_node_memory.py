@@ -5,7 +5,7 @@ import errno
 import numpy as np
 import pytest
 
-from distdl_rma.segments.transport import reserving
+from distdl_rma.segments.transport import node_memory
 from tests.private_memory import run_alone
 
 FULL = """
@@ -13,7 +13,7 @@ import os, sys
 from mpi4py import MPI
 from distdl_rma import Machine
 from distdl_rma.errors import DistdlError
-from distdl_rma.segments.transport import reserving, segment
+from distdl_rma.segments.transport import node_memory
 comm = MPI.COMM_WORLD
 
 def fill(*arguments):
@@ -24,10 +24,11 @@ def fill(*arguments):
             file.write(bytes(114 << 20))
     comm.Barrier()
 
-room, segment._check_room = segment._check_room, fill
-advise = reserving._advise
-for free, provide in (reserving._free, advise), (lambda: 1e12, advise), (reserving._free, lambda *a, **k: 22):
-    reserving._free, reserving._advise = free, provide
+room, node_memory.NodeMemory.check_room = node_memory.NodeMemory.check_room, fill
+advise = node_memory._advise
+look = node_memory._free
+for free, provide in (look, advise), (lambda: 1e12, advise), (look, lambda *a, **k: 22):
+    node_memory._free, node_memory._advise = free, provide
     try:
         Machine(segment_size="32MiB", reserve=True)
     except DistdlError as error:
@@ -36,7 +37,7 @@ for free, provide in (reserving._free, advise), (lambda: 1e12, advise), (reservi
     if comm.rank == 0:
         os.unlink("/dev/shm/somebody")
     comm.Barrier()
-segment._check_room, reserving._advise = room, advise
+node_memory.NodeMemory.check_room, node_memory._advise = room, advise
 with Machine(segment_size="32MiB", reserve=True) as machine, Machine(segment_size="32MiB") as lazy:
     fill = os.statvfs("/dev/shm")
     used = (fill.f_blocks - fill.f_bfree) * fill.f_frsize
@@ -63,9 +64,9 @@ def test_memory_that_somebody_else_fills_is_an_error_on_all_ranks_if_it_is_reser
 @pytest.mark.parametrize("problem", [0, errno.EINVAL])
 def test_memory_that_is_taken_is_zero_as_before(monkeypatch, problem):
     if problem:
-        monkeypatch.setattr(reserving, "_advise", lambda *arguments, **options: problem)
+        monkeypatch.setattr(node_memory, "_advise", lambda *arguments, **options: problem)
     memory = np.zeros((3 << 20) + 100, np.uint8)[7:]
-    assert reserving.reserve_pages(memory, 1) == "" and not memory.any()
+    assert node_memory.reserve_pages(memory, 1) == "" and not memory.any()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""What users choose about segments: size, timeout, transport, progress; here or in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.errors import ConfigurationError
+
+SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
+TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
+DEFAULT_TIMEOUT = 300.0
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_TRANSPORTS = ("auto", "remote")
+_PROGRESS = ("thread", "none")
+
+
+@dataclass(frozen=True)
+class SegmentOptions:
+    """The options of a :class:`SegmentManager`, as they were given; ``check`` them on all ranks."""
+
+    nbytes: int | str | None = None
+    timeout: float | None = None
+    transport: str = "auto"
+    progress: str | None = None
+    node_size: int | None = None
+    reserve: bool = False
+
+    def check(self) -> None:
+        """Raise ``ConfigurationError`` if an option is wrong; the size is another matter."""
+        if self.transport not in _TRANSPORTS:
+            raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {self.transport!r}")
+        chosen_timeout(self.timeout)
+        chosen_progress(self.progress, has_remote=False)
+        if not isinstance(self.reserve, bool):
+            raise ConfigurationError(f"reserve is True or False, got {self.reserve!r}")
+
+    def size(self) -> int | None:
+        """Bytes of a segment as asked for, here or in the environment; None if nobody did."""
+        asked = self.nbytes if self.nbytes is not None else os.environ.get(SEGMENT_SIZE_VARIABLE)
+        return None if asked is None else parse_size(asked)
+
+
+def parse_size(text: object) -> int:
+    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; with a unit from B to TiB, or none."""
+    known = isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
+    found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if known else None
+    if not found or found[2] not in _UNITS or int(found[1]) < 1:
+        raise ConfigurationError(
+            f"a segment size is a whole number of bytes or one with a unit ({', '.join(list(_UNITS)[2:])}),"
+            f" got {text!r}"
+        )
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def check_timeout(seconds: float | None, default: float = 0.0) -> float:
+    """Return a timeout in seconds, the default for None; raise if it is none."""
+    try:
+        value = default if seconds is None else float(seconds)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not value >= 0:
+        raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
+    return value
+
+
+def chosen_timeout(seconds: float | None) -> float:
+    """Return a timeout as asked for, else that of the environment, else 300 seconds; raise if it is none."""
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if seconds is not None or text is None:
+        return check_timeout(seconds, DEFAULT_TIMEOUT)
+    try:
+        return check_timeout(float(text))
+    except (ValueError, ConfigurationError):
+        raise ConfigurationError(
+            f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"
+        ) from None
+
+
+def chosen_progress(asked: str | None, has_remote: bool) -> str:
+    """Return which engine to use: as asked, or a thread where peers are remote and MPI allows threads."""
+    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    if asked is None:
+        return "thread" if has_remote and threads else "none"
+    if asked not in _PROGRESS:
+        raise ConfigurationError(f"progress is one of {_PROGRESS}, got {asked!r}")
+    if asked == "thread" and not threads:
+        raise ConfigurationError("progress='thread' needs an MPI started with MPI_THREAD_MULTIPLE")
+    return asked

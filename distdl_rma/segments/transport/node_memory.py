@@ -1,0 +1,181 @@
+"""The shared memory of a node that segments are made of: how much each has, and taking it at once."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import cast
+
+from mpi4py import MPI
+
+from distdl_rma.errors import ConfigurationError, SegmentError
+from distdl_rma.segments.options import SEGMENT_SIZE_VARIABLE, SegmentOptions
+from distdl_rma.segments.transport.heap import aligned
+from distdl_rma.segments.transport.rma_peer import Bytes
+
+SHARED_MEMORY = Path("/dev/shm")
+_LARGEST_DEFAULT = 4 << 30
+# Less than this by default would only fail later; who wants less says so.
+_SMALLEST_DEFAULT = 32 << 20
+_SMALLEST = 4096
+# Of Linux: provides all pages, or fails where a store would end in SIGBUS (5.14); gives pages back.
+_MADV_POPULATE_WRITE, _MADV_REMOVE = 23, 9
+_CHUNK_BYTES = 1 << 20
+# What MPI may still need for itself; its own memory is consumed when it is touched, too.
+_SPARE_BYTES = 4 << 20
+_REMEDY = (
+    f"set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...) to less, or give the node or container more"
+    " shared memory (for example --shm-size)"
+)
+# Bytes of the segments of this process. What they reserve is consumed later, so that it still looks free.
+_promised: dict[int, int] = {}
+
+
+class NodeMemory:
+    """Memory for one segment per rank of ``comm``, with ``node``, the communicator of this rank's node.
+
+    ``ranks`` are the rank ids of the positions. Every step is collective, and what is wrong on one rank is
+    the same error on all. For tests, ``node_size`` consecutive ranks of a node count as a node.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node_size: int | None) -> None:
+        self._comm, self._ranks = comm, ranks
+        self.node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+        if node_size is not None:
+            whole = self.node
+            self.node = cast(MPI.Intracomm, whole.Split(whole.rank // node_size))
+            whole.Free()
+
+    def agree_on_size(self, options: SegmentOptions) -> int:
+        """Bytes of a segment; a wrong option is an error before anything is reserved."""
+        size, problem, room = 0, "", self._room()
+        try:
+            options.check()
+            size = aligned(options.size() or self._default_size(room))
+            if size < _SMALLEST:
+                raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {options.nbytes!r}")
+        except ConfigurationError as error:
+            problem = str(error)
+        said = self._comm.allgather((problem, size, options.transport, options.reserve))
+        for rank, (theirs, *_) in zip(self._ranks, said, strict=True):
+            if theirs:
+                raise ConfigurationError(f"rank {rank}: {theirs}")
+        for at, option in ((2, "transport"), (3, "reserve")):
+            for rank, theirs in zip(self._ranks, said, strict=True):
+                if theirs[at] != said[0][at]:
+                    first = f"{option} is {said[0][at]!r} on rank {self._ranks[0]}"
+                    raise ConfigurationError(f"{first} and {theirs[at]!r} on rank {rank}; give all the same")
+        # Different nodes may have different defaults; the smallest fits everywhere.
+        return min(int(size) for _, size, *_ in said)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise ``SegmentError`` if a node has not so many bytes for each of its ranks."""
+        # Memory is consumed when touched: without this check a full file system ends in SIGBUS, much later.
+        free, ranks = self._room(), self.node.size
+        short = ""
+        if free is not None and nbytes * ranks > free:
+            wanted = f"{nbytes * ranks} bytes ({ranks} ranks x {nbytes}) wanted"
+            short = f"{wanted}, {free} bytes free in {SHARED_MEMORY}"
+        lacking = self._first_problem(short)
+        if lacking:
+            raise SegmentError(f"not enough shared memory: {lacking[1]}; {_REMEDY}")
+
+    def allocate(self, nbytes: int) -> MPI.Win:
+        """Shared window over the node."""
+        window, problem = None, ""
+        try:
+            window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
+        except MPI.Exception as error:
+            problem = str(error).splitlines()[0]
+        whole = all(self.node.allgather(window is not None))
+        lacking = self._first_problem(problem)
+        if window is not None and lacking is None:
+            return window
+        if window is not None and whole:
+            window.Free()
+        rank, why = lacking or (self._ranks[self._comm.rank], problem)
+        raise SegmentError(f"rank {rank}: MPI allocates no shared window of {nbytes} bytes: {why}")
+
+    def reserve(self, memory: Bytes) -> None:
+        """Take all of the memory from the node; blocking. ``SegmentError`` if one rank cannot have it."""
+        lacking = self._first_problem(reserve_pages(memory, self.node.size))
+        if lacking:
+            rank, problem = lacking
+            raise SegmentError(f"rank {rank}: the segment could not be reserved: {problem}; {_REMEDY}")
+
+    def promise(self, nbytes: int) -> None:
+        """Note that so many bytes will be consumed, though they still look free; local."""
+        _promised[id(self)] = nbytes
+
+    def free(self) -> None:
+        """Let go of the node, and of what was promised; collective over the node."""
+        _promised.pop(id(self), None)
+        self.node.Free()
+
+    def _room(self) -> int | None:
+        # Collective over the node. None where shared memory is no file system of its own.
+        promised: int = sum(self.node.allgather(sum(_promised.values())))
+        if not SHARED_MEMORY.is_dir():
+            return None
+        return max(0, int(shutil.disk_usage(SHARED_MEMORY).free) - promised)
+
+    def _default_size(self, free: int | None) -> int:
+        share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
+        # Too little for the smallest default is found by the check of the room that follows.
+        return max(_SMALLEST_DEFAULT, min(_LARGEST_DEFAULT, share, sys.maxsize // 4))
+
+    def _first_problem(self, problem: str) -> tuple[int, str] | None:
+        # Of all ranks, the first that has one.
+        said = zip(self._ranks, self._comm.allgather(problem), strict=True)
+        return next(((rank, theirs) for rank, theirs in said if theirs), None)
+
+
+def reserve_pages(memory: Bytes, ranks: int) -> str:
+    """Have the kernel provide all pages of new memory, which is zero before and after; blocking.
+
+    All or nothing; so many ranks of the node do the same now, and its last bytes are left alone. Returns what
+    is missing, for a message; empty if nothing is.
+    """
+    for begin in range(0, memory.nbytes, _CHUNK_BYTES):
+        problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""
+        problem = problem or _provide(memory[begin : begin + _CHUNK_BYTES])
+        if problem:
+            left = f", {_free():.0f} bytes left in {SHARED_MEMORY}" if SHARED_MEMORY.is_dir() else ""
+            _advise(memory, _MADV_REMOVE, inside=True)
+            return f"only {begin} of {memory.nbytes} bytes can be had: {problem}{left}"
+    return ""
+
+
+def _provide(chunk: Bytes) -> str:
+    problem = _advise(chunk, _MADV_POPULATE_WRITE)
+    if problem in (errno.EINVAL, errno.ENOSYS):
+        # An older kernel. Looked before: only who takes as much in the same moment is not seen.
+        chunk[:] = 0
+        return ""
+    return os.strerror(problem) if problem else ""
+
+
+def _advise(memory: Bytes, advice: int, inside: bool = False) -> int:
+    # Number of the error; 0 if there was none. The pages at both ends may be shared with other ranks.
+    begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    begin = (-(-begin // mmap.PAGESIZE) if inside else begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = end // mmap.PAGESIZE * mmap.PAGESIZE if inside else end
+    if end <= begin:
+        return 0
+    try:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return errno.ENOSYS
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    madvise.restype = ctypes.c_int
+    return ctypes.get_errno() if madvise(begin, end - begin, advice) else 0
+
+
+def _free() -> float:
+    # Infinite where shared memory is no file system of its own.
+    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else float("inf")
