@@ -7,24 +7,24 @@ from operator import index as as_int
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
+from mpi4py import MPI
+from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_target
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target
 from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.queue import Queue, check_queue
-from distdl_rma.segments.memory.remote_array import RemoteArray
-from distdl_rma.segments.memory.remote_memory import RemoteMemory
-from distdl_rma.segments.memory.remote_words import RemoteWords
+from distdl_rma.segments.memory.remote_memory import RemoteArray, RemoteMemory
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.waiting.header import WaitReason
 
 # A notification's word: value, then a number that differs from that of the one before.
 NOTIFICATION_BITS = 31
 _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
 
-_Memory = TypeVar("_Memory", memoryview, npt.NDArray[Any])
+_Memory = TypeVar("_Memory", memoryview, NDArray[Any])
 
 
 class Location(NamedTuple):
@@ -43,12 +43,17 @@ class Inbox(Protocol):
         """Check a notification that a peer's answer will set; what sets it."""
 
 
-class RemoteBuffer(RemoteWords):
+class RemoteBuffer:
     """A peer's :class:`SegmentBuffer`, seen from here.
 
-    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call. Atomic
-    operations are those of :class:`RemoteWords`.
+    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call.
     What is ordered after what is a table in ``docs/one-sided.md``.
+
+    Atomic operations (``fetch_add``, ``compare_swap``, ``atomic_...``) are on a 64-bit integer at an offset.
+    They are atomic towards each other on all ranks, not towards puts and plain stores, and block until the
+    word has been changed. All raise ``ShapeError`` if the offset is no multiple of 8 inside the buffer,
+    ``ArgumentError`` if a number has more than 64 bits, and ``ExchangeTimeout`` if the peer does not answer:
+    nothing was changed then, and the call can be repeated.
 
     Attributes
     ----------
@@ -61,10 +66,10 @@ class RemoteBuffer(RemoteWords):
     """
 
     def __init__(self, context: SegmentContext, peer: int, location: Location, note: tuple[int, ...]) -> None:
-        super().__init__(RemoteMemory(context, peer, location.offset, location.nbytes))
+        self.peer, self.nbytes, self.note = peer, location.nbytes, note
         self._first_word, self.notifications = location.first_word, location.notifications
-        self.note = note
-        self._context, self._link = context, self._memory.link
+        self._memory = RemoteMemory(context, peer, location.offset, location.nbytes)
+        self._context, self._link, self._atomics = context, self._memory.link, context.segment.atomics
         self._counters, self._sequence = context.counters, context.sequence
         # Where the peer's memory can be reached, puts are assignments to it.
         near = self._memory.near
@@ -93,7 +98,7 @@ class RemoteBuffer(RemoteWords):
         elif source.nbytes:
             sent = np.frombuffer(source, np.uint8)
             sent = sent.copy() if queue is None else sent
-            self._memory.put(self._memory.runs(offset, source.nbytes), sent, queue)
+            self._memory.put(ByteRuns((self._memory.begin + offset,), source.nbytes), sent, queue)
         self._counters.puts += 1
         self._counters.bytes_put += source.nbytes
 
@@ -169,9 +174,8 @@ class RemoteBuffer(RemoteWords):
         The peer learns nothing of it. ``out`` belongs to the transfer until the notification is there. It is
         the one writer of that notification, and its wait names the peer.
 
-        ``inbox`` is a buffer of this rank; if it was freed before the array is filled, nothing is set. Raises
-        ``ShapeError`` if it would reach beyond the peer's buffer, or ``out`` cannot be written to, and
-        ``ArgumentError`` if ``inbox`` is no buffer of this rank, or has no such notification.
+        ``inbox`` is a buffer of this rank; if it was freed before the array is filled, nothing is set.
+        ``ArgumentError`` if it is none, or has no such notification, and ``ShapeError`` as for :meth:`get`.
         """
         target = as_target(out, "get_notify")
         offset = self._memory.inside(offset, target.nbytes, "get_notify")
@@ -179,10 +183,10 @@ class RemoteBuffer(RemoteWords):
         if promise is None:
             raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
         self._memory.check_open()
-        notify = promise(self._memory.context, self.peer, index, value)
+        notify = promise(self._context, self.peer, index, value)
         self._memory.get_then(self._memory.fetch(target, offset), notify)
 
-    def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
+    def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
         layout = ArrayLayout(dtype, shape)
         return RemoteArray(self._memory, layout, self._memory.inside(offset, layout.nbytes, "view"))
@@ -190,6 +194,45 @@ class RemoteBuffer(RemoteWords):
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
         self._context.flush((self.peer,), timeout)
+
+    def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
+        """Add to the integer, and return what it was. The sum wraps around."""
+        operand = _int64(value)
+        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.SUM, operand)
+
+    def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
+        """Set the integer to ``desired`` if it is ``expected``; return what it was: that if it was set."""
+        old, new = _int64(expected), _int64(desired)
+        return self._atomics.compare_swap(self.peer, self._word_at(offset, timeout), old, new)
+
+    def atomic_swap(self, offset: int, value: int, timeout: float | None = None) -> int:
+        """Set the integer, and return what it was."""
+        operand = _int64(value)
+        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.REPLACE, operand)
+
+    def atomic_store(self, offset: int, value: int, timeout: float | None = None) -> None:
+        """Set the integer; it is set on return."""
+        self.atomic_swap(offset, value, timeout)
+
+    def atomic_load(self, offset: int, timeout: float | None = None) -> int:
+        """Return the integer."""
+        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.NO_OP, 0)
+
+    def _word_at(self, offset: int, timeout: float | None) -> int:
+        # Where in the peer's segment, once the peer is known to answer.
+        check_timeout(timeout)
+        self._context.check_open()
+        offset = as_offset(offset, "an atomic")
+        if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
+            raise ShapeError(
+                f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
+                f" {self.nbytes} bytes, got offset {offset}"
+            )
+        answered = self._atomics.responding(self.peer)
+        if answered is not None:
+            reason = WaitReason((self.peer,), "to answer before an atomic operation")
+            self._context.waiter.until(answered, lambda: reason, timeout)
+        return self._memory.begin + offset
 
     # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
 
@@ -221,12 +264,11 @@ class RemoteBuffer(RemoteWords):
         """Advance puts and flags from here to this peer; return whether none is left. Does not block."""
         return self._link.advance()
 
-    def direct(self, dtype: npt.DTypeLike, count: int, offset: int) -> npt.NDArray[Any] | None:
+    def direct(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any] | None:
         """View of the peer's own memory where it can be loaded and stored, else None."""
         kind = np.dtype(dtype)
-        return self._memory.near_view(
-            self._memory.inside(offset, count * kind.itemsize, "view"), kind, (count,)
-        )
+        begin = self._memory.inside(offset, count * kind.itemsize, "view")
+        return self._memory.near_view(begin, kind, (count,))
 
     def check_notification(self, index: int, value: int) -> tuple[int, int]:
         """Return index and value as integers of Python, or raise ``ArgumentError`` if there is none such."""
@@ -257,3 +299,10 @@ class RemoteBuffer(RemoteWords):
 
     def __repr__(self) -> str:
         return f"RemoteBuffer(of rank {self.peer}, {self.nbytes} bytes, {self.notifications} notifications)"
+
+
+def _int64(value: int) -> int:
+    number = as_int(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
+    return number
