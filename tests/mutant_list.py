@@ -137,7 +137,7 @@ _PROTOCOL = [
     Mutant(
         "a put that nobody reads is not waited for",
         "distdl_rma/segments/channel.py",
-        "                lane.there.flush(timeout)\n",
+        "                lane.remote.flush(timeout)\n",
         "                pass\n",
         _GIVEN_UP,
     ),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
@@ -14,11 +14,11 @@ from distdl_rma.segments.lanes import SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
 
-Array = npt.NDArray[Any]
+Array = NDArray[Any]
 
 
 class Channel:
-    """Executes one exchange again and again: ``start``, go on, ``receive``.
+    """Executes one ``exchange`` of elements of a ``dtype`` again and again: ``start``, go on, ``receive``.
 
     Per ordered pair of peers: two slots and a data flag at the receiver, an acknowledge flag at the
     sender. A start puts each piece into the peer's slot and notifies; it does not wait, unless this rank
@@ -26,28 +26,15 @@ class Channel:
     freed after ``close()`` when no peer can write to it any more. Only ranks that exchange something
     talk; construction is local, the first start connects the neighbours.
 
-    Parameters
-    ----------
-    manager
-        Segment manager of the machine.
-    exchange
-        This rank's part of the movement.
-    dtype
-        Type of the elements that move.
-    name
-        Name of the layer, for messages.
-
-    Attributes
-    ----------
-    sends, receives
-        Pieces of the exchange as they move: large ones in several, the reader follows its writer.
+    ``sends`` and ``receives`` are the pieces of the exchange as they move: large ones in several, the reader
+    follows its writer. Messages call the channel by ``name``.
 
     Notes
     -----
     The exchange buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
     """
 
-    def __init__(self, manager: SegmentManager, exchange: Exchange, dtype: npt.DTypeLike, name: str) -> None:
+    def __init__(self, manager: SegmentManager, exchange: Exchange, dtype: DTypeLike, name: str) -> None:
         self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
         self._manager = manager
         link = manager.segment.link
@@ -126,10 +113,8 @@ class Channel:
         """
         self._check()
         if self._started - self._finished >= SLOTS:
-            raise ProtocolError(
-                f"{self.name!r}: third start without a receive (epochs {self._finished + 1} and"
-                f" {self._started} are in flight)"
-            )
+            under_way = f"epochs {self._finished + 1} and {self._started} are in flight"
+            raise ProtocolError(f"{self.name!r}: third start without a receive ({under_way})")
         if not self._connected:
             self.connect()
         epoch = self._started + 1
@@ -245,7 +230,7 @@ class Channel:
         # acknowledged unread, in a void, must be over before the slot is written again.
         for lane in self._outgoing:
             if lane.staged:
-                lane.there.flush(timeout)
+                lane.remote.flush(timeout)
         # Last: until here everything can be handed out once more.
         for lane in self._incoming:
             lane.acknowledge(epoch)
@@ -267,11 +252,8 @@ class Channel:
         steps = len(lane.ends) if verb == "send" else 1
 
         def reason() -> WaitReason:
-            return WaitReason(
-                (lane.peer,),
-                f"to {verb} in {self.name!r} (epoch {epoch}, last seen {flags[at] // steps})",
-                "did every rank call the same layers?",
-            )
+            what = f"to {verb} in {self.name!r} (epoch {epoch}, last seen {flags[at] // steps})"
+            return WaitReason((lane.peer,), what, "did every rank call the same layers?")
 
         self._manager.waiter.until(lambda: flags[at] >= value, reason, timeout)
 
@@ -282,7 +264,5 @@ class Channel:
     def _check_next(self, epoch: int) -> None:
         self._check()
         if epoch != self._finished + 1 or epoch > self._started:
-            raise ProtocolError(
-                f"{self.name!r}: epoch {epoch} cannot be received, started are {self._started},"
-                f" received {self._finished}"
-            )
+            known = f"started are {self._started}, received {self._finished}"
+            raise ProtocolError(f"{self.name!r}: epoch {epoch} cannot be received, {known}")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
-from distdl_rma.errors import ProtocolError
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.geometry.split import Balanced
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 
-Array = npt.NDArray[Any]
+Array = NDArray[Any]
 SLOTS = 2
 # A large message is announced bit by bit: its reader begins while its writer goes on.
 _STEP_NBYTES = 1 << 20
@@ -27,18 +26,14 @@ _STEP_NBYTES = 1 << 20
 class Lane:
     """One peer's share of a channel in one direction; a message is all pieces for that peer.
 
-    Attributes
-    ----------
-    offset
-        Of the first slot, or of the staging area, in this rank's buffer.
-    notification
-        Of this rank's buffer: the data flag of what is received, or the acknowledge flag of what is sent.
-    ends
-        Behind which pieces the data flag rises, the last one included.
-    views
-        The pieces of both slots, once the peer's buffer is known.
-    staged
-        Both staging areas, where the peer's slots are out of reach.
+    In this rank's buffer, ``offset`` is that of the first slot, or of the staging area, and ``notification``
+    the data flag of what is received, or the acknowledge flag of what is sent. The data flag rises behind the
+    pieces ``ends``, the last one included.
+
+    Once the peer's buffer ``remote`` is known, ``views`` are the pieces of both slots, and ``staged`` both
+    staging areas where the peer's slots are out of reach. The note of that buffer says where its slots are,
+    its data flag, and its acknowledge flag. ``acknowledge(epoch)`` raises the latter: the slot of that epoch
+    was read, and may be written again.
     """
 
     peer: int
@@ -49,19 +44,14 @@ class Lane:
     ends: tuple[int, ...]
     views: tuple[tuple[Array, ...], ...] = ()
     staged: tuple[Array, ...] = ()
-    remote: RemoteBuffer | None = None
+    remote: RemoteBuffer = field(init=False)
+    acknowledge: Callable[[int], None] = field(init=False)
+    _raise_data_flag: Callable[[int], None] = field(init=False)
 
     @property
     def stride(self) -> int:
         """Bytes from one slot to the other."""
         return aligned(self.nbytes)
-
-    @property
-    def there(self) -> RemoteBuffer:
-        """The peer's buffer; its note says where its slots are, its data flag, and its acknowledge flag."""
-        if self.remote is None:
-            raise ProtocolError(f"not connected to rank {self.peer}")
-        return self.remote
 
     def flag_after(self, epoch: int, steps: int | None = None) -> int:
         """Value of the data flag after some steps of an epoch, or all of them."""
@@ -71,11 +61,13 @@ class Lane:
     def read_from(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Read what the peer puts into the slots of this rank's buffer."""
         self.remote = remote
+        self.acknowledge = remote.flag_raiser(remote.note[2], ordered=False)
         self._cut([self._own_slot(buffer, dtype, parity) for parity in range(SLOTS)])
 
     def write_to(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Write to the peer's slots, or else to a staging area in this rank's buffer."""
         self.remote = remote
+        self._raise_data_flag = remote.flag_raiser(remote.note[1])
         length, slots = self.nbytes // dtype.itemsize, []
         for parity in range(SLOTS):
             slot = remote.direct(dtype, length, remote.note[0] + parity * self.stride)
@@ -85,35 +77,31 @@ class Lane:
 
     def announce(self, epoch: int) -> None:
         """Raise the peer's data flag behind a whole message, which leaves the staging area now."""
-        offset, flag = self.there.note[:2]
         if self.staged:
             parity = epoch % SLOTS
-            self.there.put_stable(self.staged[parity].view(np.uint8), offset + parity * self.stride)
-        self.there.raise_flag(flag, self.flag_after(epoch))
+            there = self.remote.note[0] + parity * self.stride
+            self.remote.put_stable(self.staged[parity].view(np.uint8), there)
+        self._raise_data_flag(self.flag_after(epoch))
 
     def announce_step(self, epoch: int, step: int) -> None:
         """Raise the peer's data flag behind a part of a message; to another node it travels as a whole."""
         if not self.staged:
-            self.there.raise_flag(self.there.note[1], self.flag_after(epoch, step))
+            self._raise_data_flag(self.flag_after(epoch, step))
 
     def announce_nothing(self, epoch: int) -> None:
         """Raise the peer's data flag for an epoch that nothing is put for."""
-        self.there.raise_flag(self.there.note[1], self.flag_after(epoch))
-
-    def acknowledge(self, epoch: int) -> None:
-        """Raise the peer's acknowledge flag: the slot of that epoch was read, and may be written again."""
-        self.there.acknowledge(self.there.note[2], epoch)
+        self._raise_data_flag(self.flag_after(epoch))
 
     def _own_slot(self, buffer: SegmentBuffer, dtype: np.dtype[Any], parity: int) -> Array:
         return buffer.view(dtype, (self.nbytes // dtype.itemsize,), self.offset + parity * self.stride)
 
     def _cut(self, slots: list[Array]) -> None:
         # A slot holds the pieces of one message one behind the other, each row-major.
-        begins = np.cumsum([0, *(piece.box.volume for piece in self.pieces)]).tolist()
+        ends = np.cumsum([piece.box.volume for piece in self.pieces]).tolist()
         self.views = tuple(
             tuple(
-                slot[begin : begin + piece.box.volume].reshape(piece.box.shape)
-                for begin, piece in zip(begins, self.pieces, strict=False)
+                slot[end - piece.box.volume : end].reshape(piece.box.shape)
+                for end, piece in zip(ends, self.pieces, strict=True)
             )
             for slot in slots
         )
@@ -122,16 +110,10 @@ class Lane:
 class Lanes:
     """All lanes of a channel on one rank, and how they lie in its buffer; planned without any peer.
 
-    ``near`` tells whether a peer's memory can be stored to, so that no staging area is needed.
-
-    Attributes
-    ----------
-    sends, receives
-        Pieces of the exchange as they move, large ones in several.
-    outgoing, incoming
-        Lanes to peers and from peers, in the order of the plan.
-    nbytes, flags
-        Size of the buffer, and number of its notifications.
+    ``near`` tells whether a peer's memory can be stored to, so that no staging area is needed. ``sends`` and
+    ``receives`` are the pieces of the exchange as they move, large ones in several; ``outgoing`` and
+    ``incoming`` the lanes to and from peers, in the order of the plan; ``nbytes`` and ``flags`` the size of
+    the buffer and the number of its notifications.
     """
 
     def __init__(self, exchange: Exchange, itemsize: int, near: Callable[[int], bool]) -> None:

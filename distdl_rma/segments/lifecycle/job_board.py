@@ -1,4 +1,4 @@
-"""A line of each process that all processes of the job can read, without a message of MPI."""
+"""What processes say while they make a machine: lines that all of the job read, without a message."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import os
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
 
 from mpi4py import MPI
 
+from distdl_rma.segments.waiting.header import clip
+
 # What a launcher passes on in one piece, with the name, in the encoding below.
 _LONGEST = min(600, MPI.MAX_PORT_NAME - 1) * 3 // 4
+# Characters of a list of ranks, and of what is said about it: the launcher passes on short lines only.
+_LONGEST_LIST, _LONGEST_TEXT = 72, 140
 
 
 class JobBoard:
@@ -18,18 +24,16 @@ class JobBoard:
 
     MPI's name service (``MPI_Publish_name``) carries it: whoever reads learns of a process that makes no
     call, and nothing of it meets what the processes send to each other. Not for a step: each call asks the
-    launcher, in about 0.1 ms. What a process said last stays until the job ends.
+    launcher, in about 0.1 ms. What a process said last stays until the job ends; a line has at most
+    ``longest`` bytes.
     """
+
+    longest = _LONGEST
 
     def __init__(self) -> None:
         self._written = ""
         self._usable: bool | None = None
         self._job = os.environ.get("PMIX_NAMESPACE", "")
-
-    @property
-    def longest(self) -> int:
-        """Bytes that a line has at most."""
-        return _LONGEST
 
     def usable(self) -> bool:
         """Whether there is a name service that tells the processes of this job from those of others."""
@@ -42,7 +46,7 @@ class JobBoard:
     def write(self, line: str) -> None:
         """Say another line, or nothing if it is empty."""
         me = self._name(MPI.COMM_WORLD.rank)
-        encoded = urlsafe_b64encode(line.encode(errors="backslashreplace")[:_LONGEST]).decode().rstrip("=")
+        encoded = urlsafe_b64encode(clip(line, _LONGEST)).decode().rstrip("=")
         with _errors_returned():
             if self._written:
                 MPI.Unpublish_name(me, self._written)
@@ -83,3 +87,102 @@ def _errors_returned() -> Iterator[None]:
         for comm, handler in before:
             comm.Set_errhandler(handler)
             handler.Free()
+
+
+class Stage(StrEnum):
+    """How far a process is on the way to a machine."""
+
+    HERE = "h"  # wants to make a machine, and may still give up
+    CALLS = "c"  # the first rank: all are here
+    COMES = "b"  # heard the call, and does not give up any more
+    GOES = "g"  # the first rank: all come
+    LEFT = "l"  # gave up waiting
+    REFUSED = "r"  # raised an error that concerns all ranks of M
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that concerns the ``members``, ranks of MPI_COMM_WORLD; without them the last number."""
+
+    number: int = 0
+    members: frozenset[int] = frozenset()
+    text: str = ""
+
+    @classmethod
+    def made(cls, number: int, members: frozenset[int], text: str) -> Refusal:
+        """Refusal as it can be said."""
+        return cls(number, _sayable(members), text[:_LONGEST_TEXT])
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """``meeting`` tells lists M apart, ``number`` the calls of the ``first`` rank, one of MPI_COMM_WORLD.
+
+    ``last`` is what this process was refused for since it made a machine: others may not have heard of it
+    when it tries again.
+    """
+
+    state: Stage
+    last: Refusal
+    meeting: int = 0
+    number: int = 0
+    first: int = -1
+    seconds: float = 0.0
+    members: frozenset[int] = frozenset()
+    text: str = ""
+
+    def encoded(self, longest: int) -> str:
+        """Line of so many bytes at most."""
+        numbers = (self.state, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
+        words = (_spans(_sayable(self.members)), self.text, _spans(self.last.members), self.last.text)
+        return clip("\n".join([*map(str, numbers), *words]), longest).decode()
+
+    @classmethod
+    def parsed(cls, line: str) -> Announcement | None:
+        """What a line says; None if it is none."""
+        with suppress(ValueError):
+            state, meeting, number, first, seconds, refusals, members, text, whom, why = line.split("\n", 9)
+            last = Refusal(int(refusals), _ranks(whom), why)
+            where = int(meeting), int(number), int(first), float(seconds)
+            return cls(Stage(state), last, *where, _ranks(members), text)
+        return None
+
+    def waits_for(self, rank: int) -> bool:
+        """Whether a rank of MPI_COMM_WORLD has to come before this process can go on."""
+        return self.state is Stage.HERE and (self.first == rank or rank in self.members)
+
+    @property
+    def doing(self) -> str:
+        """What the process does, as a clause of a sentence."""
+        if self.state is Stage.LEFT:
+            return self.text
+        if self.state is Stage.REFUSED:
+            return f"was refused: {self.last.text}"
+        return f"makes a machine of M = {self.text}"
+
+
+def shortened(ranks: tuple[int, ...]) -> str:
+    """List of ranks as text, cut where it is long."""
+    text = str(ranks)
+    return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST]}...: {len(ranks)} ranks"
+
+
+def _sayable(members: frozenset[int]) -> frozenset[int]:
+    # Whole or not at all: a rank that is not named must not be taken for none of them, nor for another.
+    return members if len(_spans(members)) <= _LONGEST_LIST else frozenset()
+
+
+def _ranks(spans: str) -> frozenset[int]:
+    ends = [span.partition("-") for span in spans.split(",") if span]
+    return frozenset(k for first, _, last in ends for k in range(int(first), int(last or first) + 1))
+
+
+def _spans(ranks: frozenset[int]) -> str:
+    # Ranks in ascending order as text: "0-3,7".
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

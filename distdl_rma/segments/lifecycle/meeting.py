@@ -12,8 +12,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.lifecycle.announcement import Announcement, Refusal, State, shortened
-from distdl_rma.segments.lifecycle.job_board import JobBoard
+from distdl_rma.segments.lifecycle.job_board import Announcement, JobBoard, Refusal, Stage, shortened
 from distdl_rma.segments.waiting.header import numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines
 
@@ -43,7 +42,7 @@ class _Memory:
 
 
 # One process has one line, and makes one machine at a time.
-_bulletin = JobBoard()
+_board = JobBoard()
 _lock = threading.RLock()
 _memory = _Memory()
 
@@ -66,13 +65,13 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
     group = comm.group.Incl(list(ranks))
     try:
         world = _in_world(group)
-        if len(ranks) == 1 or world is None or not _bulletin.usable():
+        if len(ranks) == 1 or world is None or not _board.usable():
             return _create(comm, group, ranks, world or (), 0)
         with _lock:
             number = _Meeting(comm.rank, ranks, world, seconds).hold()
             made = _create(comm, group, ranks, world, number)
             # Only now have all heard that they go.
-            _bulletin.write("")
+            _board.write("")
             _memory.last = Refusal(_memory.refusals)
             return made
     finally:
@@ -81,7 +80,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
 
 def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
     """Have those of ``ranks`` that wait for this one learn why it cannot make the machine; local."""
-    if not _bulletin.usable():
+    if not _board.usable():
         return
     group = comm.group.Incl(sorted({rank for rank in ranks if 0 <= rank < comm.size}))
     try:
@@ -90,7 +89,7 @@ def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
         group.Free()
     with _lock:
         _memory.refused(frozenset(world or ()), f"rank {comm.rank}: {problem}")
-        _bulletin.write(Announcement(State.REFUSED, _memory.last).encoded(_bulletin.longest))
+        _board.write(Announcement(Stage.REFUSED, _memory.last).encoded(_board.longest))
 
 
 def _in_world(group: MPI.Group) -> tuple[int, ...] | None:
@@ -141,22 +140,22 @@ class _Meeting:
 
     def hold(self) -> int:
         """Return a number that all ranks have in common as soon as all of them are bound to go on."""
-        self._say(State.HERE)
+        self._say(Stage.HERE)
         try:
             return self._lead() if self._me == self._first else self._follow()
         except (ExchangeTimeout, PartitionError):
             raise
         except BaseException:
-            _bulletin.write("")
+            _board.write("")
             raise
 
     def _lead(self) -> int:
-        self._wait_for_all(lambda heard: heard.state is State.HERE)
+        self._wait_for_all(lambda heard: heard.state is Stage.HERE)
         _memory.calls += 1
         number = _memory.calls
-        self._say(State.CALLS, number, seconds=max(0.0, self._deadline - time.monotonic()))
-        self._wait_for_all(lambda heard: heard.state is State.COMES and heard.number == number)
-        self._say(State.GOES, number)
+        self._say(Stage.CALLS, number, seconds=max(0.0, self._deadline - time.monotonic()))
+        self._wait_for_all(lambda heard: heard.state is Stage.COMES and heard.number == number)
+        self._say(Stage.GOES, number)
         return number
 
     def _wait_for_all(self, ready: Callable[[Announcement], bool]) -> None:
@@ -178,18 +177,18 @@ class _Meeting:
             heard = self._ours(self._first)
             state = heard.state if heard else None
             moved = False
-            if heard and state is State.CALLS and heard.number != called:
+            if heard and state is Stage.CALLS and heard.number != called:
                 moved = True
                 # From here on only the first rank may give up, which it says.
                 called = heard.number
-                self._say(State.COMES, called)
+                self._say(Stage.COMES, called)
                 deadline = time.monotonic() + heard.seconds + _GRACE_SECONDS
-            elif heard and state is State.GOES and heard.number == called:
+            elif heard and state is Stage.GOES and heard.number == called:
                 break
-            elif called and state in (State.HERE, State.LEFT):
+            elif called and state in (Stage.HERE, Stage.LEFT):
                 # It called, and then not all came.
                 called, deadline = 0, self._deadline
-                self._say(State.HERE)
+                self._say(Stage.HERE)
             elif over:
                 self._give_up()
             pause(moved)
@@ -215,17 +214,17 @@ class _Meeting:
         return None
 
     def _heard(self, rank: int) -> Announcement | None:
-        return Announcement.parsed(_bulletin.read(self._world[rank]))
+        return Announcement.parsed(_board.read(self._world[rank]))
 
-    def _say(self, state: State, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
+    def _say(self, state: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
         first, text = self._world[self._first], text or shortened(self._ranks)
         said = Announcement(state, _memory.last, self._meeting, number, first, seconds, self._members, text)
-        _bulletin.write(said.encoded(_bulletin.longest))
+        _board.write(said.encoded(_board.longest))
 
     def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
         self._members |= also
         _memory.refused(self._members, problem, number)
-        self._say(State.REFUSED)
+        self._say(Stage.REFUSED)
         raise PartitionError(problem)
 
     def _turns(self) -> Iterator[Callable[[bool], None]]:
@@ -245,7 +244,7 @@ class _Meeting:
             yield pause
 
     def _give_up(self) -> NoReturn:
-        self._say(State.LEFT, text=f"gave up after {self._seconds:g} s")
+        self._say(Stage.LEFT, text=f"gave up after {self._seconds:g} s")
         asked = [rank for rank in (self._first, *self._others[:_LOOKED_UP]) if rank != self._me]
         heard = {rank: self._heard(rank) for rank in asked}
         # Others give up at the same moment, and say nothing between two lines.
@@ -253,7 +252,7 @@ class _Meeting:
         heard = {rank: said or self._heard(rank) for rank, said in heard.items()}
         late = [rank for rank, said in heard.items() if said is None or said.meeting != self._meeting]
         # Those that gave up have been here: they waited for the others as well.
-        late = late or [rank for rank, said in heard.items() if said and said.state is State.LEFT]
+        late = late or [rank for rank, said in heard.items() if said and said.state is Stage.LEFT]
         late = sorted(late or heard)
         doing = [f"rank {rank} {said.doing}" for rank in late[:4] if (said := heard[rank]) is not None]
         waited = f"rank {self._me} waited {self._seconds:g} s for {numbered(tuple(late))} to make the machine"

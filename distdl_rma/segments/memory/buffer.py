@@ -7,7 +7,7 @@ from operator import index as as_int
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ClosedError, MismatchError, PartitionError, ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
@@ -68,14 +68,13 @@ class SegmentBuffer:
         """The buffer's bytes; a view, not a copy."""
         return self.view(np.uint8, (self.nbytes,))
 
-    def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
+    def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
         """Typed view of a part of the buffer, ``offset`` bytes from its start; not a copy."""
         self._check()
         layout, offset = ArrayLayout(dtype, shape), as_offset(offset, "view")
         if offset < 0 or offset + layout.nbytes > self.nbytes:
-            raise ShapeError(
-                f"{layout.nbytes} bytes at offset {offset} are not inside a buffer of {self.nbytes} bytes"
-            )
+            wanted = f"{layout.nbytes} bytes at offset {offset}"
+            raise ShapeError(f"{wanted} are not inside a buffer of {self.nbytes} bytes")
         start = self.offset + offset
         return self._segment.memory[start : start + layout.nbytes].view(layout.dtype).reshape(layout.shape)
 
@@ -116,26 +115,12 @@ class SegmentBuffer:
     ) -> int:
         """Wait until any of ``count`` notifications from ``first`` on is set, and return the lowest.
 
-        Blocking. All to the end if ``count`` is None. The notification stays until it is reset.
+        Blocking. All to the end if ``count`` is None, at least one. The notification stays until it is reset.
+        The ``timeout`` is in seconds, 0 to look once. ``senders`` are the rank ids of those that may set
+        them, for messages, and for the wait to end when they have left; all peers of the buffer if None.
 
-        Parameters
-        ----------
-        first, count
-            The notifications; at least one.
-        timeout
-            Deadline in seconds, 0 to look once; None for the machine's default.
-        senders
-            Rank ids of those that may set them, for messages, and for the wait to end when they have left;
-            all peers of the buffer if None.
-
-        Raises
-        ------
-        ExchangeTimeout
-            At the deadline; the call can be repeated.
-        PeerFailedError
-            If a rank failed, or all that may set them have left.
-        PartitionError
-            If a sender is none of the machine's ranks.
+        ``ExchangeTimeout`` at the deadline, after which the call can be repeated; ``PeerFailedError`` if a
+        rank failed, or all that may set them have left; ``PartitionError`` if a sender is none of the ranks.
         """
         first, stop = self._range(first, count)
         ranks = self._peers if senders is None else self._known(senders)
@@ -202,18 +187,16 @@ class SegmentBuffer:
             raise ArgumentError(f"notifications are given by integers, got {first!r} and {count!r}") from None
         self._check()
         if not 0 <= first <= stop <= self.notifications:
-            raise ArgumentError(
-                f"notifications {first} to {stop} of a buffer that has {self.notifications} of them"
-            )
+            known = f"a buffer that has {self.notifications} of them"
+            raise ArgumentError(f"notifications {first} to {stop} of {known}")
         return first, stop
 
     def _known(self, senders: Collection[int]) -> tuple[int, ...]:
         known = self._context.ranks
         for rank in senders:
             if rank not in known:
-                raise PartitionError(
-                    f"buffer {self.owner!r}: sender {rank!r} is none of the machine's ranks {known}"
-                )
+                sender = f"buffer {self.owner!r}: sender {rank!r}"
+                raise PartitionError(f"{sender} is none of the machine's ranks {known}")
         return tuple(senders)
 
     def _reason(self, first: int, stop: int, ranks: tuple[int, ...]) -> WaitReason:
@@ -251,34 +234,20 @@ class SegmentBuffer:
         Blocking; every peer named must make the matching call. The n-th call that names a peer meets the
         n-th call of that peer that names this rank.
 
-        Parameters
-        ----------
-        notes
-            Rank ids of the peers; or for every peer's rank id up to four integers that it shall find in its
-            ``RemoteBuffer.note``.
-        label, fingerprint
-            What the buffer is for; a peer with another label or fingerprint is a mismatch.
-        timeout
-            Seconds for all peers together; None for the machine's default.
-        terms
-            What the fingerprint stands for, a line ``name=value`` each: a mismatch says which differ.
+        ``notes`` are the rank ids of the peers; or, for every peer's rank id, up to four integers that it
+        shall find in its ``RemoteBuffer.note``. ``label`` and ``fingerprint`` say what the buffer is for, and
+        must be alike; ``terms`` what the fingerprint stands for, a line ``name=value`` each: a mismatch says
+        which differ. The timeout is in seconds, for all peers together.
 
-        Raises
-        ------
-        MismatchError
-            On both sides, if a peer's call was for something else; names both.
-        ExchangeTimeout
-            If a peer does not call; names it. The call can be repeated, as it was.
-        ProtocolError
-            If it is not the call that was interrupted or reached its deadline before.
-        PartitionError, ArgumentError
-            If a peer is no rank of the machine, or a note not made of integers of 64 bits; nothing was sent.
+        ``MismatchError`` on both sides if a peer's call was for something else; names both.
+        ``ExchangeTimeout`` if a peer does not call; names it. The call can be repeated, as it was, or else
+        raises ``ProtocolError``. ``PartitionError`` or ``ArgumentError`` if a peer is no rank of the machine,
+        or a note not made of integers of 64 bits; nothing was sent then.
         """
         self._check()
         check_timeout(timeout)
         purpose = Purpose.checked(self._context.ranks, notes, label, fingerprint, terms)
-        # After a timeout, or whatever else ended the wait, its messages are still under way: the next call
-        # waits for these same ones.
+        # After a timeout, or whatever else ended the wait, its messages are under way, for the next call.
         if self._handshake is None:
             self._handshake = Handshake(self._context, self.location, purpose)
         else:
@@ -329,13 +298,10 @@ class SegmentBuffer:
 
     def _wrong(self, index: int) -> ClosedError | ArgumentError:
         if self._freed or self._context.closed:
-            return self._gone()
+            why = "already freed" if self._freed else "its machine is already closed"
+            return ClosedError(f"segment buffer {self.owner!r}: {why}")
         return ArgumentError(f"notification {index!r} of a buffer that has {self.notifications}")
 
     def _check(self) -> None:
         if self._freed or self._context.closed:
-            raise self._gone()
-
-    def _gone(self) -> ClosedError:
-        why = "already freed" if self._freed else "its machine is already closed"
-        return ClosedError(f"segment buffer {self.owner!r}: {why}")
+            raise self._wrong(0)

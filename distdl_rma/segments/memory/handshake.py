@@ -9,15 +9,15 @@ from operator import index as as_int
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.remote_buffer import Location, RemoteBuffer
 from distdl_rma.segments.options import check_timeout
-from distdl_rma.segments.waiting.header import WaitReason
+from distdl_rma.segments.waiting.header import WaitReason, clip
 
 _TAG = 1
 _LABEL_BYTES, _TERMS_BYTES = 120, 240
@@ -27,7 +27,7 @@ _LOCATION, _NOTE, _HASH = slice(1, 5), slice(5, 9), 9
 _LABEL = slice(10, 10 + _LABEL_BYTES // 8)
 _TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
 
-Message = npt.NDArray[np.int64]
+Message = NDArray[np.int64]
 # Requests that MPI still works on, and the memory that it reads and writes, whatever became of the buffer,
 # the handshake and the machine that they were for.
 _UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
@@ -76,22 +76,20 @@ class Purpose:
         message[_LOCATION] = location
         message[_NOTE][: len(note)] = note
         for there, text in ((_LABEL, self.label), (_TERMS, self.terms)):
-            space = message[there].view(np.uint8)
-            clipped = _clipped(text, space.size)
-            space[: len(clipped)] = np.frombuffer(clipped, np.uint8)
+            clipped = np.frombuffer(clip(text, 8 * (there.stop - there.start)), np.uint8)
+            message[there].view(np.uint8)[: clipped.size] = clipped
         return message
 
     def difference(self, rank: int, peer: int, reply: Message) -> str:
         """What a peer's message was for, if not for the same; for an error on ``rank``. Else empty."""
         if int(reply[_HASH]) != fingerprint(self.label):
             theirs = _text(reply[_LABEL])
-            if theirs == _clipped(self.label, _LABEL_BYTES).decode(errors="replace"):
+            if theirs == clip(self.label, _LABEL_BYTES).decode():
                 return f"another name with the same first {_LABEL_BYTES} bytes"
             return repr(theirs)
         if int(reply[0]) == self.fingerprint:
             return ""
-        mine = _listed(_clipped(self.terms, _TERMS_BYTES).decode(errors="replace"))
-        others = _listed(_text(reply[_TERMS]))
+        mine, others = _listed(clip(self.terms, _TERMS_BYTES).decode()), _listed(_text(reply[_TERMS]))
         different = [
             f"{key} is {mine.get(key)} on rank {rank} and {others.get(key)} on rank {peer}"
             for key in dict.fromkeys((*mine, *others))
@@ -160,11 +158,8 @@ class Handshake:
         return {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
 
     def _wait(self, peer: int, request: MPI.Request, seconds: float) -> None:
-        reason = WaitReason(
-            (peer,),
-            f"to connect {self._purpose.label!r}",
-            "did every rank build and call the same things in the same order?",
-        )
+        hint = "did every rank build and call the same things in the same order?"
+        reason = WaitReason((peer,), f"to connect {self._purpose.label!r}", hint)
 
         def over() -> bool:
             # The progress thread may look at the same request.
@@ -206,10 +201,6 @@ def _int64s(values: Any, most: int, what: str) -> tuple[int, ...]:
     if numbers is None or len(numbers) > most or any(not -(1 << 63) <= n < 1 << 63 for n in numbers):
         raise ArgumentError(f"{what} is made of at most {most} integer(s) of 64 bits, got {values!r}")
     return numbers
-
-
-def _clipped(text: str, nbytes: int) -> bytes:
-    return text.encode(errors="backslashreplace")[:nbytes]
 
 
 def _text(words: Message) -> str:

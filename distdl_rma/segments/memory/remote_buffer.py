@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import index as as_int
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -243,6 +244,10 @@ class RemoteBuffer:
     def acknowledge(self, index: int, epoch: int) -> None:
         """Set a flag without waiting for earlier puts from here."""
         self._link.notify(self._first_word + index, epoch, ordered=False)
+
+    def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
+        """``raise_flag``, or ``acknowledge`` where it is not ordered, of one flag: what sets it."""
+        return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
         """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,7 @@ _MANY_TRANSFERS = 64
 
 
 class SharedLink:
-    """Peer on the same node: a copy into its memory, a barrier, a store to the flag. Nothing is ever pending.
-
-    ``memory`` is the peer's segment itself.
-    """
+    """Peer on this node: a copy into its ``memory``, a barrier, a store to a flag; nothing stays pending."""
 
     def __init__(self, memory: Bytes, fence: Callable[[], None]) -> None:
         self.memory: Bytes | None = memory
@@ -61,13 +57,6 @@ class SharedLink:
 _Transfer = tuple[MPI.Request, Any]
 
 
-class _Stage(Enum):
-    OPEN = "takes more puts"
-    LEAVING = "its puts may still be read at this end"
-    TRAVELLING = "all of it has left, and may not be at the peer yet"
-    ARRIVED = "its notification may be set"
-
-
 @dataclass
 class _Delivery:
     """Some puts, the notification behind them, and how far both have come."""
@@ -78,16 +67,8 @@ class _Delivery:
     notice: tuple[int, int] | None = None
     # Whether that one waits for the notifications before it, too.
     last: bool = False
-    stage: _Stage = _Stage.OPEN
-    # Of the operations begun to that peer, so many must have arrived.
-    upto: int = 0
-
-    def leave(self, begun: int) -> None:
-        """Travel as soon as nothing is read here any more; so many operations have begun until now."""
-        if self.stage is _Stage.LEAVING:
-            self.transfers = _under_way(self.transfers)
-            if not self.transfers:
-                self.upto, self.stage = begun if self.begun else 0, _Stage.TRAVELLING
+    # So many operations begun to that peer must have arrived; known once nothing is read here any more.
+    upto: int | None = None
 
 
 @dataclass
@@ -107,9 +88,8 @@ class _Get:
 class RemoteLink:
     """Peer on another node: request-based puts, a flush, then an atomic notification.
 
-    Nothing here blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves
-    the remaining steps to ``advance``, which every wait and the progress engine call and a start never
-    does.
+    Nothing here blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves the
+    remaining steps to ``advance``, which every wait and the progress engine call and a start never does.
 
     MPI orders nothing here but what sets one word, so that what must come later is begun later. Many
     notifications are under way at once: one waits for the puts before it, and for other notifications only
@@ -185,8 +165,11 @@ class RemoteLink:
         """Advance what is pending; return whether nothing is left."""
         with self._lock:
             for delivery in self._pending:
-                delivery.leave(self._rma.begun)
-            while self._pending and self._arrive(self._pending[0]):
+                if delivery.upto is None:
+                    delivery.transfers = _under_way(delivery.transfers)
+                    if not delivery.transfers:
+                        delivery.upto = self._rma.begun if delivery.begun else 0
+            while self._pending and self._arrived(self._pending[0]):
                 notice = self._pending.popleft().notice
                 if notice is not None:
                     self._send_notice(*notice)
@@ -196,15 +179,13 @@ class RemoteLink:
             return not (self._pending or self._notices_under_way() or self._gets or opened.transfers)
 
     def _close_open(self) -> None:
-        self._open.stage = _Stage.LEAVING
         self._pending.append(self._open)
         self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
 
-    def _arrive(self, delivery: _Delivery) -> bool:
+    def _arrived(self, delivery: _Delivery) -> bool:
         # Its puts are there, and the notifications before its own where that is the last.
-        if delivery.stage is _Stage.TRAVELLING and self._rma.arrived(delivery.upto):
-            delivery.stage = _Stage.ARRIVED
-        return delivery.stage is _Stage.ARRIVED and not (delivery.last and self._notices_under_way())
+        there = delivery.upto is not None and self._rma.arrived(delivery.upto)
+        return there and not (delivery.last and self._notices_under_way())
 
     def _notices_under_way(self) -> bool:
         self._notices = _under_way(self._notices)

@@ -178,8 +178,8 @@ def operation_name(name: str) -> bytes:
 
 
 def clip(text: str, nbytes: int) -> bytes:
-    """Text in UTF-8 that fits, without half a character at the end."""
-    return text.encode()[:nbytes].decode(errors="ignore").encode()
+    """Text in UTF-8 that fits, without half a character at the end; lone surrogates are escaped."""
+    return text.encode(errors="backslashreplace")[:nbytes].decode(errors="ignore").encode()
 
 
 def parse(header: bytes) -> HeaderRecord | None:

@@ -1,10 +1,10 @@
 """Lines that all processes of a job can read."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from distdl_rma.segments.lifecycle.job_board import JobBoard
-
-pytestmark = pytest.mark.mpi
+from distdl_rma.segments.lifecycle.job_board import Announcement, JobBoard, Refusal, Stage, shortened
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def board(comm):
     comm.Barrier()
 
 
+@pytest.mark.mpi
 def test_everyone_reads_what_a_process_said_last(board, comm):
     for line in (f"first of {comm.rank}", f"é\n{comm.rank}"):
         board.write(line)
@@ -30,6 +31,56 @@ def test_everyone_reads_what_a_process_said_last(board, comm):
     assert [board.read(rank) for rank in range(comm.size)] == [""] * comm.size
 
 
+@pytest.mark.mpi
 def test_a_line_is_cut_where_the_launcher_takes_no_more(board, comm):
     board.write("x" * 10_000)
     assert board.read(comm.rank) == "x" * board.longest
+
+
+RANKS = st.frozensets(st.integers(0, 40), max_size=12)
+WORDS = st.text(st.characters(codec="ascii", exclude_categories=("C", "Z")), max_size=30)
+
+
+@given(
+    said=st.builds(
+        Announcement,
+        st.sampled_from(Stage),
+        st.builds(Refusal.made, st.integers(0, 99), RANKS, WORDS),
+        st.integers(0, 1 << 56),
+        st.integers(0, 99),
+        st.integers(-1, 40),
+        st.sampled_from((0.0, 0.5, 300.0, float("inf"))),
+        RANKS,
+        WORDS,
+    )
+)
+def test_what_was_said_is_heard(said):
+    assert Announcement.parsed(said.encoded(1000)) == said
+
+
+@given(st.text(max_size=80))
+def test_other_lines_say_nothing(line):
+    assert Announcement.parsed(line) is None or line.count("\n") >= 9
+
+
+def test_a_list_too_long_to_say_names_nobody():
+    members = frozenset(range(0, 200, 2))
+    refusal = Refusal.made(1, members, "x" * 999)
+    said = Announcement(Stage.HERE, refusal, members=members)
+    heard = Announcement.parsed(said.encoded(1000))
+    assert not heard.members and not heard.last.members and len(heard.last.text) < 200
+    assert not heard.waits_for(2) and said.waits_for(2)
+    assert Refusal.made(1, frozenset(range(1000)), "").members == frozenset(range(1000))
+
+
+def test_who_waits_is_waited_for_by_the_first_and_by_the_members():
+    waits = Announcement(Stage.HERE, Refusal(), first=3, members=frozenset({4}))
+    assert [waits.waits_for(rank) for rank in (3, 4, 5)] == [True, True, False]
+    assert not Announcement(Stage.GOES, Refusal(), first=3).waits_for(3)
+
+
+def test_clauses_say_what_a_process_does():
+    assert Announcement(Stage.HERE, Refusal(), text="(0, 1)").doing == "makes a machine of M = (0, 1)"
+    assert Announcement(Stage.LEFT, Refusal(), text="gave up after 2 s").doing == "gave up after 2 s"
+    assert Announcement(Stage.REFUSED, Refusal(1, frozenset(), "no")).doing == "was refused: no"
+    assert shortened((0, 1)) == "(0, 1)" and shortened(tuple(range(99))).endswith("...: 99 ranks")
