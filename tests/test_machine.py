@@ -186,7 +186,7 @@ def test_machine_needs_no_name_service(comm, monkeypatch):
         raise MPI.Exception(MPI.ERR_SERVICE)
 
     monkeypatch.setattr(MPI, "Publish_name", unpublished)
-    monkeypatch.setattr(meeting, "_bulletin", JobBoard())
+    monkeypatch.setattr(meeting, "_board", JobBoard())
     with Machine(comm, range(comm.size)[::-1], segment_size="1MiB") as machine:
         assert machine.ranks == tuple(reversed(range(comm.size)))
         machine.group().barrier()

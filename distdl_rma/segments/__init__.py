@@ -13,7 +13,7 @@ from distdl_rma.segments.collectives.reduce import Reduce
 from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager, SegmentStats
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.queue import Queue
+from distdl_rma.segments.memory.context import Queue
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.memory.remote_memory import RemoteArray
 

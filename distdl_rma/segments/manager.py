@@ -17,8 +17,7 @@ from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.lifecycle.closing import Closing
 from distdl_rma.segments.lifecycle.communicators import Communicators
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.context import SegmentContext
-from distdl_rma.segments.memory.queue import Queue
+from distdl_rma.segments.memory.context import Queue, SegmentContext
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
@@ -49,10 +48,10 @@ class SegmentStats:
 
 
 class Tenant(Protocol):
-    """Something whose memory lies in the segment and must leave before that goes."""
+    """Something whose memory lies in the segment."""
 
     def release(self) -> None:
-        """Leave; local, never refused."""
+        """Leave, before the segment goes; local, never refused."""
 
 
 class SegmentManager(SegmentContext, Uncopyable):
@@ -61,25 +60,10 @@ class SegmentManager(SegmentContext, Uncopyable):
     Usable without any neural network and without torch. Collective to create and to close; everything
     else is local or involves only the peers named.
 
-    Parameters
-    ----------
-    comm
-        Communicator of the machine, owned by the caller; positions follow ``ranks``.
-    ranks
-        Rank id of every position; by default those of ``comm``.
-    nbytes
-        Segment size per rank in bytes, as text with a unit, or None for the default.
-    timeout
-        Default timeout of every wait in seconds; None for ``DISTDL_RMA_TIMEOUT``, or else 300.
-    transport
-        ``"auto"``: load and store on a node, MPI elsewhere; ``"remote"``: MPI for every peer.
-    progress
-        ``"thread"`` for a thread that moves data while this rank computes, ``"none"`` for none; by default
-        a thread if the machine spans nodes.
-    node_size
-        For tests: so many consecutive ranks of a node count as a node of their own.
-    reserve
-        Whether all of the segment's memory is taken from the node now, not when it is first used.
+    ``comm`` is a communicator of the machine, owned by the caller, and ``ranks`` the rank id of each of its
+    positions, by default those of ``comm``. ``nbytes`` is the segment size per rank, a number or text with a
+    unit; it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. For
+    tests, ``node_size`` consecutive ranks of a node count as a node of their own.
     """
 
     def __init__(
@@ -111,7 +95,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         self._work = PendingWork(segment, self.notices, counters)
         spins = 0 if segment.crowded or segment.has_remote else _SPINS
         waiter = Waiter(chosen_timeout(timeout), spins, self._work, self.watch, counters)
-        super().__init__(comm, rank_ids, segment, waiter, counters)
+        super().__init__(comm, rank_ids, segment, waiter)
         self.heap.allocate(HEADER_BYTES, "header")
         # What is done at each call goes straight to who does it: steps that all waits shall take, and the
         # operation that begins, by a name from ``operation`` and its epoch, for the messages of others.
@@ -131,8 +115,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         0 bytes are legal. So many ``notifications`` belong to the buffer, all unset at first; ``stats()``
         counts it for ``owner``. It is aligned to a cache line, and belongs to the caller, who frees it.
         ``ArgumentError`` if a number is negative or none, ``SegmentError`` if the segment is exhausted.
-
-        Interface document, chapter 2: ``get_segment_buffer(size)``.
+        Interface document, chapter 2.
         """
         self.check_open()
         try:
@@ -203,10 +186,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     operation = staticmethod(operation_name)
 
     def progress(self) -> None:
-        """Advance deliveries and collectives under way; does not block. Every wait does so too.
-
-        Raises ``PeerFailedError`` if a rank of the machine has failed.
-        """
+        """Advance what is under way, as waits do; does not block. ``PeerFailedError`` if a rank failed."""
         self.check_open()
         self.waiter.progress()
 

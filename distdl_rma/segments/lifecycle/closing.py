@@ -28,12 +28,7 @@ class Closing:
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        segment: Segment,
-        notices: FailureNotices,
-        watch: PeerWatch,
-        waiter: Waiter,
+        self, comm: MPI.Intracomm, segment: Segment, notices: FailureNotices, watch: PeerWatch, waiter: Waiter
     ) -> None:
         self._comm, self._segment = comm, segment
         self._notices, self._watch, self._waiter = notices, watch, waiter
@@ -91,9 +86,7 @@ class Closing:
         )
         watch.leave(_WHY)
         waiter.until(
-            self._all_here,
-            lambda: WaitReason(watch.missing(), "to close the machine", leavers=True),
-            timeout,
+            self._all_here, lambda: WaitReason(watch.missing(), "to close the machine", leavers=True), timeout
         )
 
     def _all_here(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from typing import NoReturn, cast
 
 from mpi4py import MPI
@@ -28,7 +27,7 @@ _LOOKED_UP = 64
 _HINT = "do all ranks of M call Machine with the same ranks?"
 
 
-class _Memory:
+class _Past:
     """What this process keeps from one meeting for the next."""
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class _Memory:
 # One process has one line, and makes one machine at a time.
 _board = JobBoard()
 _lock = threading.RLock()
-_memory = _Memory()
+_past = _Past()
 
 
 def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Intracomm:
@@ -54,13 +53,9 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
     (:class:`JobBoard`); the communicator, whose making cannot be interrupted, is made once all are bound to
     come. Where the launcher keeps nothing, it is made at once, without a deadline. The caller owns it.
 
-    Raises
-    ------
-    ExchangeTimeout
-        If a rank does not come in time; names it, and what it does instead. The call can be repeated.
-    PartitionError
-        On all ranks that wait for each other, if they do not mean the same ranks, or one of them was
-        refused.
+    ``ExchangeTimeout`` if a rank does not come in time; names it, and what it does instead. The call can be
+    repeated. ``PartitionError`` on all ranks that wait for each other, if they do not mean the same ranks, or
+    one of them was refused.
     """
     group = comm.group.Incl(list(ranks))
     try:
@@ -72,7 +67,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
             made = _create(comm, group, ranks, world, number)
             # Only now have all heard that they go.
             _board.write("")
-            _memory.last = Refusal(_memory.refusals)
+            _past.last = Refusal(_past.refusals)
             return made
     finally:
         group.Free()
@@ -88,8 +83,8 @@ def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
     finally:
         group.Free()
     with _lock:
-        _memory.refused(frozenset(world or ()), f"rank {comm.rank}: {problem}")
-        _board.write(Announcement(Stage.REFUSED, _memory.last).encoded(_board.longest))
+        _past.refused(frozenset(world or ()), f"rank {comm.rank}: {problem}")
+        _board.write(Announcement(Stage.REFUSED, _past.last).encoded(_board.longest))
 
 
 def _in_world(group: MPI.Group) -> tuple[int, ...] | None:
@@ -111,19 +106,15 @@ def _create(
     if len(ranks) == comm.size:
         return cast(MPI.Intracomm, comm.Split(0, ranks.index(comm.rank)))
     # Open MPI sends what Create_group needs with the user's tags, where a receive from anyone takes it.
-    with suppress(NotImplementedError), _unsupported_passed():
-        return MPI.Intracomm.Create_from_group(group, f"distdl_rma-{fingerprint(ranks, world):014x}-{number}")
-    # An MPI before version 4, or a launcher that cannot help with it.
-    return comm.Create_group(group, _CREATE_TAG)
-
-
-@contextmanager
-def _unsupported_passed() -> Iterator[None]:
     try:
-        yield
+        return MPI.Intracomm.Create_from_group(group, f"distdl_rma-{fingerprint(ranks, world):014x}-{number}")
+    except NotImplementedError:
+        pass
     except MPI.Exception as error:
         if error.Get_error_class() != MPI.ERR_UNSUPPORTED_OPERATION:
             raise
+    # An MPI before version 4, or a launcher that cannot help with it.
+    return comm.Create_group(group, _CREATE_TAG)
 
 
 class _Meeting:
@@ -151,8 +142,8 @@ class _Meeting:
 
     def _lead(self) -> int:
         self._wait_for_all(lambda heard: heard.state is Stage.HERE)
-        _memory.calls += 1
-        number = _memory.calls
+        _past.calls += 1
+        number = _past.calls
         self._say(Stage.CALLS, number, seconds=max(0.0, self._deadline - time.monotonic()))
         self._wait_for_all(lambda heard: heard.state is Stage.COMES and heard.number == number)
         self._say(Stage.GOES, number)
@@ -200,9 +191,9 @@ class _Meeting:
         if heard is None:
             return None
         # What both have known of is no news.
-        if heard.last.number > _memory.refusals and me in heard.last.members:
+        if heard.last.number > _past.refusals and me in heard.last.members:
             self._refuse(heard.last.members, heard.last.text, heard.last.number)
-        if heard.last.number < _memory.refusals and self._world[rank] in _memory.last.members:
+        if heard.last.number < _past.refusals and self._world[rank] in _past.last.members:
             # It has yet to hear of what this rank was refused for before.
             return None
         if heard.meeting == self._meeting:
@@ -218,12 +209,12 @@ class _Meeting:
 
     def _say(self, state: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
         first, text = self._world[self._first], text or shortened(self._ranks)
-        said = Announcement(state, _memory.last, self._meeting, number, first, seconds, self._members, text)
+        said = Announcement(state, _past.last, self._meeting, number, first, seconds, self._members, text)
         _board.write(said.encoded(_board.longest))
 
     def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
         self._members |= also
-        _memory.refused(self._members, problem, number)
+        _past.refused(self._members, problem, number)
         self._say(Stage.REFUSED)
         raise PartitionError(problem)
 

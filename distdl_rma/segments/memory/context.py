@@ -1,15 +1,15 @@
-"""What the buffers, queues and handshakes of one rank share."""
+"""A rank's end of the segments, which its buffers share, and queues of puts and gets to wait for together."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError
-from distdl_rma.segments.counters import Counters
+from distdl_rma.errors import ArgumentError, ClosedError
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
@@ -23,16 +23,9 @@ class SegmentContext:
     ``ranks`` are the rank ids of the machine by position in ``comm``, which belongs to it.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        ranks: tuple[int, ...],
-        segment: Segment,
-        waiter: Waiter,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], segment: Segment, waiter: Waiter) -> None:
         self.comm, self.ranks, self.rank = comm, ranks, ranks[comm.rank]
-        self.segment, self.waiter, self.counters = segment, waiter, counters
+        self.segment, self.waiter, self.counters = segment, waiter, waiter.counters
         self.heap = Heap(segment.nbytes)
         # The number in a notification; ranks begin far from each other, so that no two give the same.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
@@ -59,3 +52,66 @@ class SegmentContext:
             return tuple(rank for rank, link in links.items() if not link.advance())
 
         self.waiter.until(lambda: not late(), lambda: WaitReason(late(), "to take its puts"), timeout)
+
+
+class Queue:
+    """Puts and gets posted together; ``wait`` returns when the memory at this end may be used again.
+
+    A put posted to a queue takes no copy: its source must not change before ``wait``. A get posted to a
+    queue has filled its array after ``wait``. Made by :meth:`SegmentManager.queue`; there may be several,
+    and which one an operation was posted to changes nothing at the other end.
+    """
+
+    def __init__(self, context: SegmentContext, name: str) -> None:
+        self._context, self.name = context, name
+        # Peer, requests, memory that they use, and what to call once they are complete.
+        self._posted: list[tuple[int, list[MPI.Request], Any, Callable[[], None] | None]] = []
+
+    def __len__(self) -> int:
+        """Operations posted and not known to be complete."""
+        return len(self._posted)
+
+    def post(
+        self, peer: int, requests: list[MPI.Request], keep: Any, finish: Callable[[], None] | None = None
+    ) -> None:
+        """Add an operation; its memory is kept until it is complete, then ``finish()`` is called."""
+        if requests:
+            self._posted.append((peer, requests, keep, finish))
+        elif finish is not None:
+            finish()
+
+    def test(self) -> bool:
+        """Whether all operations posted so far are complete at this end; does not block."""
+        self._context.check_open()
+        with self._context.segment.lock:
+            under_way = []
+            for operation in self._posted:
+                _, requests, _, finish = operation
+                if not MPI.Request.Testall(requests):
+                    under_way.append(operation)
+                elif finish is not None:
+                    finish()
+            self._posted = under_way
+        return not self._posted
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all operations posted so far are complete at this end; blocking.
+
+        ``ExchangeTimeout`` at the deadline (seconds; None: the machine's default); then call it again.
+        """
+        check_timeout(timeout)
+        self._context.check_open()
+        self._context.waiter.until(self.test, self._reason, timeout)
+
+    def _reason(self) -> WaitReason:
+        peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
+        return WaitReason(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
+
+    def __repr__(self) -> str:
+        return f"Queue({self.name!r}, {len(self)} posted)"
+
+
+def check_queue(queue: Queue | None, what: str) -> None:
+    """Raise if what an operation shall be posted to is neither a queue nor None."""
+    if not (queue is None or isinstance(queue, Queue)):
+        raise ArgumentError(f"{what}: a queue is made by segments.queue(), got {type(queue).__name__}")

@@ -13,8 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target
-from distdl_rma.segments.memory.context import SegmentContext
-from distdl_rma.segments.memory.queue import Queue, check_queue
+from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.memory.remote_memory import RemoteArray, RemoteMemory
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes

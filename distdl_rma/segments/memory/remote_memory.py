@@ -11,8 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ClosedError, ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset, as_values
-from distdl_rma.segments.memory.context import SegmentContext
-from distdl_rma.segments.memory.queue import Queue, check_queue
+from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
 from distdl_rma.segments.waiting.header import WaitReason
 

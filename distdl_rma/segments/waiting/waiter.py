@@ -165,7 +165,7 @@ class Waiter:
         self.spins = spins
         self._work, self._watch = work, watch
         self.defer, self.withdraw = work.defer, work.withdraw
-        self._counters = counters
+        self.counters = counters
 
     def until(
         self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float | None = None
@@ -183,8 +183,8 @@ class Waiter:
         try:
             self._wait(ready, reason, self.timeout if timeout is None else check_timeout(timeout), begin)
         finally:
-            self._counters.waits += 1
-            self._counters.seconds_waited += time.perf_counter() - begin
+            self.counters.waits += 1
+            self.counters.seconds_waited += time.perf_counter() - begin
 
     def _wait(
         self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float, begin: float

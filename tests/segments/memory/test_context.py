@@ -27,7 +27,7 @@ class Link:
 def context(links, until):
     segment = SimpleNamespace(nbytes=1 << 12, link=links.__getitem__, lock=threading.RLock())
     comm = SimpleNamespace(rank=1)
-    return SegmentContext(comm, (4, 7, 9), segment, SimpleNamespace(until=until), Counters())
+    return SegmentContext(comm, (4, 7, 9), segment, SimpleNamespace(until=until, counters=Counters()))
 
 
 def test_a_flush_closes_all_deliveries_before_it_waits_for_any_and_names_those_that_are_late():
@@ -59,6 +59,8 @@ def test_numbers_of_notifications_begin_far_from_each_other():
     assert next(one.sequence) == next(another.sequence)
     another.ranks, other = (
         (7,),
-        SegmentContext(SimpleNamespace(rank=0), (5,), SimpleNamespace(nbytes=64), None, Counters()),
+        SegmentContext(
+            SimpleNamespace(rank=0), (5,), SimpleNamespace(nbytes=64), SimpleNamespace(counters=Counters())
+        ),
     )
     assert abs(next(other.sequence) - next(one.sequence)) > 1000

@@ -70,7 +70,7 @@ def test_a_list_of_gets_that_is_not_answered_names_the_peer_and_all_its_bytes(me
     there = meet(64)[1][peer]
     monkeypatch.setattr(there._memory, "near", None)
     monkeypatch.setattr(there._link, "get", lambda *_, **__: [None], raising=False)
-    monkeypatch.setattr("distdl_rma.segments.memory.queue.Queue.test", lambda self: False)
+    monkeypatch.setattr("distdl_rma.segments.memory.context.Queue.test", lambda self: False)
     with pytest.raises(ExchangeTimeout, match=rf"for rank {peer} to answer a get of 32 bytes"):
         there.get_list([(np.zeros(3), 0), (np.zeros(1), 24)], timeout=0)
 

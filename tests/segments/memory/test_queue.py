@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, Machine
-from distdl_rma.segments.memory.queue import Queue
+from distdl_rma.segments.memory.context import Queue
 
 pytestmark = pytest.mark.mpi
 
@@ -81,7 +81,7 @@ def test_a_wait_that_timed_out_can_be_resumed(machine, monkeypatch):
             left[0] -= 1
             return left[0] <= 0
 
-    monkeypatch.setattr("distdl_rma.segments.memory.queue.MPI", type("MPI", (), {"Request": Request}))
+    monkeypatch.setattr("distdl_rma.segments.memory.context.MPI", type("MPI", (), {"Request": Request}))
     queue.post(machine.rank, [None], None, lambda: finished.append(1))
     with pytest.raises(ExchangeTimeout, match=r"to take 1 operation\(s\) of queue 'slow'"):
         queue.wait(timeout=0)

@@ -59,14 +59,14 @@ def waiter(others, spins=0, timeout=15.0):
 def test_what_is_there_is_not_waited_for(others):
     one = waiter(others)
     one.until(lambda: True, lambda: REASON)
-    assert not others.turns and not one._counters.waits
+    assert not others.turns and not one.counters.waits
 
 
 def test_what_comes_while_the_wait_spins_needs_no_turn(others):
     asked = []
     one = waiter(others, spins=10)
     one.until(lambda: len(asked) == 5 or asked.append(1), lambda: REASON)
-    assert not others.turns and one._counters.waits == 1 and one._counters.seconds_waited > 0
+    assert not others.turns and one.counters.waits == 1 and one.counters.seconds_waited > 0
 
 
 def test_every_turn_takes_the_steps_under_way(others):
