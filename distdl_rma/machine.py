@@ -21,7 +21,7 @@ from distdl_rma.segments.lifecycle.meeting import meet, refuse
 from distdl_rma.segments.lifecycle.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
-from distdl_rma.segments.uncopyable import Shared
+from distdl_rma.segments.uncopyable import SharedByCopies
 from distdl_rma.trace import Recording, Tracer
 
 # As ``layer_name`` makes them, and copies of layers have them.
@@ -36,7 +36,7 @@ class Labelled(Protocol):
         """Name for people."""
 
 
-class Machine(Shared):
+class Machine(SharedByCopies):
     """The ordered list of ranks M that work together, this rank, and their segment manager.
 
     Collective over the ranks of M, to create and to close; ranks of ``comm`` outside of M make no call.
@@ -277,7 +277,7 @@ def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     return replace(machine.partition(), opened=_Use(machine))
 
 
-class _Use(Shared):
+class _Use(SharedByCopies):
     """One of the uses of a machine, which ends with the last of them."""
 
     def __init__(self, machine: Machine) -> None:

@@ -132,9 +132,10 @@ class Channel:
             step = 0
             for at, view in enumerate(lane.views[epoch % SLOTS]):
                 np.copyto(view, next(source), casting="equiv")
-                if at == lane.ends[step] and step + 1 < len(lane.ends):
+                # To another node a message travels as a whole.
+                if not lane.staged and at == lane.ends[step] and step + 1 < len(lane.ends):
                     step += 1
-                    lane.announce_step(epoch, step)
+                    lane.raise_data_flag(lane.flag_after(epoch, step))
             lane.announce(epoch)
             if not lane.staged:
                 counters.puts += 1
@@ -184,7 +185,7 @@ class Channel:
             if self._started < epoch:
                 # Receivers keep their memory until they know that nothing more comes.
                 for lane in self._outgoing:
-                    lane.announce_nothing(epoch)
+                    lane.raise_data_flag(lane.flag_after(epoch))
             self._finish(epoch)
         self._started, self._finished = max(self._started, epoch), epoch
 

@@ -32,8 +32,8 @@ class Lane:
 
     Once the peer's buffer ``remote`` is known, ``views`` are the pieces of both slots, and ``staged`` both
     staging areas where the peer's slots are out of reach. The note of that buffer says where its slots are,
-    its data flag, and its acknowledge flag. ``acknowledge(epoch)`` raises the latter: the slot of that epoch
-    was read, and may be written again.
+    its data flag, and its acknowledge flag. ``raise_data_flag(value)`` raises the one, ``acknowledge(epoch)``
+    the other: the slot of that epoch was read, and may be written again.
     """
 
     peer: int
@@ -46,7 +46,7 @@ class Lane:
     staged: tuple[Array, ...] = ()
     remote: RemoteBuffer = field(init=False)
     acknowledge: Callable[[int], None] = field(init=False)
-    _raise_data_flag: Callable[[int], None] = field(init=False)
+    raise_data_flag: Callable[[int], None] = field(init=False)
 
     @property
     def stride(self) -> int:
@@ -67,7 +67,7 @@ class Lane:
     def write_to(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Write to the peer's slots, or else to a staging area in this rank's buffer."""
         self.remote = remote
-        self._raise_data_flag = remote.flag_raiser(remote.note[1])
+        self.raise_data_flag = remote.flag_raiser(remote.note[1])
         length, slots = self.nbytes // dtype.itemsize, []
         for parity in range(SLOTS):
             slot = remote.direct(dtype, length, remote.note[0] + parity * self.stride)
@@ -81,16 +81,7 @@ class Lane:
             parity = epoch % SLOTS
             there = self.remote.note[0] + parity * self.stride
             self.remote.put_stable(self.staged[parity].view(np.uint8), there)
-        self._raise_data_flag(self.flag_after(epoch))
-
-    def announce_step(self, epoch: int, step: int) -> None:
-        """Raise the peer's data flag behind a part of a message; to another node it travels as a whole."""
-        if not self.staged:
-            self._raise_data_flag(self.flag_after(epoch, step))
-
-    def announce_nothing(self, epoch: int) -> None:
-        """Raise the peer's data flag for an epoch that nothing is put for."""
-        self._raise_data_flag(self.flag_after(epoch))
+        self.raise_data_flag(self.flag_after(epoch))
 
     def _own_slot(self, buffer: SegmentBuffer, dtype: np.dtype[Any], parity: int) -> Array:
         return buffer.view(dtype, (self.nbytes // dtype.itemsize,), self.offset + parity * self.stride)

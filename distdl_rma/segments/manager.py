@@ -21,9 +21,8 @@ from distdl_rma.segments.memory.context import Queue, SegmentContext
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.segments.waiting.failure_notices import FailureNotices, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, operation_name
-from distdl_rma.segments.waiting.peer_watch import PeerWatch
+from distdl_rma.segments.waiting.peer_watch import FailureNotices, PeerWatch, cause_of
 from distdl_rma.segments.waiting.waiter import PendingWork, Waiter
 from distdl_rma.trace import Tracer
 

@@ -8,13 +8,7 @@ from distdl_rma.errors import UnsupportedError
 
 
 class Uncopyable:
-    """Cannot be pickled or copied, since other ranks know it by its place, and neither can what holds it.
-
-    Raises
-    ------
-    UnsupportedError
-        When someone tries.
-    """
+    """Cannot be pickled or copied, since other ranks know it by its place, and neither can what holds it."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UnsupportedError(
@@ -23,7 +17,7 @@ class Uncopyable:
         )
 
 
-class Shared(Uncopyable):
+class SharedByCopies(Uncopyable):
     """Its copy is itself: copies of what holds it go on with the same one."""
 
     def __copy__(self) -> Self:

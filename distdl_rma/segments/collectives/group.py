@@ -16,10 +16,10 @@ from distdl_rma.segments.collectives.engine.collective_site import CollectiveSit
 from distdl_rma.segments.collectives.reduce import Reduce
 from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.uncopyable import Shared
+from distdl_rma.segments.uncopyable import SharedByCopies
 
 
-class Group(Shared):
+class Group(SharedByCopies):
     """Ordered ranks of a machine, this one included; local to construct, and free of any cost.
 
     ``ranks`` are rank ids, unique and in any order, all of the machine if None; the ``name`` is for messages,

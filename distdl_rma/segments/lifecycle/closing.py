@@ -9,9 +9,8 @@ from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiting.failure_notices import FailureNotices
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.peer_watch import PeerWatch
+from distdl_rma.segments.waiting.peer_watch import FailureNotices, PeerWatch
 from distdl_rma.segments.waiting.waiter import Waiter
 
 _WHY = "closing the machine or ending its program"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
-from distdl_rma.segments.waiting.failure_notices import FailureNotices
+from distdl_rma.segments.waiting.peer_watch import FailureNotices
 
 # How long a rank that fails stays for its peers to notice, and then to say so themselves.
 _NOTICE_SECONDS = 1.0

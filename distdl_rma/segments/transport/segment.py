@@ -15,11 +15,10 @@ from distdl_rma.errors import DistdlError
 from distdl_rma.geometry.rank_groups import grouped
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import SegmentOptions
-from distdl_rma.segments.transport.atomics import Atomics
 from distdl_rma.segments.transport.heap import ALIGNMENT
 from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
-from distdl_rma.segments.transport.rma_peer import Bytes, RmaPeer
+from distdl_rma.segments.transport.rma_peer import Atomics, Bytes, RmaPeer
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}

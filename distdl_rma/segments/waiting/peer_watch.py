@@ -1,13 +1,27 @@
-"""What a rank makes of the headers of others while it waits: who failed, left, is missing, waits for whom."""
+"""What a rank learns of the others while it waits: who failed, left, is missing, and who waits for whom."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NoReturn
 
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiting.failure_notices import FailureNotices
-from distdl_rma.segments.waiting.header import HeaderRecord, HeaderWriter, PeerHeaders, RankState, WaitReason
+from distdl_rma.segments.waiting.header import (
+    HeaderRecord,
+    HeaderWriter,
+    PeerHeaders,
+    RankState,
+    WaitReason,
+    clip,
+)
 
+_NOTICE_BYTES = 1024
 # What a rank sent before it left must have the time to arrive.
 _SUSPICION_SECONDS = 1.0
 # Of many ranks that are waited for, so many are looked at each time.
@@ -15,6 +29,88 @@ _WATCHED = 8
 # How long a rank of another node may take to answer before it counts as silent.
 _ANSWER_SECONDS = 1.0
 _LONGEST_CHAIN = 16
+
+
+class FailureNotices:
+    """Notices that ranks send each other when one of them fails; every wait takes in those that have come.
+
+    They have a communicator of their own, freed by ``close``; ``ranks`` are the rank ids of its positions.
+    The lock is held while MPI is called: the progress engine is another thread. ``failures`` has causes by
+    rank, as far as this one has heard or found out; ``failed`` is whether it has told the others that it
+    failed itself, as its header then says too.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        ranks: tuple[int, ...],
+        lock: AbstractContextManager[Any],
+        header: HeaderWriter,
+    ) -> None:
+        self._comm, self._ranks, self._lock, self._header = comm, ranks, lock, header
+        self.rank = ranks[comm.rank]
+        self.failures: dict[int, str] = {}
+        self.failed = False
+        self._sent: list[tuple[MPI.Request, object]] = []
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether this rank or another one has failed, so that nothing collective can work any more."""
+        return self.failed or bool(self.failures)
+
+    def poll(self) -> None:
+        """Take in notices of failed ranks, and let MPI look at the network. Does not block."""
+        # Also without remote peers: a handshake's message may still sit in this rank's MPI.
+        # Matched: between nodes MPICH's Recv from any source may never find the synchronous message again.
+        while (found := self._comm.Improbe()) is not None:
+            notice = np.zeros(_NOTICE_BYTES, np.uint8)
+            found.Recv([notice, MPI.BYTE])
+            failed = int(notice[:8].view(np.int64)[0])
+            text = notice[8:].tobytes().rstrip(b"\0").decode(errors="replace")
+            self.failures.setdefault(failed, text)
+
+    def check(self, reason: Callable[[], WaitReason] | None = None) -> None:
+        """Raise ``PeerFailedError`` if a rank has failed, as far as this one knows."""
+        for rank, cause in self.failures.items():
+            self.raise_for(rank, cause, reason() if reason else None)
+
+    def raise_for(self, rank: int, cause: str, reason: WaitReason | None) -> NoReturn:
+        """Raise ``PeerFailedError`` because of a rank that failed, or left while it is waited for."""
+        here = f"; rank {self.rank} waited {reason}" if reason else ""
+        raise PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause)
+
+    def tell(self, cause: str, rank: int | None = None) -> None:
+        """Tell all ranks that this one failed, or that it found another one failed; once, not blocking."""
+        if self.failed:
+            return
+        self.failed = True
+        failed = self.rank if rank is None else rank
+        self._header.write(RankState.FAILED, cause)
+        notice = np.zeros(_NOTICE_BYTES, np.uint8)
+        notice[:8].view(np.int64)[0] = failed
+        text = clip(cause, _NOTICE_BYTES - 8)
+        notice[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        with self._lock:
+            for position, peer in enumerate(self._ranks):
+                if peer not in (self.rank, failed):
+                    # Synchronous: complete once the peer has taken it in.
+                    self._sent.append((self._comm.Issend([notice, MPI.BYTE], position), notice))
+
+    def pass_on(self) -> None:
+        """Tell all ranks of the first failure that this one has heard of, if they have not been told."""
+        for rank, cause in tuple(self.failures.items())[:1]:
+            self.tell(cause, rank)
+
+    def noticed(self) -> bool:
+        """Whether all ranks have taken in the notice of this rank's failure; makes progress."""
+        with self._lock:
+            self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+            self.poll()
+        return not self._sent
+
+    def close(self) -> None:
+        """Free the communicator; collective."""
+        self._comm.Free()
 
 
 class PeerWatch:
@@ -181,6 +277,14 @@ class PeerWatch:
                 if record.state is RankState.WAITING:
                     pending += record.waits_for
         return clauses
+
+
+def cause_of(error: BaseException) -> str:
+    """Error as one line for the notice of a failure."""
+    with suppress(Exception):
+        first = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+    return type(error).__name__
 
 
 def in_seconds(seconds: float) -> str:

@@ -15,9 +15,8 @@ from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.progress_thread import ProgressEngine
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.waiting.failure_notices import FailureNotices
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.peer_watch import PeerWatch
+from distdl_rma.segments.waiting.peer_watch import FailureNotices, PeerWatch
 
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
