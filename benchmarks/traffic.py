@@ -9,22 +9,13 @@ from distdl_rma.geometry.split import Balanced
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.counters import Counters
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Messages and bytes of one rank in one step.
+@dataclass(kw_only=True)
+class Traffic(Counters):
+    """Messages and bytes of one rank in one step; calls of MPI's collectives are ``across`` so many nodes."""
 
-    ``puts`` and ``gets`` are copies to and from peers; ``collectives`` are calls of MPI's collectives
-    ``across`` so many nodes, with the bytes that this rank hands to them.
-    """
-
-    puts: int = 0
-    bytes_put: int = 0
-    gets: int = 0
-    bytes_got: int = 0
-    collectives: int = 0
-    bytes_collective: int = 0
     across: int = 1
 
     @property

@@ -246,7 +246,7 @@ class Machine(SharedByCopies):
         # Closing is collective: only if every rank gets here. A forked process is none of the ranks.
         if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
-        if self.segments.closing.gather_at_exit(say_once):
+        if self.segments.gather_at_exit(say_once):
             self.close()
         self.segments.stop()
         if not self.closed:

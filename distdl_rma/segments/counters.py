@@ -13,12 +13,12 @@ class Counters:
     spins on a flag of a small collective is not counted.
     """
 
-    bytes_put: int = 0
     puts: int = 0
-    bytes_got: int = 0
+    bytes_put: int = 0
     gets: int = 0
-    bytes_collective: int = 0
+    bytes_got: int = 0
     collectives: int = 0
+    bytes_collective: int = 0
     notifications: int = 0
     flushes: int = 0
     waits: int = 0

@@ -6,27 +6,36 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index as as_int
 from typing import Protocol
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ArgumentError, DistdlError, PartitionError, PeerFailedError, SegmentError
+from distdl_rma.errors import (
+    ArgumentError,
+    DistdlError,
+    ExchangeTimeout,
+    PartitionError,
+    PeerFailedError,
+    SegmentError,
+)
 from distdl_rma.segments.counters import Counters
-from distdl_rma.segments.lifecycle.closing import Closing
 from distdl_rma.segments.lifecycle.communicators import Communicators
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue, SegmentContext
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, operation_name
+from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
 from distdl_rma.segments.waiting.peer_watch import FailureNotices, PeerWatch, cause_of
-from distdl_rma.segments.waiting.waiter import PendingWork, Waiter
+from distdl_rma.segments.waiting.waiter import Waiter
 from distdl_rma.trace import Tracer
 
 _SPINS = 2000
+# How long a rank that failed stays for the others to notice.
+_NOTICE_SECONDS = 1.0
 _THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "single",
     MPI.THREAD_FUNNELED: "funneled",
@@ -91,9 +100,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         self._header = HeaderWriter(segment.memory[:HEADER_BYTES].data, segment.fence)
         self.notices = FailureNotices(comm.Dup(), rank_ids, segment.lock, self._header)
         self.watch = PeerWatch(segment, rank_ids, self._header, self.notices)
-        self._work = PendingWork(segment, self.notices, counters)
         spins = 0 if segment.crowded or segment.has_remote else _SPINS
-        waiter = Waiter(chosen_timeout(timeout), spins, self._work, self.watch, counters)
+        waiter = Waiter(segment, self.notices, self.watch, counters, chosen_timeout(timeout), spins)
         super().__init__(comm, rank_ids, segment, waiter)
         self.heap.allocate(HEADER_BYTES, "header")
         # What is done at each call goes straight to who does it: steps that all waits shall take, and the
@@ -105,8 +113,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.trace = Tracer()
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self.closing = Closing(comm, segment, self.notices, self.watch, waiter)
-        self._work.begin(chosen_progress(progress, segment.has_remote))
+        self._barriers: list[MPI.Request] = []
+        waiter.begin(chosen_progress(progress, segment.has_remote))
 
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
@@ -177,7 +185,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             "MPI standard": ".".join(map(str, MPI.Get_version())),
             "thread level": _THREAD_LEVELS[MPI.Query_thread()],
             "memory model": "unified" if segment.unified else "separate",
-            "progress": self._work.engine,
+            "progress": self.waiter.engine,
             "timeout seconds": self.waiter.timeout,
             "more ranks than cores": segment.crowded,
         }
@@ -214,11 +222,15 @@ class SegmentManager(SegmentContext, Uncopyable):
         if self.closed:
             return
         if not self.notices.in_vain:
-            self.closing.gather(timeout)
+            try:
+                self._gather(timeout)
+            except BaseException:
+                self.watch.stay()
+                raise
         for tenant in tuple(self._tenants):
             tenant.release()
         self._reclaim()
-        self._work.end()
+        self.waiter.end()
         self.closed = True
         if self.notices.in_vain:
             self.keep()
@@ -229,6 +241,61 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.segment.close()
         self.comm.Free()
 
+    def gather_at_exit(self, say: Callable[[str], object]) -> bool:
+        """Wait until all ranks are about to close, as long as they live; return whether they came.
+
+        Raises no error of the library: nobody could catch it. The end of MPI would wait for the others as
+        well. What keeps this rank from ending, now or there, is said once, in a line each.
+        """
+        notices, watch = self.notices, self.watch
+        if notices.failed:
+            # The others do not close any more, and may be at MPI's end, where they answer nothing.
+            waiting = WaitReason(watch.others, "to hear of its failure", leavers=True)
+            with suppress(DistdlError):
+                self.waiter.until(notices.noticed, lambda: waiting, _NOTICE_SECONDS)
+        else:
+            with suppress(DistdlError):
+                try:
+                    self._gather(None)
+                except ExchangeTimeout as error:
+                    say(f"{error}; rank {self.rank} has ended its program and waits on")
+                    self._gather(float("inf"))
+        if not notices.in_vain:
+            return True
+        # Others may already wait for this rank to close as well.
+        notices.pass_on()
+        for rank, why in watch.gone():
+            say(
+                f"rank {rank} will not end together with rank {self.rank}: {why}; MPI, which ends now,"
+                " may wait for it for ever: end the job if it does"
+            )
+        return False
+
+    def _gather(self, timeout: float | None) -> None:
+        # Freeing windows cannot be interrupted, so that nobody begins before all are here. And MPI has no way
+        # to take back that a rank came. So the ranks meet twice: one that gave up waiting for the first
+        # meeting does not come to the second, unless it calls again.
+        watch, until = self.watch, self.waiter.until
+        # Peers may still wait for what this rank began to send. Those that have left take it nevertheless.
+        last_puts = WaitReason(watch.others, "to take its last puts", leavers=True)
+        until(self.segment.progress, lambda: last_puts, timeout)
+        watch.leave("closing the machine or ending its program")
+        until(
+            self._all_are_here,
+            lambda: WaitReason(watch.missing(), "to close the machine", leavers=True),
+            timeout,
+        )
+
+    def _all_are_here(self) -> bool:
+        barriers = self._barriers
+        if not barriers:
+            barriers.append(self.comm.Ibarrier())
+        if not barriers[0].Test():
+            return False
+        if len(barriers) == 1:
+            barriers.append(self.comm.Ibarrier())
+        return bool(barriers[1].Test())
+
     def keep(self) -> None:
         """Keep all memory that MPI may still read or write, until the process has ended; local.
 
@@ -238,4 +305,4 @@ class SegmentManager(SegmentContext, Uncopyable):
 
     def stop(self) -> None:
         """End the progress engine, if there is one; idempotent."""
-        self._work.stop()
+        self.waiter.stop()

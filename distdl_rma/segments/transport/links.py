@@ -20,7 +20,7 @@ _MANY_TRANSFERS = 64
 class SharedLink:
     """Peer on this node: a copy into its ``memory``, a barrier, a store to a flag; nothing stays pending."""
 
-    def __init__(self, memory: Bytes, fence: Callable[[], None]) -> None:
+    def __init__(self, memory: Bytes, fence: Callable[[], object]) -> None:
         self.memory: Bytes | None = memory
         self._memory, self._words, self._fence = memory, memory.data.cast("q"), fence
 

@@ -22,6 +22,8 @@ from distdl_rma.segments.transport.rma_peer import Atomics, Bytes, RmaPeer
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
+# A call that does nothing, and without a frame of Python's: it is on the way of every put and notification.
+_NO_FENCE: Callable[[], object] = bool
 
 
 class Segment:
@@ -69,7 +71,7 @@ class Segment:
         self._window.Lock_all()
         # Memory barrier between data and the flag that announces it, the only one of the library.
         ordered = platform.machine() in _TOTAL_STORE_ORDER
-        self.fence: Callable[[], None] = (lambda: None) if ordered else self._shared.Sync
+        self.fence: Callable[[], object] = _NO_FENCE if ordered else self._shared.Sync
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
         self.crowded = node.size > len(cores)
         self.words = self.memory.data.cast("q")
@@ -96,7 +98,7 @@ class Segment:
             positions = {rank: (at, begins[at]) for at, rank in enumerate(self.node_ranks)}
             self.atomics = Atomics(self._shared, positions, True, self.lock)
         # What MPI put here is only visible to loads after a Sync, on any processor.
-        self.acquire: Callable[[], None] = self._window.Sync if self.has_remote else self.fence
+        self.acquire: Callable[[], object] = self._window.Sync if self.has_remote else self.fence
 
     def _reserve(self, memory: Bytes) -> None:
         try:

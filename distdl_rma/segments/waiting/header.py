@@ -63,7 +63,7 @@ class DoubleRecord:
         self._places = (begin, begin + self._size + _CHECK.size)
         self.end = begin + 2 * (self._size + _CHECK.size)
 
-    def write(self, memory: memoryview, count: int, fence: Callable[[], None], *fields: Any) -> None:
+    def write(self, memory: memoryview, count: int, fence: Callable[[], object], *fields: Any) -> None:
         """Write a record over the older of the two; ``count`` is one more than that of the last one.
 
         The fence keeps stores in order: the last record is whole before the one before it is destroyed.
@@ -143,7 +143,7 @@ class HeaderWriter:
     The fence keeps stores before it from being seen after those behind it.
     """
 
-    def __init__(self, header: memoryview, fence: Callable[[], None]) -> None:
+    def __init__(self, header: memoryview, fence: Callable[[], object]) -> None:
         self._header, self._fence = header, fence
         # Records written so far, of either kind.
         self._states = self._operations = 0

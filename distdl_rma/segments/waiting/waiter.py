@@ -24,22 +24,89 @@ _SLEEP_SECONDS = (5e-5, 1e-3)
 _LOOK_SECONDS = 0.1
 
 
-class PendingWork:
-    """Steps that remain to be taken on a machine: by every wait, every ``progress()``, the progress engine.
+class Waiter:
+    """How a rank waits for something that another rank does, while what is under way on its machine goes on.
 
-    So ranks may wait for what they do together in different orders. Waits in another machine of the process
-    take them too. Whoever takes steps holds the segment's lock, and takes in notices of failed ranks with
-    them; the counters tell the progress engine whether the rank is active.
+    Every wait, every ``progress()`` and the progress engine take the steps that were deferred, so that ranks
+    may wait for what they do together in different orders; waits in another machine of the process do so too.
+    Whoever takes steps holds the segment's lock, and takes in notices of failed ranks with them.
+
+    ``timeout`` is the default deadline in seconds. Waits begin with ``spins`` turns of a busy loop, 0 where
+    ranks outnumber cores or MPI must make progress; now and then ``watch`` looks at the other ranks. The
+    ``counters`` add up the time, and tell the progress engine whether the rank is active.
     """
 
-    def __init__(self, segment: Segment, notices: FailureNotices, counters: Counters) -> None:
-        self._segment, self.notices, self._counters = segment, notices, counters
+    def __init__(
+        self,
+        segment: Segment,
+        notices: FailureNotices,
+        watch: PeerWatch,
+        counters: Counters,
+        timeout: float,
+        spins: int,
+    ) -> None:
+        self._segment, self._notices, self._watch = segment, notices, watch
+        self.counters, self.timeout, self.spins = counters, check_timeout(timeout), spins
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
         self._engine: ProgressEngine | None = None
         # What went wrong in a step that was taken while the rank waited in another machine.
         self._trouble: Exception | None = None
+
+    def until(
+        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float | None = None
+    ) -> None:
+        """Return as soon as ``ready()`` is true; blocking.
+
+        ``ready`` is a cheap test without side effects, or one that advances what is waited for. ``reason``
+        says who is waited for, and is called only when the wait takes long. ``timeout`` is in seconds, 0 to
+        look once. ``ExchangeTimeout`` at the deadline, after which the wait can be repeated;
+        ``PeerFailedError`` if a rank of the machine failed, or one that is waited for has left.
+        """
+        if ready():
+            return
+        begin = time.perf_counter()
+        try:
+            self._wait(ready, reason, self.timeout if timeout is None else check_timeout(timeout), begin)
+        finally:
+            self.counters.waits += 1
+            self.counters.seconds_waited += time.perf_counter() - begin
+
+    def _wait(
+        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float, begin: float
+    ) -> None:
+        if timeout > 0:
+            for _ in range(self.spins):
+                if ready():
+                    return
+        watch = self._watch
+        pause, looked = _SLEEP_SECONDS[0], 0.0
+        try:
+            while True:
+                self.advance()
+                self._notices.check(reason)
+                if ready():
+                    return
+                elapsed = time.perf_counter() - begin
+                if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
+                    looked = elapsed
+                    watch.look(reason())
+                if elapsed > timeout:
+                    raise ExchangeTimeout(watch.timeout_message(reason(), timeout))
+                if elapsed < _YIELD_SECONDS:
+                    os.sched_yield()
+                else:
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, _SLEEP_SECONDS[1])
+        finally:
+            if looked:
+                watch.done()
+
+    def progress(self) -> None:
+        """Take all steps that can be taken at once, and raise if a rank failed; does not block."""
+        self.advance()
+        self._notices.check()
 
     @property
     def engine(self) -> str:
@@ -82,7 +149,7 @@ class PendingWork:
         Raises what went wrong in a step of this machine, now or meanwhile.
         """
         self._advance()
-        if len(_open_work) > 1:
+        if len(_waiters) > 1:
             advance_other_machines(self)
 
     def advance_quietly(self) -> None:
@@ -105,7 +172,7 @@ class PendingWork:
         with self._segment.lock:
             self._segment.progress()
             if self._open:
-                self.notices.poll()
+                self._notices.poll()
             if self._steps and not self._advancing:
                 # A step may wait itself, and that wait comes back here.
                 self._advancing = True
@@ -120,102 +187,29 @@ class PendingWork:
         # Left to a thread that already takes steps, if there is one.
         if self._segment.lock.acquire(blocking=False):
             try:
-                if self._open and not self.notices.failures:
+                if self._open and not self._notices.failures:
                     self._advance()
             finally:
                 self._segment.lock.release()
-        counters = self._counters
-        return counters.puts + counters.gets + counters.waits
+        return self.counters.puts + self.counters.gets + self.counters.waits
 
 
-# Work of the open machines of this process: while this rank waits in one of them, the others go on as well.
+# Those of the open machines of this process: while this rank waits in one of them, the others go on as well.
 # None is kept alive for that. Replaced as a whole, so that who goes through it needs no lock: engines are
 # other threads.
-_open_work: tuple[weakref.ref[PendingWork], ...] = ()
+_waiters: tuple[weakref.ref[Waiter], ...] = ()
 _replacing = threading.Lock()
 
 
-def _replace_open(*more: weakref.ref[PendingWork], without: PendingWork | None = None) -> None:
-    global _open_work  # noqa: PLW0603
+def _replace_open(*more: weakref.ref[Waiter], without: Waiter | None = None) -> None:
+    global _waiters  # noqa: PLW0603
     with _replacing:
-        _open_work = (*(known for known in _open_work if known() not in (without, None)), *more)
+        _waiters = (*(known for known in _waiters if known() not in (without, None)), *more)
 
 
-def advance_other_machines(one: PendingWork | None) -> None:
+def advance_other_machines(one: Waiter | None) -> None:
     """Have all open machines of this process but one take their steps; does not block."""
-    for reference in _open_work:
+    for reference in _waiters:
         other = reference()
         if other is not None and other is not one:
             other.advance_quietly()
-
-
-class Waiter:
-    """How a rank waits for something that another rank does: it advances all work, looks, and gives up.
-
-    ``timeout`` is the default deadline in seconds. ``spins`` are turns of the busy loop at the start, 0 where
-    ranks outnumber cores or MPI must make progress; on every turn after it the steps of ``work`` are taken,
-    and now and then ``watch`` looks at the other ranks. ``counters`` add up the time.
-    """
-
-    def __init__(
-        self, timeout: float, spins: int, work: PendingWork, watch: PeerWatch, counters: Counters
-    ) -> None:
-        self.timeout = check_timeout(timeout)
-        self.spins = spins
-        self._work, self._watch = work, watch
-        self.defer, self.withdraw = work.defer, work.withdraw
-        self.counters = counters
-
-    def until(
-        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float | None = None
-    ) -> None:
-        """Return as soon as ``ready()`` is true; blocking.
-
-        ``ready`` is a cheap test without side effects, or one that advances what is waited for. ``reason``
-        says who is waited for, and is called only when the wait takes long. ``timeout`` is in seconds, 0 to
-        look once. ``ExchangeTimeout`` at the deadline, after which the wait can be repeated;
-        ``PeerFailedError`` if a rank of the machine failed, or one that is waited for has left.
-        """
-        if ready():
-            return
-        begin = time.perf_counter()
-        try:
-            self._wait(ready, reason, self.timeout if timeout is None else check_timeout(timeout), begin)
-        finally:
-            self.counters.waits += 1
-            self.counters.seconds_waited += time.perf_counter() - begin
-
-    def _wait(
-        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float, begin: float
-    ) -> None:
-        if timeout > 0:
-            for _ in range(self.spins):
-                if ready():
-                    return
-        work, watch, notices = self._work, self._watch, self._work.notices
-        pause, looked = _SLEEP_SECONDS[0], 0.0
-        try:
-            while True:
-                work.advance()
-                notices.check(reason)
-                if ready():
-                    return
-                elapsed = time.perf_counter() - begin
-                if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
-                    looked = elapsed
-                    watch.look(reason())
-                if elapsed > timeout:
-                    raise ExchangeTimeout(watch.timeout_message(reason(), timeout))
-                if elapsed < _YIELD_SECONDS:
-                    os.sched_yield()
-                else:
-                    time.sleep(pause)
-                    pause = min(pause * 1.5, _SLEEP_SECONDS[1])
-        finally:
-            if looked:
-                watch.done()
-
-    def progress(self) -> None:
-        """Take all steps that can be taken at once, and raise if a rank failed; does not block."""
-        self._work.advance()
-        self._work.notices.check()

@@ -14,7 +14,6 @@ from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.waiting import waiter as waiting
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import (
-    PendingWork,
     Waiter,
     advance_other_machines,
 )
@@ -23,15 +22,17 @@ REASON = WaitReason((1,), "to send in 'enc1'")
 
 
 class Others:
-    """Work and watch of a waiter, which note what is asked of them."""
+    """Segment, notices and watch of a waiter, which note what is asked of them."""
 
     def __init__(self):
         self.turns, self.looks, self.over = 0, 0, 0
-        self.notices, self.failure = self, None
-        self.defer = self.withdraw = None
+        self.lock, self.failure, self.failures = threading.RLock(), None, {}
 
-    def advance(self):
+    def progress(self):
         self.turns += 1
+
+    def poll(self):
+        pass
 
     def check(self, reason=None):
         if self.failure and self.turns >= self.failure:
@@ -53,7 +54,7 @@ def others():
 
 
 def waiter(others, spins=0, timeout=15.0):
-    return Waiter(timeout, spins, others, others, Counters())
+    return Waiter(others, others, others, Counters(), timeout, spins)
 
 
 def test_what_is_there_is_not_waited_for(others):
@@ -102,16 +103,16 @@ def test_progress_takes_one_turn_and_raises_what_failed(others):
     one = waiter(others)
     one.progress()
     assert others.turns == 1
-    others.failure, others.notices.check = 1, lambda reason=None: (_ for _ in ()).throw(KeyError)
+    others.failure, others.check = 1, lambda reason=None: (_ for _ in ()).throw(KeyError)
     with pytest.raises(KeyError):
         one.progress()
 
 
-class Counting(PendingWork):
+class Counting(Waiter):
     """Work of a machine that counts its turns."""
 
     def __init__(self):
-        super().__init__(None, None, Counters())
+        super().__init__(None, None, None, Counters(), 1.0, 0)
         self.steps = 0
 
     def advance_quietly(self):
@@ -119,7 +120,7 @@ class Counting(PendingWork):
 
 
 def test_all_but_the_one_that_waits_go_on(monkeypatch):
-    monkeypatch.setattr(waiting, "_open_work", ())
+    monkeypatch.setattr(waiting, "_waiters", ())
     first, second = Counting(), Counting()
     first.begin("none")
     advance_other_machines(first)
@@ -134,7 +135,7 @@ def test_all_but_the_one_that_waits_go_on(monkeypatch):
 
 
 def test_to_be_registered_keeps_nothing_alive(monkeypatch):
-    monkeypatch.setattr(waiting, "_open_work", ())
+    monkeypatch.setattr(waiting, "_waiters", ())
     gone = Counting()
     gone.begin("none")
     del gone
@@ -142,7 +143,7 @@ def test_to_be_registered_keeps_nothing_alive(monkeypatch):
     advance_other_machines(None)
     kept = Counting()
     kept.begin("none")
-    assert len(waiting._open_work) == 1 and waiting._open_work[0]() is kept
+    assert len(waiting._waiters) == 1 and waiting._waiters[0]() is kept
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +246,7 @@ def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
     taken = []
     segment = SimpleNamespace(lock=threading.RLock(), progress=lambda: True, crowded=False)
     silent = SimpleNamespace(poll=lambda: None, failures={})
-    one, another = PendingWork(segment, Notices(), Counters()), PendingWork(segment, silent, Counters())
+    one, another = (Waiter(segment, each, None, Counters(), 1.0, 0) for each in (Notices(), silent))
     one.begin("none")
     another.begin("none")
     one.defer(advance)
@@ -266,8 +267,8 @@ def test_manager_that_is_closed_or_dropped_is_none_of_the_process_any_more(comm)
     from distdl_rma.segments import SegmentManager
     from distdl_rma.segments.waiting import waiter as waiting
 
-    before = waiting._open_work
+    before = waiting._waiters
     manager = SegmentManager(comm, None, "8MiB", 15)
-    assert len(waiting._open_work) == len(before) + 1
+    assert len(waiting._waiters) == len(before) + 1
     manager.close()
-    assert waiting._open_work == before
+    assert waiting._waiters == before
