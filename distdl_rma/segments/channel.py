@@ -27,11 +27,8 @@ class Channel:
     talk; construction is local, the first start connects the neighbours.
 
     ``sends`` and ``receives`` are the pieces of the exchange as they move: large ones in several, the reader
-    follows its writer. Messages call the channel by ``name``.
-
-    Notes
-    -----
-    The exchange buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
+    follows its writer. Messages call the channel by ``name``. These are the exchange buffers of the interface
+    document, sections 3.2, 3.2.1 and 3.2.2.
     """
 
     def __init__(self, manager: SegmentManager, exchange: Exchange, dtype: DTypeLike, name: str) -> None:

@@ -24,11 +24,10 @@ class JobBoard:
 
     MPI's name service (``MPI_Publish_name``) carries it: whoever reads learns of a process that makes no
     call, and nothing of it meets what the processes send to each other. Not for a step: each call asks the
-    launcher, in about 0.1 ms. What a process said last stays until the job ends; a line has at most
-    ``longest`` bytes.
+    launcher, in about 0.1 ms. What a process said last stays until the job ends.
     """
 
-    longest = _LONGEST
+    longest = _LONGEST  # bytes of a line
 
     def __init__(self) -> None:
         self._written = ""

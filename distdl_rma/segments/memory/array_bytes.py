@@ -34,9 +34,8 @@ def as_array(data: Any, what: str) -> NDArray[Any]:
         try:
             array = np.asarray(memoryview(data))
         except (TypeError, ValueError, BufferError):
-            raise ShapeError(
-                f"{what} takes a numpy array, a tensor or bytes, got {type(data).__name__}"
-            ) from None
+            kind = type(data).__name__
+            raise ShapeError(f"{what} takes a numpy array, a tensor or bytes, got {kind}") from None
     if array.dtype.hasobject:
         raise ShapeError(f"{what}: Python objects mean nothing to another process, got dtype {array.dtype}")
     return array
@@ -56,11 +55,11 @@ def as_bytes(data: Any, what: str) -> memoryview:
     """Contiguous bytes of an array, tensor or buffer: a view, or packed where it is not contiguous."""
     try:
         view = memoryview(data)
+        if view.c_contiguous and "O" not in view.format:
+            return view.cast("B") if view.nbytes else memoryview(b"")
     except (TypeError, ValueError, BufferError):
-        return _packed(data, what)
-    if not view.c_contiguous or "O" in view.format:
-        return _packed(data, what)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+        pass
+    return np.ascontiguousarray(as_array(data, what)).reshape(-1).view(np.uint8).data
 
 
 def as_offset(offset: Any, what: str) -> int:
@@ -69,10 +68,6 @@ def as_offset(offset: Any, what: str) -> int:
         return as_int(offset)
     except TypeError:
         raise ArgumentError(f"{what}: an offset is a whole number of bytes, got {offset!r}") from None
-
-
-def _packed(data: Any, what: str) -> memoryview:
-    return np.ascontiguousarray(as_array(data, what)).reshape(-1).view(np.uint8).data
 
 
 def as_values(data: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
@@ -107,9 +102,8 @@ def _check_list(entries: Sequence[Any], dtype: np.dtype[Any], what: str) -> None
         elif isinstance(entry, (int, float, complex, np.generic)):
             as_values(entry, dtype, what)
         else:
-            raise ShapeError(
-                f"{what} takes arrays, numbers and lists of numbers, got a list of {type(entry).__name__}"
-            )
+            kind = type(entry).__name__
+            raise ShapeError(f"{what} takes arrays, numbers and lists of numbers, got a list of {kind}")
 
 
 def _as_number(data: complex, dtype: np.dtype[Any]) -> NDArray[Any] | None:

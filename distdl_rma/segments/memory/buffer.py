@@ -29,11 +29,7 @@ class SegmentBuffer:
 
     A notification is 0 until a peer sets it, and again once it was reset; a value is from 1 to 2**32 - 1.
     Who sees a notification also sees what its sender put before. Notifications that there are not raise
-    ``ArgumentError``.
-
-    Notes
-    -----
-    Interface document, chapter 2.
+    ``ArgumentError``. Interface document, chapter 2.
     """
 
     def __init__(self, context: SegmentContext, nbytes: int, notifications: int, owner: str) -> None:
@@ -246,7 +242,7 @@ class SegmentBuffer:
         """
         self._check()
         check_timeout(timeout)
-        purpose = Purpose.checked(self._context.ranks, notes, label, fingerprint, terms)
+        purpose = Purpose(self._context.ranks, notes, label, fingerprint, terms)
         # After a timeout, or whatever else ended the wait, its messages are under way, for the next call.
         if self._handshake is None:
             self._handshake = Handshake(self._context, self.location, purpose)

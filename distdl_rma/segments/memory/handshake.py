@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from operator import index as as_int
 from typing import Any
 
@@ -33,41 +33,32 @@ Message = NDArray[np.int64]
 _UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Purpose:
     """What a handshake is for: a label and a fingerprint, alike on all sides, and a note for every peer.
 
-    ``terms`` say what the fingerprint stands for, a line ``name=value`` each.
+    Takes what :meth:`SegmentBuffer.exchange` takes, and raises what is wrong with it.
     """
 
+    ranks: tuple[int, ...]
+    asked: InitVar[Mapping[int, tuple[int, ...]] | Iterable[int]]
     label: str
     fingerprint: int
-    notes: dict[int, tuple[int, ...]]
-    terms: str = field(default="", compare=False)
+    terms: str = field(compare=False)
+    notes: dict[int, tuple[int, ...]] = field(init=False)
 
-    @classmethod
-    def checked(
-        cls,
-        ranks: tuple[int, ...],
-        notes: Mapping[int, tuple[int, ...]] | Iterable[int],
-        label: str,
-        fingerprint: int,
-        terms: str,
-    ) -> Purpose:
-        """Purpose of such arguments of :meth:`SegmentBuffer.exchange`; raises what is wrong with them."""
-        if not isinstance(label, str):
-            raise ArgumentError(f"an exchange's label is a string, got {label!r}")
-        what = f"exchange {label!r}"
-        notes = _as_notes(notes, what)
+    def __post_init__(self, asked: Mapping[int, tuple[int, ...]] | Iterable[int]) -> None:
+        if not isinstance(self.label, str):
+            raise ArgumentError(f"an exchange's label is a string, got {self.label!r}")
+        what, most = f"exchange {self.label!r}", _NOTE.stop - _NOTE.start
+        notes = _as_notes(asked, what)
         for peer in notes:
-            if peer not in ranks:
-                raise PartitionError(f"{what}: {peer!r} is none of the machine's ranks {ranks}")
-        (plan,) = _int64s((fingerprint,), 1, f"{what}: a fingerprint")
-        most = _NOTE.stop - _NOTE.start
-        listed = {
+            if peer not in self.ranks:
+                raise PartitionError(f"{what}: {peer!r} is none of the machine's ranks {self.ranks}")
+        (self.fingerprint,) = _int64s((self.fingerprint,), 1, f"{what}: a fingerprint")
+        self.notes = {
             peer: _int64s(note, most, f"{what}: the note for rank {peer}") for peer, note in notes.items()
         }
-        return cls(label, plan, listed, terms)
 
     def message(self, location: Location, peer: int) -> Message:
         """What a peer is told, with the location of this rank's buffer."""
@@ -103,12 +94,8 @@ class Handshake:
     """Messages under way to some peers and from them; can be waited for again after a timeout.
 
     The n-th handshake of a pair of ranks meets the n-th one of the other side; the label and the
-    fingerprint tell whether both mean the same.
-
-    Notes
-    -----
-    "On the first call they exchange a pointer to the exchange buffers with all their neighbors":
-    interface document, section 3.2; requirement A8.
+    fingerprint tell whether both mean the same. "On the first call they exchange a pointer to the exchange
+    buffers with all their neighbors": interface document, section 3.2; requirement A8.
     """
 
     def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:

@@ -55,14 +55,8 @@ class RemoteBuffer:
     ``ArgumentError`` if a number has more than 64 bits, and ``ExchangeTimeout`` if the peer does not answer:
     nothing was changed then, and the call can be repeated.
 
-    Attributes
-    ----------
-    peer
-        Rank id of the owner.
-    nbytes, notifications
-        Size of the buffer and number of its notifications.
-    note
-        The integers that the owner sent for this rank.
+    ``peer`` is the rank id of the owner, ``nbytes`` and ``notifications`` are what the buffer has, and
+    ``note`` are the integers that the owner sent for this rank.
     """
 
     def __init__(self, context: SegmentContext, peer: int, location: Location, note: tuple[int, ...]) -> None:
@@ -159,10 +153,7 @@ class RemoteBuffer:
     def get_list(
         self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None, timeout: float | None = None
     ) -> None:
-        """Get into several arrays, each given with its offset; all are checked before data moves.
-
-        They are under way together. Blocking without a queue; raises as :meth:`get`.
-        """
+        """``get`` into several arrays, each given with its offset; all are checked before any data moves."""
         check_queue(queue, "get_list")
         check_timeout(timeout)
         targets = self._inside(parts, "get_list", as_target)
@@ -224,10 +215,8 @@ class RemoteBuffer:
         self._context.check_open()
         offset = as_offset(offset, "an atomic")
         if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
-            raise ShapeError(
-                f"an atomic works on 8 bytes at a multiple of 8 inside rank {self.peer}'s buffer of"
-                f" {self.nbytes} bytes, got offset {offset}"
-            )
+            there = f"inside rank {self.peer}'s buffer of {self.nbytes} bytes"
+            raise ShapeError(f"an atomic works on 8 bytes at a multiple of 8 {there}, got offset {offset}")
         answered = self._atomics.responding(self.peer)
         if answered is not None:
             reason = WaitReason((self.peer,), "to answer before an atomic operation")

@@ -20,12 +20,10 @@ _LONGEST_PAUSE_SECONDS = 4e-3
 class ProgressEngine:
     """Calls ``turn()`` over and over in a daemon thread, which never keeps a process from exiting.
 
-    Between nodes a transport in software moves data only while both ends call MPI. The thread does so
-    while torch computes, which releases the interpreter lock.
-
-    ``turn`` advances what is under way, without blocking, and returns a number that changes while the rank
-    is active. ``crowded`` says that ranks outnumber cores: the thread then takes fewer turns, since one costs
-    somebody's time.
+    Between nodes a transport in software moves data only while both ends call MPI. The thread does so while
+    torch computes, which releases the interpreter lock. ``turn`` advances what is under way, does not block,
+    and returns a number that changes while the rank is active. Where ranks outnumber cores, ``crowded``, the
+    thread takes fewer turns, since one costs somebody's time.
     """
 
     def __init__(self, turn: Callable[[], int], crowded: bool) -> None:
