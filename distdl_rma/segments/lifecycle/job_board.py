@@ -121,7 +121,7 @@ class Announcement:
     when it tries again.
     """
 
-    state: Stage
+    stage: Stage
     last: Refusal
     meeting: int = 0
     number: int = 0
@@ -132,7 +132,7 @@ class Announcement:
 
     def encoded(self, longest: int) -> str:
         """Line of so many bytes at most."""
-        numbers = (self.state, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
+        numbers = (self.stage, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
         words = (_spans(_sayable(self.members)), self.text, _spans(self.last.members), self.last.text)
         return clip("\n".join([*map(str, numbers), *words]), longest).decode()
 
@@ -140,22 +140,22 @@ class Announcement:
     def parsed(cls, line: str) -> Announcement | None:
         """What a line says; None if it is none."""
         with suppress(ValueError):
-            state, meeting, number, first, seconds, refusals, members, text, whom, why = line.split("\n", 9)
+            stage, meeting, number, first, seconds, refusals, members, text, whom, why = line.split("\n", 9)
             last = Refusal(int(refusals), _ranks(whom), why)
             where = int(meeting), int(number), int(first), float(seconds)
-            return cls(Stage(state), last, *where, _ranks(members), text)
+            return cls(Stage(stage), last, *where, _ranks(members), text)
         return None
 
     def waits_for(self, rank: int) -> bool:
         """Whether a rank of MPI_COMM_WORLD has to come before this process can go on."""
-        return self.state is Stage.HERE and (self.first == rank or rank in self.members)
+        return self.stage is Stage.HERE and (self.first == rank or rank in self.members)
 
     @property
     def doing(self) -> str:
         """What the process does, as a clause of a sentence."""
-        if self.state is Stage.LEFT:
+        if self.stage is Stage.LEFT:
             return self.text
-        if self.state is Stage.REFUSED:
+        if self.stage is Stage.REFUSED:
             return f"was refused: {self.last.text}"
         return f"makes a machine of M = {self.text}"
 

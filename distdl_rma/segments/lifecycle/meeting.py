@@ -141,11 +141,11 @@ class _Meeting:
             raise
 
     def _lead(self) -> int:
-        self._wait_for_all(lambda heard: heard.state is Stage.HERE)
+        self._wait_for_all(lambda heard: heard.stage is Stage.HERE)
         _past.calls += 1
         number = _past.calls
         self._say(Stage.CALLS, number, seconds=max(0.0, self._deadline - time.monotonic()))
-        self._wait_for_all(lambda heard: heard.state is Stage.COMES and heard.number == number)
+        self._wait_for_all(lambda heard: heard.stage is Stage.COMES and heard.number == number)
         self._say(Stage.GOES, number)
         return number
 
@@ -166,17 +166,17 @@ class _Meeting:
         for pause in self._turns():
             over = time.monotonic() > deadline
             heard = self._ours(self._first)
-            state = heard.state if heard else None
+            stage = heard.stage if heard else None
             moved = False
-            if heard and state is Stage.CALLS and heard.number != called:
+            if heard and stage is Stage.CALLS and heard.number != called:
                 moved = True
                 # From here on only the first rank may give up, which it says.
                 called = heard.number
                 self._say(Stage.COMES, called)
                 deadline = time.monotonic() + heard.seconds + _GRACE_SECONDS
-            elif heard and state is Stage.GOES and heard.number == called:
+            elif heard and stage is Stage.GOES and heard.number == called:
                 break
-            elif called and state in (Stage.HERE, Stage.LEFT):
+            elif called and stage in (Stage.HERE, Stage.LEFT):
                 # It called, and then not all came.
                 called, deadline = 0, self._deadline
                 self._say(Stage.HERE)
@@ -207,9 +207,9 @@ class _Meeting:
     def _heard(self, rank: int) -> Announcement | None:
         return Announcement.parsed(_board.read(self._world[rank]))
 
-    def _say(self, state: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
+    def _say(self, stage: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
         first, text = self._world[self._first], text or shortened(self._ranks)
-        said = Announcement(state, _past.last, self._meeting, number, first, seconds, self._members, text)
+        said = Announcement(stage, _past.last, self._meeting, number, first, seconds, self._members, text)
         _board.write(said.encoded(_board.longest))
 
     def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
@@ -243,7 +243,7 @@ class _Meeting:
         heard = {rank: said or self._heard(rank) for rank, said in heard.items()}
         late = [rank for rank, said in heard.items() if said is None or said.meeting != self._meeting]
         # Those that gave up have been here: they waited for the others as well.
-        late = late or [rank for rank, said in heard.items() if said and said.state is Stage.LEFT]
+        late = late or [rank for rank, said in heard.items() if said and said.stage is Stage.LEFT]
         late = sorted(late or heard)
         doing = [f"rank {rank} {said.doing}" for rank in late[:4] if (said := heard[rank]) is not None]
         waited = f"rank {self._me} waited {self._seconds:g} s for {numbered(tuple(late))} to make the machine"
