@@ -1,0 +1,75 @@
+"""Where plain tensors become split ones: cut from the whole, or told of by the ranks that have the blocks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS
+from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.split import layout as lay
+from distdl_rma.split.site import site_of
+
+
+class _Rows:
+    # Rows of all ranks to all, whose memory goes with the site that keeps them.
+    def __init__(self, machine: Machine, partition: Partition, name: str) -> None:
+        self.rows = AllPush(machine.segments, partition.ranks, 3 + MAX_DIMS, np.int64, f"{name} (shapes)")
+        weakref.finalize(self, self.rows.close)
+
+
+def told_layout(local: torch.Tensor, partition: Partition) -> Decomposition:
+    """Layout of the blocks that all ranks of a partition have; blocking."""
+    machine = Machine.of(partition)
+    site = site_of(machine, told_layout)
+    rows = site.kept(partition, lambda: _Rows(machine, partition, site.name)).rows
+    row = np.zeros(3 + MAX_DIMS, np.int64)
+    row[:3] = DTYPES.index(local.dtype), local.requires_grad, local.dim()
+    row[3 : 3 + local.dim()] = local.shape
+    rows.start(row)
+    found = rows.wait().tolist()
+    kinds = {tuple(each[:3]): rank for rank, each in zip(partition.ranks, found, strict=True)}
+    if len(kinds) > 1:
+        (first, one), (second, other), *_ = kinds.items()
+        raise ShapeError(
+            f"SplitTensor.from_local: rank {one} passes {_said(first)} but rank {other} {_said(second)}"
+        )
+    shapes = {rank: tuple(each[3 : 3 + each[2]]) for rank, each in zip(partition.ranks, found, strict=True)}
+    return lay.normal(Decomposition.from_local_shapes(partition, shapes))
+
+
+def _said(kind: tuple[int, ...]) -> str:
+    dtype, needs, dims = kind
+    return f"a block of {DTYPES[dtype]} with {dims} dimensions{' that requires a gradient' if needs else ''}"
+
+
+def grid_for(grid: Any, machine: Machine, dims: int) -> Partition:
+    """Partition that a user means by ``"2x2"``, ``{"H": 2, "W": 2}`` or a partition, for tensors of so many dimensions.
+
+    A text or a dict of letters cuts the last dimensions: ``D``, ``H`` and ``W``, also ``N`` and ``C``.
+    """
+    if isinstance(grid, Partition):
+        if grid.dim != dims:
+            raise PartitionError(f"grid {grid.shape} has {grid.dim} dimensions, the tensor has {dims}")
+        return grid
+    letters = "NC" + "DHW"[5 - dims :] if 3 <= dims <= 5 else ""
+    if isinstance(grid, str):
+        parts = grid.lower().split("x")
+        if not all(part.strip().isdigit() for part in parts) or len(parts) > dims:
+            raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
+        shape = (1,) * (dims - len(parts)) + tuple(int(part) for part in parts)
+    elif isinstance(grid, dict):
+        unknown = [key for key in grid if key not in letters]
+        if unknown:
+            raise ArgumentError(f"a grid names the dimensions {', '.join(letters)}, got {unknown[0]!r}")
+        shape = tuple(int(grid.get(letter, 1)) for letter in letters)
+    else:
+        raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
+    return Partition(machine.ranks, shape, machine.rank, machine)

@@ -1,0 +1,101 @@
+"""Functions of single elements: every rank computes its block; operands that are cut otherwise move first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl_rma.split.operands import as_part, common_layout, machine_of, part_for
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, local_of, refused
+
+_UNARY = ["abs", "absolute", "neg", "negative", "positive", "sign", "sgn", "signbit", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "square", "reciprocal", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "arcsin", "arccos", "arctan", "arcsinh", "arccosh", "arctanh", "sinc", "erf", "erfc", "erfinv", "lgamma", "digamma", "mvlgamma", "polygamma", "logit", "sigmoid", "expit", "ceil", "floor", "round", "trunc", "fix", "frac", "deg2rad", "rad2deg", "i0", "isnan", "isinf", "isfinite", "isposinf", "isneginf", "isreal", "logical_not", "bitwise_not", "nan_to_num", "angle", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg", "clone", "detach", "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "to", "type", "cfloat", "cdouble", "zero", "fill", "__neg__", "__pos__", "__abs__", "__invert__", "relu", "relu6", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "tanhshrink", "hardtanh", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "leaky_relu", "logsigmoid", "threshold", "clamp", "clip", "clamp_min", "clamp_max", "log_ndtr", "ndtr", "ndtri", "entr", "erfcx", "bessel_j0", "i0e", "i1", "i1e", "cpu"]
+_BINARY = ["add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder", "fmod", "pow", "float_power", "maximum", "minimum", "fmax", "fmin", "atan2", "arctan2", "hypot", "logaddexp", "logaddexp2", "copysign", "nextafter", "ldexp", "heaviside", "xlogy", "xlog1py", "lerp", "addcmul", "addcdiv", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "rsub", "complex", "polar", "gcd", "lcm", "type_as", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__div__", "__rdiv__", "__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"]
+
+
+def _in_place(func: Any) -> bool:
+    name = func.__name__
+    return (
+        (name.startswith("__i")
+        and name not in ("__invert__",))
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+@rule(
+    "pointwise",
+    *_UNARY,
+    *_BINARY,
+    *(f"{name}_" for name in (*_UNARY, *_BINARY) if not name.endswith("_")),
+    "copy_",
+)
+def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank computes its block, by the values of its block."""
+    layout, blocks = None, []
+    for argument in args:
+        if isinstance(argument, SplitTensor):
+            if layout is None:
+                layout = argument._layout
+            elif argument._layout is not layout:
+                return _of_several(func, args, kwargs)
+            argument = local_of(argument)
+        elif isinstance(argument, torch.Tensor) and (argument.dim() or argument.requires_grad):
+            return _of_several(func, args, kwargs)
+        blocks.append(argument)
+    if layout is None or (kwargs and any(isinstance(x, torch.Tensor) for x in kwargs.values())):
+        return _of_several(func, args, kwargs)
+    y = func(*blocks, **kwargs)
+    if y is blocks[0]:
+        return _changed(func, args[0])
+    return SplitTensor(y, layout)
+
+
+def _changed(func: Any, x: SplitTensor) -> SplitTensor:
+    if x._copy_of is not None and _in_place(func):
+        raise refused(
+            func, "it changes what torch has as a view of another tensor, and elements of it were moved here"
+        )
+    return x
+
+
+def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(kwargs.get("out"), torch.Tensor):
+        raise refused(func, "out= is not supported")
+    kwargs = {key: value for key, value in kwargs.items() if value is not None or key != "out"}
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    in_place = _in_place(func) or kwargs.get("inplace") is True
+    first: Any = args[0] if args else next(iter(kwargs.values()))
+    if in_place and not isinstance(first, SplitTensor):
+        raise refused(func, "it would change a plain tensor, which every rank has, by one that is split")
+    into = [first] if in_place else operands
+    result = common_layout(func, into)
+    site = site_of(machine_of(next(x for x in operands if isinstance(x, SplitTensor))), func)
+    number = 0
+
+    def block(x: Any) -> Any:
+        nonlocal number
+        if not isinstance(x, torch.Tensor):
+            return x
+        number += 1
+        shape = x._layout.shape if isinstance(x, SplitTensor) else tuple(x.shape)
+        return as_part(site, x, part_for(shape, result), result, number)
+
+    y = func(*(block(x) for x in args), **{key: block(x) for key, x in kwargs.items()})
+    return (
+        _changed(func, first)
+        if isinstance(first, SplitTensor) and y is first._local
+        else SplitTensor(y, result)
+    )
+
+
+@rule("pointwise", "prelu", "_prelu_kernel")
+def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """As every function of single elements; the weights are those of the block's channels."""
+    x, weight = (*args, *kwargs.values())
+    result = common_layout(func, [x])
+    site = site_of(machine_of(x), func)
+    shape = (weight.numel(), *(1,) * (len(result.shape) - 2)) if weight.numel() > 1 else (1,)
+    column = as_part(site, weight.reshape(shape), part_for(shape, result), result)
+    return SplitTensor(func(local_of(x), column.reshape(-1)), result)

@@ -1,0 +1,169 @@
+"""What a program asks of a tensor: its shape and type as of the whole, its graph as of the block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, local_of, refused
+
+_T: Any = torch.Tensor
+
+_OF_WHOLE = ("size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_signed")
+_OF_WHOLE += ("element_size", "get_device", "is_same_size", "is_inference")
+_PROPERTIES_OF_WHOLE = (
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "layout",
+    "is_cuda",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+)
+_PROPERTIES_OF_WHOLE += (
+    "is_mkldnn",
+    "is_meta",
+    "is_cpu",
+    "itemsize",
+    "names",
+    "is_mps",
+    "is_xpu",
+    "is_vulkan",
+)
+_OF_BLOCK = (
+    "is_leaf",
+    "grad_fn",
+    "requires_grad",
+    "retains_grad",
+    "output_nr",
+    "_version",
+    "_backward_hooks",
+)
+
+
+@rule("query", *_OF_WHOLE, *(getattr(_T, name).__get__ for name in _PROPERTIES_OF_WHOLE if hasattr(_T, name)))
+def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answered from the global shape, type and device."""
+    return func(*args, **kwargs)
+
+
+@rule("query", *(getattr(_T, name).__get__ for name in _OF_BLOCK), _T.is_contiguous, _T.stride)
+def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answered from the block."""
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+@rule(
+    "gradient",
+    _T.requires_grad.__set__,
+    _T.requires_grad_,
+    _T.retain_grad,
+    _T.register_hook,
+    _T.register_post_accumulate_grad_hook,
+)
+def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Done to the block, which is what autograd sees; on all ranks alike. Hooks are given split gradients."""
+    x = args[0]
+    if func in (_T.register_hook, _T.register_post_accumulate_grad_hook):
+        hook = args[1]
+
+        def on_split(gradient: torch.Tensor) -> Any:
+            changed = hook(SplitTensor(gradient, x._layout))
+            return changed._local if isinstance(changed, SplitTensor) else changed
+
+        return func(local_of(x), on_split)
+    result = func(local_of(x), *args[1:], **kwargs)
+    return x if result is x._local else result
+
+
+@rule("gradient", _T.grad.__get__)
+def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradient of the whole, cut as the tensor is."""
+    x = args[0]
+    found = x._local.grad
+    return None if found is None else SplitTensor(found, x._layout)
+
+
+@rule("gradient", _T.grad.__set__, _T.grad.__delete__)
+def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forgotten, or set to one that is cut alike."""
+    value = args[1] if len(args) > 1 else None
+    if isinstance(value, SplitTensor) and value._layout is not args[0]._layout:
+        raise refused(func, "the gradient is cut otherwise than the tensor")
+    args[0]._local.grad = value._local if isinstance(value, SplitTensor) else value
+
+
+@rule("gradient", _T.backward)
+def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Backward of a loss that all ranks hold alike, or of a split tensor from a gradient cut alike."""
+    x, *others = args
+    given = (others[0] if others else None) if "gradient" not in kwargs else kwargs.pop("gradient")
+    if isinstance(given, SplitTensor):
+        if given._layout is not x._layout:
+            given = given.redistribute(layout=x._layout)
+        given = given._local
+    elif given is not None and x.split:
+        given = given[x._layout.slices()]
+    func(local_of(x), given, *others[1:], **kwargs)
+
+
+_VALUES = (
+    "item",
+    "tolist",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__complex__",
+    "numpy",
+    "__array__",
+    "__len__",
+    "__contains__",
+)
+_VALUES_ON_COPIES = tuple(name for name in _VALUES if name not in ("__len__", "__contains__"))
+
+
+@rule("value", *(getattr(_T, name) for name in _VALUES_ON_COPIES))
+def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values of a tensor that every rank has all of; of a split one refused."""
+    if args[0].split:
+        raise refused(
+            func,
+            "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here",
+        )
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+@rule("query", _T.__len__)
+def length(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Extent of the first dimension."""
+    return len(range(args[0]._layout.shape[0]))
+
+
+@rule(
+    "refused",
+    _T.__reduce_ex__,
+    _T.__reduce__,
+    _T.data_ptr,
+    _T.untyped_storage,
+    _T.storage,
+    _T.share_memory_,
+    _T.__dlpack__,
+    _T.as_strided,
+)
+def not_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Memory of the whole, which no rank has."""
+    raise refused(
+        func,
+        "no rank has the memory of all of it; full_tensor() makes a plain tensor, to_local() shows the block",
+    )
+
+
+@rule("copies", _T.__deepcopy__)
+def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy of the block, of leaves only as in torch."""
+    return SplitTensor(func(local_of(args[0]), *args[1:]), args[0]._layout)

@@ -1,0 +1,170 @@
+"""How a tensor is cut over ranks, under what functions of torch do to its dimensions.
+
+A layout is a :class:`Decomposition` in a normal form: grid dimensions of one place cut nothing, and where a grid
+dimension cuts nothing its ranks hold copies. Equal layouts of one process are the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Home, Partition
+from distdl_rma.geometry.split import Balanced, Listed, Split
+
+# Which tensor dimension each grid dimension cuts, None where it makes copies.
+Axes = tuple[int | None, ...]
+
+
+def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decomposition:
+    """Layout of a tensor whose dimensions are cut by ``splits``; those of one part are whole."""
+    normal = tuple(
+        axis if places > 1 and axis is not None and splits[axis].parts > 1 else None
+        for axis, places in zip(axes, partition.shape, strict=True)
+    )
+    simple = tuple(
+        simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)
+    )
+    return _interned(Decomposition(partition, simple, normal), partition.me, partition.home)
+
+
+@lru_cache(maxsize=1 << 14)
+def _interned(found: Decomposition, me: int, home: Home | None) -> Decomposition:
+    # Partitions compare equal whoever looks at them, and whatever machine they belong to.
+    return found
+
+
+def simplest(split: Split) -> Split:
+    """Balanced blocks, or consecutive ones of listed lengths, for parts that are either."""
+    if isinstance(split, Balanced):
+        return split
+    ends = [split.interval(part) for part in range(split.parts)]
+    lengths = tuple(stop - start for start, stop in ends)
+    balanced = Balanced(sum(lengths), len(lengths))
+    return balanced if balanced.lengths == lengths else Listed(lengths)
+
+
+def normal(found: Decomposition) -> Decomposition:
+    """The normal form of a decomposition."""
+    return layout(found.partition, found.splits, found.axes)
+
+
+def replicated(partition: Partition, shape: Sequence[int]) -> Decomposition:
+    """All of a tensor on every rank."""
+    return layout(partition, [Balanced(int(n), 1) for n in shape], (None,) * partition.dim)
+
+
+def balanced(partition: Partition, shape: Sequence[int], axes: Axes | None = None) -> Decomposition:
+    """Balanced blocks; without ``axes`` the dimensions of grid and tensor are the same ones."""
+    axes = tuple(range(partition.dim)) if axes is None else axes
+    parts = [1] * len(shape)
+    for axis, places in zip(axes, partition.shape, strict=True):
+        if axis is not None:
+            parts[axis] = places
+    return layout(partition, [Balanced(int(n), p) for n, p in zip(shape, parts, strict=True)], axes)
+
+
+def cut_dims(found: Decomposition) -> tuple[int, ...]:
+    """Tensor dimensions that are cut, rising."""
+    return tuple(sorted(axis for axis in found.axes if axis is not None))
+
+
+def copied_along(found: Decomposition) -> tuple[int, ...]:
+    """Grid dimensions of more than one place along which ranks hold copies."""
+    return tuple(
+        g
+        for g, (axis, n) in enumerate(zip(found.axes, found.partition.shape, strict=True))
+        if axis is None and n > 1
+    )
+
+
+def whole(found: Decomposition, dims: Collection[int]) -> Decomposition:
+    """The same with some tensor dimensions uncut, and copies instead."""
+    axes = tuple(None if axis in dims else axis for axis in found.axes)
+    return layout(
+        found.partition, [Balanced(s.extent, 1) if d in dims else s for d, s in enumerate(found.splits)], axes
+    )
+
+
+def with_splits(found: Decomposition, splits: Mapping[int, Split]) -> Decomposition:
+    """The same grid dimensions cut the same tensor dimensions, of which some have other parts."""
+    return layout(found.partition, [splits.get(d, split) for d, split in enumerate(found.splits)], found.axes)
+
+
+def reordered(found: Decomposition, order: Sequence[int | None]) -> Decomposition:
+    """Layout of a tensor with these dimensions of the old one in this order; None for a new one of extent 1.
+
+    Dimensions that are left out must not be cut.
+    """
+    splits = [Balanced(1, 1) if d is None else found.splits[d] for d in order]
+    axes = tuple(order.index(axis) if axis is not None and axis in order else None for axis in found.axes)
+    return layout(found.partition, splits, axes)
+
+
+@lru_cache(maxsize=1 << 12)
+def _grid_of(found: Decomposition, me: int, home: Home | None) -> Decomposition:
+    partition = found.partition
+    index = partition.index_of(me)
+    shape = tuple(split.parts for split in found.splits)
+    # Row-major in the order of the tensor's dimensions, which need not be that of the grid.
+    cuts = [_grid_dim(found, d) for d in range(len(shape))]
+    ranks = []
+    for position in product(*map(range, shape)):
+        place = list(index)
+        for at, g in zip(position, cuts, strict=True):
+            if g is not None:
+                place[g] = at
+        ranks.append(partition.rank_at(place))
+    grid = Partition(tuple(ranks), shape, me, home)
+    return Decomposition(grid, found.splits, tuple(range(len(shape))))
+
+
+def on_grid(found: Decomposition) -> Decomposition:
+    """The same blocks on a grid with a dimension for each of the tensor's, of this rank and those beside it.
+
+    Of ranks that hold copies only those are in it that hold the same copies as this one: operations on it run
+    beside each other, once for each set of copies.
+    """
+    return _grid_of(found, found.partition.me, found.partition.home)
+
+
+@lru_cache(maxsize=1 << 12)
+def _owners(found: Decomposition, me: int, home: Home | None) -> Decomposition:
+    copied = copied_along(found)
+    return Decomposition(found.partition.slab(dict.fromkeys(copied, 0)), found.splits, found.axes)
+
+
+def owners(found: Decomposition) -> Decomposition:
+    """The first of those that hold copies, for every block."""
+    return _owners(found, found.partition.me, found.partition.home)
+
+
+def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:
+    """Ranks that differ from this one in some grid dimensions alone, itself included."""
+    partition = found.partition
+    index = partition.index_of(partition.me)
+    return partition.slab({g: i for g, i in enumerate(index) if g not in grid_dims}).ranks
+
+
+def holds(source: Decomposition, target: Decomposition) -> bool:
+    """Whether every rank has all of what it is to have by ``target``: that is a part of its block."""
+    return all(
+        split.parts == 1 or (split == wanted and _grid_dim(source, d) == _grid_dim(target, d))
+        for d, (split, wanted) in enumerate(zip(source.splits, target.splits, strict=True))
+    )
+
+
+def _grid_dim(found: Decomposition, d: int) -> int | None:
+    # Which grid dimension cuts a tensor dimension.
+    return found.axes.index(d) if d in found.axes else None
+
+
+def described(found: Decomposition) -> str:
+    """How a tensor is cut, for people: ``2 x 2 over dims 2, 3``."""
+    dims = cut_dims(found)
+    if not dims:
+        return "replicated"
+    grid = " x ".join(str(found.splits[d].parts) for d in dims)
+    return f"{grid} over dim{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}"

@@ -1,0 +1,185 @@
+"""How split tensors move between layouts, are summed over ranks, and what that means for gradients.
+
+What a gradient means is said here, once:
+
+- of a **split tensor**, and of one that is **replicated**, every rank has the gradient of its block: that of a loss
+  which all ranks hold alike, as all of them compute it. Copies have equal gradients.
+- of a **plain tensor**, such as a parameter, every rank has a *contribution*: the sum over the ranks is the gradient,
+  and a ``GradientSync`` makes it. So a parameter may be used on split and on replicated tensors alike.
+
+A function on blocks keeps the first rule by itself. A copy that is used by ranks with different blocks gets
+contributions, which ``to_blocks`` sums; what is summed over ranks, ``all_sum``, hands its gradient on as it is; a
+plain tensor that ranks with equal blocks use contributes on the first of them, ``once``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.movement import Movement
+from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.split import layout as lay
+from distdl_rma.split.site import Site
+
+
+def reduced(
+    site: Site, x: torch.Tensor, ranks: Sequence[int], op: str = "sum", what: str = ""
+) -> torch.Tensor:
+    """Reduction of a local tensor over some ranks, outside of autograd; blocking, alike on all of them."""
+    if len(ranks) == 1 or not x.numel():
+        return x.detach().clone()
+    wide = sum_dtype(x.dtype)
+
+    key = op, what, ranks, x.shape, wide
+    sums = site.kept(key, lambda: _Reduction(site, ranks, x.numel(), wide, op, what or op)).allreduce
+    sums.active[:] = as_array(x.detach().to(wide).reshape(-1))
+    with site.machine.trace.span("wait", site.name):
+        sums.start()
+        result = as_tensor(sums.wait(), wide)
+    return result.view(x.shape).to(x.dtype, copy=True)
+
+
+class _Reduction:
+    # An allreduce whose memory goes with the site that keeps it.
+    def __init__(
+        self, site: Site, ranks: Sequence[int], count: int, dtype: torch.dtype, op: str, what: str
+    ) -> None:
+        segments, name = site.machine.segments, f"{site.name} ({what})"
+        self.allreduce = Allreduce(segments, ranks, count, reduction_dtype(dtype), op, name)
+        weakref.finalize(self, self.allreduce.close)
+
+
+class _AllSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
+        return reduced(site, x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient, None, None
+
+
+class _ToBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int], what: str) -> torch.Tensor:
+        ctx.site, ctx.ranks, ctx.machine, ctx.what = site, ranks, site.machine, what
+        return x.view_as(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return reduced(ctx.site, gradient, ctx.ranks, what=f"gradient{ctx.what}"), None, None, None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, first: bool) -> torch.Tensor:
+        ctx.first = first
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient if ctx.first else torch.zeros_like(gradient), None
+
+
+def all_sum(site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Collection[int]) -> torch.Tensor:
+    """Sum of what the ranks along some grid dimensions have; differentiable, blocking."""
+    ranks = lay.line(layout, grid_dims)
+    if len(ranks) == 1:
+        return x
+    y: torch.Tensor = _AllSum.apply(x, site, ranks)  # type: ignore[no-untyped-call]
+    return y
+
+
+def to_blocks(
+    site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Collection[int], what: str = ""
+) -> torch.Tensor:
+    """Copies that ranks with different blocks will use: their contributions to the gradient are summed.
+
+    ``what`` tells the tensors of one site apart.
+    """
+    ranks = lay.line(layout, grid_dims)
+    if len(ranks) == 1 or not x.requires_grad:
+        return x
+    y: torch.Tensor = _ToBlocks.apply(x, site, ranks, what)  # type: ignore[no-untyped-call]
+    return y
+
+
+def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
+    """A plain tensor for use beside blocks of ``result``: of ranks with equal blocks one contributes."""
+    copied = lay.copied_along(result)
+    if not copied or not x.requires_grad:
+        return x
+    index = result.partition.index
+    first = index is not None and not any(index[g] for g in copied)
+    y: torch.Tensor = _Once.apply(x, first)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
+        ctx.way, ctx.machine = way, way.site.machine
+        return way.there(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.way.back(gradient), None
+
+
+class _Way:
+    # From one layout to another and back, each by slicing where ranks hold what they need.
+    def __init__(
+        self, site: Site, source: Decomposition, target: Decomposition, dtype: torch.dtype, what: str
+    ):
+        self.site, self.source, self.target, self.dtype, self.what = site, source, target, dtype, what
+        self._forth = self._movement(source, target, what)
+        self._back: Movement | None = None
+
+    def _movement(self, source: Decomposition, target: Decomposition, what: str) -> Movement | None:
+        if lay.holds(source, target):
+            return None
+        machine = self.site.machine
+        exchange = Exchange(machine.rank, lay.owners(source), target)
+        return Movement(machine, exchange, self.dtype, f"{self.site.name} ({what})")
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything moves forth."""
+        return self._forth is not None
+
+    def there(self, x: torch.Tensor) -> torch.Tensor:
+        return self._moved(self._forth, self.source, self.target, x)
+
+    def back(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._back is None:
+            self._back = self._movement(self.target, self.source, f"{self.what}, gradient")
+        return self._moved(self._back, self.target, self.source, gradient)
+
+    def _moved(
+        self, movement: Movement | None, source: Decomposition, target: Decomposition, x: torch.Tensor
+    ) -> torch.Tensor:
+        if movement is not None:
+            return movement.forwards.arrive(*movement.forwards.depart(x))
+        rank = self.site.machine.rank
+        return x[target.box(rank).slices(source.box(rank))].clone()
+
+
+def redistributed(
+    site: Site, x: torch.Tensor, source: Decomposition, target: Decomposition, what: str = "moved"
+) -> torch.Tensor:
+    """A rank's block by another layout of the same partition and shape; differentiable, blocking if it moves."""
+    if source is target:
+        return x
+    way = site.kept((source, target, x.dtype, what), lambda: _Way(site, source, target, x.dtype, what))
+    y: torch.Tensor = _Move.apply(x, way)  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,150 @@
+"""Tensors that meet in one function: which blocks the result has, and each operand as its ranks need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.split import Balanced, Split
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.split import layout as lay
+from distdl_rma.split.moves import once, redistributed, to_blocks
+from distdl_rma.split.site import Site
+from distdl_rma.split.table import WITHOUT_RULE, name_of, rule
+from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
+
+
+def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
+    """Partition of all split tensors among some; ``PartitionError`` if two differ."""
+    found: Partition | None = None
+    for x in tensors:
+        if not isinstance(x, SplitTensor):
+            continue
+        mine = x._layout.partition
+        if found is not None and mine is not found and (mine != found or mine.home is not found.home):
+            machines = "" if mine.home is found.home else ", of two machines"
+            raise PartitionError(
+                f"{name_of(func)}: tensors on different partitions meet{machines}: {found} and {mine}; bring them"
+                " to one, by Repartition or by distribute() of both with the same grid"
+            )
+        found = mine
+    if found is None:
+        raise PartitionError(f"{name_of(func)}: no split tensor among the arguments")
+    return found
+
+
+def machine_of(x: SplitTensor) -> Machine:
+    """Machine of a tensor's ranks."""
+    return Machine.of(x._layout.partition)
+
+
+@rule("copies", WITHOUT_RULE)
+def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that has no rule: refused, unless every rank has all of all tensors."""
+    if any(x.split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+        raise refused(func, "it has no rule for split tensors")
+    return on_copies(func, args, kwargs)
+
+
+def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any function of tensors that every rank has all of: each rank computes all of it."""
+    arguments = tensors_in(args, kwargs)
+    partition = common_partition(func, arguments)
+    change = prepared_copies(partition)
+    # What a function changes in place it also returns.
+    same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
+    result = func(*mapped(change, args), **mapped(change, kwargs))
+    return mapped(lambda y: same.get(id(y)) or SplitTensor(y, lay.replicated(partition, y.shape)), result)
+
+
+def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What every rank uses of an operand, where all of them compute the same."""
+    everywhere = lay.replicated(partition, ())
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        return local_of(x) if isinstance(x, SplitTensor) else once(x, everywhere)
+
+    return change
+
+
+def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
+    """Layout of what operands of these shapes become by broadcasting; that of the largest one, where it is cut.
+
+    The first of several of one size counts.
+    """
+    shapes = [tuple(x._layout.shape) if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands]
+    try:
+        shape = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ShapeError(
+            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together; all are global: a plain"
+            " tensor that is a block of this rank becomes a split one by SplitTensor.from_local"
+        ) from None
+    partition = common_partition(func, operands)
+    splits: list[Split] = [Balanced(n, 1) for n in shape]
+    axes: list[int | None] = [None] * partition.dim
+    split = [x._layout for x in operands if isinstance(x, SplitTensor)]
+    for found in sorted(split, key=lambda each: -Box.of_shape(each.shape).volume):
+        ahead = len(shape) - len(found.shape)
+        for g, axis in enumerate(found.axes):
+            if axis is None or axes[g] is not None or found.shape[axis] != shape[axis + ahead]:
+                continue
+            if splits[axis + ahead].parts == 1:
+                axes[g], splits[axis + ahead] = axis + ahead, found.splits[axis]
+    return lay.layout(partition, splits, tuple(axes))
+
+
+def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
+    """Layout of an operand of some shape, which broadcasts to a result: cut where that is, whole where it has 1."""
+    ahead = len(result.shape) - len(shape)
+    cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
+    splits = [result.splits[d + ahead] if cut[d] else Balanced(n, 1) for d, n in enumerate(shape)]
+    axes = tuple(
+        axis - ahead if axis is not None and axis >= ahead and cut[axis - ahead] else None
+        for axis in result.axes
+    )
+    return lay.layout(result.partition, splits, axes)
+
+
+def as_part(
+    site: Site, x: torch.Tensor, part: Decomposition, result: Decomposition, at: int = 0
+) -> torch.Tensor:
+    """An operand as its ranks need it for blocks of a result: cut by ``part``, moved where it has to be.
+
+    ``at`` tells the operands of one site apart. Differentiable.
+    """
+    if not isinstance(x, SplitTensor):
+        rank = part.partition.me
+        cut = x[part.box(rank).slices(Box.of_shape(part.shape))] if lay.cut_dims(part) else x
+        return once(cut, result)
+    local = redistributed(site, local_of(x), x._layout, part, f"operand {at}")
+    # Along these, copies are used beside different blocks.
+    apart = tuple(
+        g
+        for g, (mine, its) in enumerate(zip(part.axes, result.axes, strict=True))
+        if mine is None and its is not None
+    )
+    return to_blocks(site, local, part, apart, f" of operand {at}") if apart else local
+
+
+def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> torch.Tensor:
+    """All of an operand on every rank, for use beside blocks of a result; differentiable."""
+    if not isinstance(x, SplitTensor):
+        return once(x, result)
+    everywhere = lay.replicated(result.partition, x._layout.shape)
+    local = redistributed(site, local_of(x), x._layout, everywhere, what)
+    cut = tuple(g for g, axis in enumerate(result.axes) if axis is not None)
+    return to_blocks(site, local, everywhere, cut, f" of {what}")
+
+
+def needs_of(x: torch.Tensor, *weights: torch.Tensor) -> GradientNeeds:
+    """What a call needs the gradient of; alike on all ranks, since their tensors are blocks of the same ones."""
+    recording = torch.is_grad_enabled()
+    return GradientNeeds(recording and x.requires_grad, recording and any(w.requires_grad for w in weights))

@@ -1,0 +1,122 @@
+"""Where in the user's program a function is called: what messages name it, and what it keeps from step to step."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+from types import FrameType
+from typing import Any, TypeVar
+
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.split.table import name_of
+
+T = TypeVar("T")
+# Kinds of inputs that a site keeps operations for.
+_KEPT = 16
+_OURS = ("torch.", "distdl_rma.")
+_THREAD = threading.local()
+
+
+class Site:
+    """A call of a function in the program: by the module that it is in, and the place in its code.
+
+    It keeps what was worked out for inputs of one kind, and the segment memory that belongs to it. Its name is
+    alike on all ranks that run the same program; ranks that took different ways wait at different sites, and the
+    error names both.
+    """
+
+    def __init__(self, machine: Machine, path: str, function: Any, where: str) -> None:
+        self.machine, self.path, self.function, self.where = machine, path, name_of(function), where
+        short = self.function.rpartition(".")[2]
+        self.name = f"{path} {short}" if path else f"{where} {short}"
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+
+    @property
+    def call_site(self) -> CallSite:
+        """Where an operation is called."""
+        return CallSite(self.machine, self.name)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made for inputs of this kind, or is now."""
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
+            if len(self._kept) > _KEPT:
+                # Its memory goes with the last graph that still needs it.
+                self._kept.popitem(last=False)
+        return found  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"Site({self.name!r}, {self.where})"
+
+
+_SITES: weakref.WeakKeyDictionary[Machine, dict[Hashable, Site]] = weakref.WeakKeyDictionary()
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that is neither torch's nor of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not (name.startswith(_OURS) or name == "torch" or name == "contextlib"):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def where(frame: FrameType | None) -> str:
+    """File and line, for messages."""
+    return "" if frame is None else f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def site_of(machine: Machine, function: Any) -> Site:
+    """The site of a call that is going on."""
+    frame, path = user_frame(), module_path()
+    place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+    sites = _SITES.get(machine)
+    if sites is None:
+        sites = _SITES[machine] = {}
+    key = (path, *place, function)
+    found = sites.get(key)
+    if found is None:
+        found = sites[key] = Site(machine, path, function, where(frame))
+    return found
+
+
+def sites(machine: Machine) -> list[Site]:
+    """All sites so far, in the order of their first calls."""
+    return list(_SITES.get(machine, {}).values())
+
+
+def module_path() -> str:
+    """Path of the module of a distributed model whose forward runs; empty outside."""
+    stack = getattr(_THREAD, "stack", None)
+    return stack[-1] if stack else ""
+
+
+@contextmanager
+def inside(path: str) -> Iterator[None]:
+    """Calls in here are those of the module of this path."""
+    enter(path)
+    try:
+        yield
+    finally:
+        leave()
+
+
+def enter(path: str) -> None:
+    """Calls from now on are those of the module of this path."""
+    if not hasattr(_THREAD, "stack"):
+        _THREAD.stack = []
+    _THREAD.stack.append(path)
+
+
+def leave() -> None:
+    """Calls from now on are those of the module that called the last one."""
+    _THREAD.stack.pop()

@@ -1,0 +1,67 @@
+"""The table of torch's functions: by which rule each one acts on split tensors, or why it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+# What a rule is given: the function, its arguments as the user passed them; it returns what the user gets.
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How functions of one kind act on split tensors."""
+
+    kind: str
+    handler: Handler
+    says: str = ""  # what a user should know of it, a line
+
+
+RULES: dict[Any, Rule] = {}
+# Key of the rule for functions that have none.
+WITHOUT_RULE = None
+_PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
+
+
+def functions_named(name: str) -> Iterable[Any]:
+    """All functions of torch with this name: as a method, in ``torch`` and in its modules of functions."""
+    seen = []
+    for place in _PLACES:
+        found = getattr(place, name, None)
+        if callable(found) and not isinstance(found, type) and not any(found is other for other in seen):
+            seen.append(found)
+    return seen
+
+
+def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]:
+    """Enter a handler for functions, or for all of torch's with some names."""
+
+    def enter(handler: Handler) -> Handler:
+        entry = Rule(kind, handler, says)
+        for name in names:
+            for function in functions_named(name) if isinstance(name, str) else (name,):
+                RULES[function] = entry
+        return handler
+
+    return enter
+
+
+def name_of(function: Any) -> str:
+    """What messages call a function: ``torch.nn.functional.conv2d``, ``Tensor.add``."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        described = getattr(function, "__self__", None)
+        return f"Tensor.{getattr(described, '__name__', described)}"
+    home = getattr(function, "__objclass__", None)
+    if home is not None:
+        return f"Tensor.{name}"
+    module = getattr(function, "__module__", None) or "torch"
+    module = {"torch._C._nn": "torch.nn.functional", "torch._C": "torch", "torch._tensor": "Tensor"}.get(
+        module, module
+    )
+    return f"{module}.{name}" if name else repr(function)

@@ -1,0 +1,221 @@
+"""Tensors whose blocks are on many ranks, which look to a program as one tensor of the global shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.split import layout as lay
+from distdl_rma.split.entry import told_layout
+from distdl_rma.split.moves import redistributed
+from distdl_rma.split.site import module_path, site_of, user_frame, where
+from distdl_rma.split.table import RULES, WITHOUT_RULE, name_of
+
+_NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
+
+
+class SplitTensor(torch.Tensor):
+    """A tensor of which this rank has a block; functions of torch act on the whole, exactly, or are refused.
+
+    ``shape``, ``size()``, ``dim()``, ``numel()`` are those of the whole tensor. Made by :func:`shard`,
+    :meth:`from_local`, and by functions of split tensors. All ranks of its partition call the same functions in
+    the same order. Where one has no rule, ``UnsupportedError`` says so and what to do.
+
+    Plain tensors that meet a split one, such as parameters and labels, are alike on all ranks, and are cut where they
+    are used. Gradients: see :mod:`distdl_rma.split.moves`. The block belongs to the tensor: ``to_local`` shows it.
+    """
+
+    _local: torch.Tensor
+    _layout: Decomposition
+    _copy_of: tuple[torch.Tensor, int] | None
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, layout: Decomposition, copy_of: torch.Tensor | None = None
+    ) -> SplitTensor:
+        """For functions of this package: a rank's block, whose shape is that of its box."""
+        made: SplitTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, layout.shape, dtype=local.dtype, device=local.device
+        )
+        made._local, made._layout = local, layout
+        # Where torch would give a view, and this is a copy since elements moved: what it must not outlive.
+        made._copy_of = None if copy_of is None else (copy_of, copy_of._version)
+        return made
+
+    @classmethod
+    def from_local(
+        cls, local: torch.Tensor, partition: Partition, shape: Sequence[int] | None = None
+    ) -> SplitTensor:
+        """The tensor of which every rank passes its block; local, differentiable.
+
+        Parameters
+        ----------
+        local
+            This rank's block, on the CPU; its memory is used, not copied.
+        partition
+            Its grid has the dimensions of the tensor.
+        shape
+            Global shape, of which every rank has its balanced block. If None the ranks tell each other the sizes of
+            their blocks, which may be any that form a grid: blocking, collective over the partition.
+
+        Raises
+        ------
+        ShapeError
+            If the blocks form no grid, or this one is not the balanced block of ``shape``.
+        """
+        problem = trouble_with(local, "a block")
+        if problem:
+            raise ShapeError(f"SplitTensor.from_local: {problem}")
+        if not partition.active:
+            raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
+        if shape is None:
+            layout = told_layout(local, partition)
+        else:
+            layout = lay.balanced(partition, shape)
+        wanted = layout.box(partition.me).shape
+        if tuple(local.shape) != wanted:
+            raise ShapeError(
+                f"SplitTensor.from_local: rank {partition.me} passes {tuple(local.shape)}, its block of"
+                f" {tuple(layout.shape)} is {wanted}"
+            )
+        return cls(local, layout)
+
+    @property
+    def decomposition(self) -> Decomposition:
+        """Which box of the tensor each rank has."""
+        return self._layout
+
+    @property
+    def partition(self) -> Partition:
+        """The ranks that have it."""
+        return self._layout.partition
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of its ranks."""
+        return Machine.of(self._layout.partition)
+
+    @property
+    def split(self) -> bool:
+        """Whether any dimension is cut; otherwise every rank has all of it."""
+        return bool(lay.cut_dims(self._layout))
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's block, in the graph; not a copy."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """All of it on every rank, a plain tensor in the graph; blocking.
+
+        Every rank is to use it alike: its gradient is taken from each rank's own use. What has parameters should not
+        come behind it, since a gradient would count once for each rank; ``redistribute()`` is for that.
+        """
+        return self.redistribute()._local
+
+    def redistribute(self, *cut: int | None, layout: Decomposition | None = None) -> SplitTensor:
+        """The same tensor cut otherwise; differentiable, blocking.
+
+        Parameters
+        ----------
+        cut
+            For each dimension of the partition's grid the tensor dimension that it cuts, in balanced blocks, or None
+            for copies; without any every rank gets all of it.
+        layout
+            What it is to be exactly, instead.
+        """
+        if layout is None:
+            axes = cut or (None,) * self.partition.dim
+            layout = lay.balanced(self.partition, self._layout.shape, axes)
+        elif layout.partition != self.partition or layout.shape != self._layout.shape:
+            raise ShapeError(f"redistribute: {layout} is no layout of a tensor of shape {self._layout.shape}")
+        layout = lay.normal(layout)
+        with _NO_SUBCLASS():
+            site = site_of(self.machine, SplitTensor.redistribute)
+            return SplitTensor(redistributed(site, local_of(self), self._layout, layout), layout)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What torch calls instead of its functions."""
+        with _NO_SUBCLASS():
+            rule = RULES.get(func) or RULES[WITHOUT_RULE]
+            return rule.handler(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        """What comes here has gone past the table."""
+        raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Shape, type and grid, not the elements."""
+        with _NO_SUBCLASS():
+            shape, dtype, needs = tuple(self._layout.shape), self._local.dtype, self._local.requires_grad
+        graph = ", requires_grad=True" if needs else ""
+        return f"SplitTensor({shape}, {dtype}, {lay.described(self._layout)}, block {tuple(self._local.shape)}{graph})"
+
+
+def local_of(x: SplitTensor) -> torch.Tensor:
+    """The block of an argument, once nothing speaks against its use."""
+    if x.requires_grad:
+        raise UnsupportedError(
+            _refusal(
+                "torch.autograd.Function", "it was called on a split tensor, whose gradient it would lose"
+            )
+        )
+    if x._copy_of is not None and x._copy_of[0]._version != x._copy_of[1]:
+        raise UnsupportedError(
+            _refusal(
+                "in-place change",
+                "a tensor was changed after another was made of it that torch would change with it",
+            )
+        )
+    return x._local
+
+
+def tensors_in(*arguments: Any) -> list[torch.Tensor]:
+    """All tensors among arguments, and in lists, tuples and dicts of them."""
+    found: list[torch.Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += tensors_in(*argument)
+        elif isinstance(argument, dict):
+            found += tensors_in(*argument.values())
+    return found
+
+
+def mapped(change: Any, argument: Any) -> Any:
+    """Arguments with every tensor changed."""
+    if isinstance(argument, torch.Tensor):
+        return change(argument)
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(mapped(change, one) for one in argument))
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(mapped(change, one) for one in argument)
+    if isinstance(argument, dict):
+        return {key: mapped(change, one) for key, one in argument.items()}
+    return argument
+
+
+def refused(func: Any, why: str) -> UnsupportedError:
+    """Error for a call that cannot be exact: names the function, the module and the user's line."""
+    return UnsupportedError(_refusal(func, why))
+
+
+def _refusal(func: Any, why: str) -> str:
+    path, line = module_path(), where(user_frame())
+    function = func if isinstance(func, str) else name_of(func)
+    module = f" in module {path!r}" if path else ""
+    return (
+        f"{function}{module} at {line}: {why}. Give it a rule by distdl_rma.register(function, handler), or call"
+        " .redistribute() first, so that every rank has all of the tensor"
+    )

@@ -1,0 +1,101 @@
+"""A function of split tensors, and of plain ones beside them, against the same function of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from distdl_rma import Partition
+from distdl_rma.split import SplitTensor
+from distdl_rma.split import layout as lay
+
+
+def grids(dims: int, size: int) -> Iterator[tuple[int, ...]]:
+    """Grids of so many ranks that cut each dimension alone, and where they can any two."""
+    for d in range(dims):
+        yield tuple(size if at == d else 1 for at in range(dims))
+    if size == 4:
+        for a in range(dims):
+            for b in range(a):
+                yield tuple(2 if at in (a, b) else 1 for at in range(dims))
+
+
+def block(P_x: Partition, whole: torch.Tensor) -> SplitTensor:
+    """Split tensor of a whole one, a leaf that needs a gradient if that one does."""
+    layout = lay.balanced(P_x, whole.shape)
+    local = whole.detach()[layout.slices()].clone().requires_grad_(whole.requires_grad)
+    return SplitTensor(local, layout)
+
+
+def whole(y: Any) -> Any:
+    """All of a split tensor; anything else as it is."""
+    return y.full_tensor() if isinstance(y, SplitTensor) else y
+
+
+def check(
+    P_world: Partition,
+    function: Callable[..., Any],
+    split: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor] = (),
+    *,
+    only: Sequence[tuple[int, ...]] | None = None,
+    atol: float = 1e-10,
+    gradients: bool = True,
+) -> None:
+    """Call ``function(*split, *plain)`` on split and whole tensors: results and all gradients are equal.
+
+    On every grid for the dimensions of the first tensor, which all of ``split`` have; those of ``plain`` are used as
+    they are, and their gradients are sums over the ranks.
+    """
+    for shape in only or grids(split[0].dim(), P_world.size):
+        P_x = P_world.create_cartesian_topology_partition(shape)
+        given = [x.detach().clone().requires_grad_(x.requires_grad) for x in (*split, *plain)]
+        cut = [block(P_x, x) for x in split]
+        beside = [x.detach().clone().requires_grad_(x.requires_grad) for x in plain]
+        try:
+            torch.manual_seed(3)
+            expected = function(*given)
+            torch.manual_seed(3)
+            found = function(*cut, *beside)
+            _same(found, expected, atol)
+            if gradients:
+                _backward(expected, found)
+                for one, other in zip(cut, given[: len(split)], strict=True):
+                    _same(one.grad, other.grad, atol)
+                for one, other in zip(beside, given[len(split) :], strict=True):
+                    if other.grad is not None:
+                        mine = torch.zeros_like(other) if one.grad is None else one.grad
+                        _close(torch.as_tensor(MPI.COMM_WORLD.allreduce(mine.numpy())), other.grad, atol)
+        except BaseException as error:
+            error.add_note(f"on a grid {shape}")
+            raise
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else [x for each in found for x in _tensors(each)]
+
+
+def _same(found: Any, expected: Any, atol: float) -> None:
+    if not isinstance(expected, (torch.Tensor, list, tuple)):
+        assert found == expected
+        return
+    for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        _close(whole(one).detach(), other.detach(), atol)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-10, equal_nan=True)
+
+
+def _backward(expected: Any, found: Any) -> None:
+    ends = [(e, f) for e, f in zip(_tensors(expected), _tensors(found), strict=True) if e.requires_grad]
+    for at, (e, f) in enumerate(ends):
+        torch.manual_seed(at)
+        gradient = torch.randn(e.shape, dtype=e.dtype)
+        e.backward(gradient, retain_graph=True)
+        f.backward(gradient, retain_graph=True)

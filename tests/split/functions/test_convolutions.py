@@ -1,0 +1,45 @@
+"""Convolutions of split tensors."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from tests.split.against_whole import check
+
+CASES = {
+    "plain": (F.conv2d, (2, 4, 9, 7), (6, 4, 3, 3), {"padding": 1}),
+    "strided": (F.conv2d, (2, 4, 9, 11), (6, 4, 3, 3), {"stride": 2, "padding": 1}),
+    "groups": (F.conv2d, (2, 4, 9, 7), (6, 2, 3, 2), {"groups": 2}),
+    "depthwise": (F.conv2d, (2, 4, 9, 7), (4, 1, 3, 3), {"groups": 4, "padding": 1}),
+    "dilated": (F.conv2d, (2, 4, 13, 11), (3, 4, 3, 3), {"dilation": 3, "padding": 3}),
+    "same": (F.conv2d, (2, 4, 9, 7), (3, 4, 4, 3), {"padding": "same"}),
+    "valid": (F.conv1d, (2, 4, 9), (3, 4, 3), {"padding": "valid"}),
+    "3-D": (F.conv3d, (1, 2, 5, 6, 5), (3, 2, 3, 3, 3), {"padding": 1}),
+    "transposed": (
+        F.conv_transpose2d,
+        (2, 4, 5, 6),
+        (4, 3, 3, 3),
+        {"stride": 2, "padding": 1, "output_padding": 1},
+    ),
+    "transposed groups": (F.conv_transpose2d, (2, 4, 5, 6), (4, 3, 2, 2), {"stride": 2, "groups": 2}),
+    "transposed 1-D": (F.conv_transpose1d, (2, 4, 5), (4, 3, 3), {"dilation": 2}),
+    "transposed 3-D": (F.conv_transpose3d, (1, 2, 4, 3, 5), (2, 3, 2, 2, 2), {"stride": 2}),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients_are_those_of_the_whole(P_world, case):
+    function, shape, weight, options = CASES[case]
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, weight))
+    outputs = function(x, w, **options).shape[1]
+    b = torch.randn(outputs, dtype=torch.float64, requires_grad=True)
+    check(P_world, lambda x, w, b: function(x, w, b, **options), [x], [w, b])
+
+
+@pytest.mark.mpi
+def test_an_image_without_a_batch(P_world):
+    x = torch.randn(3, 8, 7, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(2, 3, 3, 3, dtype=torch.float64, requires_grad=True)
+    check(P_world, F.conv2d, [x], [w])

@@ -1,0 +1,83 @@
+"""Functions of single elements."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from tests.split.against_whole import check
+
+SHAPE = 2, 3, 5, 4
+UNARY = [
+    torch.relu,
+    torch.tanh,
+    F.gelu,
+    F.silu,
+    F.hardswish,
+    torch.Tensor.square,
+    lambda x: x.clamp(-0.5, 0.5),
+    lambda x: -x,
+]
+BINARY = [
+    torch.add,
+    torch.mul,
+    lambda x, y: x / (y * y + 1),
+    lambda x, y: torch.where(x > 0, x, y),
+    torch.maximum,
+    torch.lerp,
+]
+BESIDE = [SHAPE, (3, 1, 1), (1, 1, 5, 4), (4,), (2, 1, 1, 1), ()]
+
+
+def numbers(shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("function", UNARY)
+def test_of_one(P_world, function):
+    check(P_world, function, [numbers(SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("function", BINARY[:-1])
+def test_of_two_split_ones_and_beside_plain_ones(P_world, function):
+    check(P_world, function, [numbers(SHAPE), numbers(SHAPE)])
+    for shape in BESIDE:
+        check(P_world, function, [numbers(SHAPE)], [numbers(shape)])
+
+
+@pytest.mark.mpi
+def test_in_place(P_world):
+    check(P_world, lambda x, y: x.clone().add_(1).mul_(y).relu_(), [numbers(SHAPE), numbers(SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [1, 3])
+def test_prelu(P_world, count):
+    check(P_world, F.prelu, [numbers(SHAPE)], [numbers((count,))])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_tensors_that_are_cut_otherwise_move(P_world):
+    def moved(x, y):
+        return x * (y.redistribute(None, None, None, 0) if hasattr(y, "redistribute") else y) + 1
+
+    size = P_world.size
+    check(
+        P_world,
+        moved,
+        [numbers((4, 3, 5, 4)), numbers((4, 3, 5, 4))],
+        only=[(1, 1, 1, size), (1, 1, size, 1)],
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_copies_beside_blocks(P_world):
+    def gated(x, y):
+        gate = y.redistribute() if hasattr(y, "redistribute") else y
+        return x * gate.sigmoid()
+
+    check(P_world, gated, [numbers(SHAPE), numbers((2, 3, 1, 1))])
