@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
@@ -93,6 +93,8 @@ class Machine(SharedByCopies):
         self._uses = 0
         self._layers = 0
         self._labelled: weakref.WeakValueDictionary[str, Labelled] = weakref.WeakValueDictionary()
+        # What upper floors keep as long as the machine is open, each under a name of its own.
+        self.kept: dict[str, Any] = {}
         self._process = os.getpid()
         comm = meet(base, self.ranks, _seconds(timeout))
         try:
@@ -231,6 +233,7 @@ class Machine(SharedByCopies):
         if self.closed:
             return
         self.segments.close(timeout)
+        self.kept.clear()
         atexit.unregister(self._close_at_exit)
         if self._origin is not None:
             comm, key = self._origin

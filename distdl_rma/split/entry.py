@@ -51,7 +51,7 @@ def _said(kind: tuple[int, ...]) -> str:
 
 
 def grid_for(grid: Any, machine: Machine, dims: int) -> Partition:
-    """Partition that a user means by ``"2x2"``, ``{"H": 2, "W": 2}`` or a partition, for tensors of so many dimensions.
+    """Partition that a user means by ``"2x2"``, ``{"H": 2, "W": 2}`` or a partition, for so many dimensions.
 
     A text or a dict of letters cuts the last dimensions: ``D``, ``H`` and ``W``, also ``N`` and ``C``.
     """

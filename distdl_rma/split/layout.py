@@ -1,19 +1,22 @@
 """How a tensor is cut over ranks, under what functions of torch do to its dimensions.
 
-A layout is a :class:`Decomposition` in a normal form: grid dimensions of one place cut nothing, and where a grid
-dimension cuts nothing its ranks hold copies. Equal layouts of one process are the same object.
+A layout is a :class:`Decomposition` in a normal form: grid dimensions of one place cut nothing, and where a
+grid dimension cuts nothing its ranks hold copies. Equal layouts of one process are the same object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.partition import Home, Partition
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced, Listed, Split
+from distdl_rma.machine import Machine
 
+# So many layouts are remembered.
+_MOST = 1 << 14
 # Which tensor dimension each grid dimension cuts, None where it makes copies.
 Axes = tuple[int | None, ...]
 
@@ -27,13 +30,22 @@ def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decompo
     simple = tuple(
         simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)
     )
-    return _interned(Decomposition(partition, simple, normal), partition.me, partition.home)
+    found = Decomposition(partition, simple, normal)
+    return _kept("layout", found, lambda: found)
 
 
-@lru_cache(maxsize=1 << 14)
-def _interned(found: Decomposition, me: int, home: Home | None) -> Decomposition:
-    # Partitions compare equal whoever looks at them, and whatever machine they belong to.
-    return found
+def _kept(what: str, found: Decomposition, make: Callable[[], Decomposition]) -> Decomposition:
+    # What follows from a layout, worked out once for a machine: partitions of different ones compare equal.
+    home = found.partition.home
+    if not isinstance(home, Machine):
+        return make()
+    known = home.kept.setdefault(what, {})
+    if len(known) > _MOST:
+        known.clear()
+    derived: Decomposition | None = known.get(found)
+    if derived is None:
+        derived = known[found] = make()
+    return derived
 
 
 def simplest(split: Split) -> Split:
@@ -103,42 +115,35 @@ def reordered(found: Decomposition, order: Sequence[int | None]) -> Decompositio
     return layout(found.partition, splits, axes)
 
 
-@lru_cache(maxsize=1 << 12)
-def _grid_of(found: Decomposition, me: int, home: Home | None) -> Decomposition:
-    partition = found.partition
-    index = partition.index_of(me)
-    shape = tuple(split.parts for split in found.splits)
-    # Row-major in the order of the tensor's dimensions, which need not be that of the grid.
-    cuts = [_grid_dim(found, d) for d in range(len(shape))]
-    ranks = []
-    for position in product(*map(range, shape)):
-        place = list(index)
-        for at, g in zip(position, cuts, strict=True):
-            if g is not None:
-                place[g] = at
-        ranks.append(partition.rank_at(place))
-    grid = Partition(tuple(ranks), shape, me, home)
-    return Decomposition(grid, found.splits, tuple(range(len(shape))))
-
-
 def on_grid(found: Decomposition) -> Decomposition:
     """The same blocks on a grid with a dimension for each of the tensor's, of this rank and those beside it.
 
     Of ranks that hold copies only those are in it that hold the same copies as this one: operations on it run
     beside each other, once for each set of copies.
     """
-    return _grid_of(found, found.partition.me, found.partition.home)
 
+    def make() -> Decomposition:
+        partition, shape = found.partition, tuple(split.parts for split in found.splits)
+        index = partition.index_of(partition.me)
+        # Row-major in the order of the tensor's dimensions, which need not be that of the grid.
+        cuts = [_grid_dim(found, d) for d in range(len(shape))]
+        ranks = []
+        for position in product(*map(range, shape)):
+            place = list(index)
+            for at, g in zip(position, cuts, strict=True):
+                if g is not None:
+                    place[g] = at
+            ranks.append(partition.rank_at(place))
+        grid = Partition(tuple(ranks), shape, partition.me, partition.home)
+        return Decomposition(grid, found.splits, tuple(range(len(shape))))
 
-@lru_cache(maxsize=1 << 12)
-def _owners(found: Decomposition, me: int, home: Home | None) -> Decomposition:
-    copied = copied_along(found)
-    return Decomposition(found.partition.slab(dict.fromkeys(copied, 0)), found.splits, found.axes)
+    return _kept("grid", found, make)
 
 
 def owners(found: Decomposition) -> Decomposition:
     """The first of those that hold copies, for every block."""
-    return _owners(found, found.partition.me, found.partition.home)
+    first = dict.fromkeys(copied_along(found), 0)
+    return _kept("owners", found, lambda: replace(found, partition=found.partition.slab(first)))
 
 
 def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:

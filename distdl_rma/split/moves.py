@@ -2,14 +2,16 @@
 
 What a gradient means is said here, once:
 
-- of a **split tensor**, and of one that is **replicated**, every rank has the gradient of its block: that of a loss
-  which all ranks hold alike, as all of them compute it. Copies have equal gradients.
-- of a **plain tensor**, such as a parameter, every rank has a *contribution*: the sum over the ranks is the gradient,
-  and a ``GradientSync`` makes it. So a parameter may be used on split and on replicated tensors alike.
+- of a **split tensor**, and of one that is **replicated**, every rank has the gradient of its block: that of
+a
+  loss which all ranks hold alike, as all of them compute it. Copies have equal gradients.
+- of a **plain tensor**, such as a parameter, every rank has a *contribution*: the sum over the ranks is the
+  gradient, and a ``GradientSync`` makes it. So a parameter may be used on split and on replicated tensors
+  alike.
 
 A function on blocks keeps the first rule by itself. A copy that is used by ranks with different blocks gets
-contributions, which ``to_blocks`` sums; what is summed over ranks, ``all_sum``, hands its gradient on as it is; a
-plain tensor that ranks with equal blocks use contributes on the first of them, ``once``.
+contributions, which ``to_blocks`` sums; what is summed over ranks, ``all_sum``, hands its gradient on as it
+is; a plain tensor that ranks with equal blocks use contributes on the first of them, ``once``.
 """
 
 from __future__ import annotations
@@ -59,11 +61,11 @@ class _Reduction:
 
 class _AllSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
+    def forward(_ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
         return reduced(site, x, ranks)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return gradient, None, None
 
 
@@ -140,7 +142,7 @@ class _Way:
     # From one layout to another and back, each by slicing where ranks hold what they need.
     def __init__(
         self, site: Site, source: Decomposition, target: Decomposition, dtype: torch.dtype, what: str
-    ):
+    ) -> None:
         self.site, self.source, self.target, self.dtype, self.what = site, source, target, dtype, what
         self._forth = self._movement(source, target, what)
         self._back: Movement | None = None
@@ -177,8 +179,8 @@ class _Way:
 def redistributed(
     site: Site, x: torch.Tensor, source: Decomposition, target: Decomposition, what: str = "moved"
 ) -> torch.Tensor:
-    """A rank's block by another layout of the same partition and shape; differentiable, blocking if it moves."""
-    if source is target:
+    """A rank's block by another layout of the same partition; differentiable, blocking if it moves."""
+    if source is target or source == target:
         return x
     way = site.kept((source, target, x.dtype, what), lambda: _Way(site, source, target, x.dtype, what))
     y: torch.Tensor = _Move.apply(x, way)  # type: ignore[no-untyped-call]

@@ -31,7 +31,8 @@ def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
         if found is not None and mine is not found and (mine != found or mine.home is not found.home):
             machines = "" if mine.home is found.home else ", of two machines"
             raise PartitionError(
-                f"{name_of(func)}: tensors on different partitions meet{machines}: {found} and {mine}; bring them"
+                f"{name_of(func)}: tensors on different partitions meet{machines}: {found} and {mine}; bring"
+                f" them"
                 " to one, by Repartition or by distribute() of both with the same grid"
             )
         found = mine
@@ -48,7 +49,7 @@ def machine_of(x: SplitTensor) -> Machine:
 @rule("copies", WITHOUT_RULE)
 def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that has no rule: refused, unless every rank has all of all tensors."""
-    if any(x.split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+    if any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
         raise refused(func, "it has no rule for split tensors")
     return on_copies(func, args, kwargs)
 
@@ -75,7 +76,8 @@ def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tens
 
 
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
-    """Layout of what operands of these shapes become by broadcasting; that of the largest one, where it is cut.
+    """Layout of what operands of these shapes become by broadcasting; that of the largest one, where it is
+    cut.
 
     The first of several of one size counts.
     """
@@ -84,7 +86,8 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
         shape = torch.broadcast_shapes(*shapes)
     except RuntimeError:
         raise ShapeError(
-            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together; all are global: a plain"
+            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together; all are global: a"
+            f" plain"
             " tensor that is a block of this rank becomes a split one by SplitTensor.from_local"
         ) from None
     partition = common_partition(func, operands)
@@ -102,7 +105,8 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
 
 
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
-    """Layout of an operand of some shape, which broadcasts to a result: cut where that is, whole where it has 1."""
+    """Layout of an operand of some shape, which broadcasts to a result: cut where that is, whole where it has
+    1."""
     ahead = len(result.shape) - len(shape)
     cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
     splits = [result.splits[d + ahead] if cut[d] else Balanced(n, 1) for d, n in enumerate(shape)]
@@ -145,6 +149,7 @@ def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> t
 
 
 def needs_of(x: torch.Tensor, *weights: torch.Tensor) -> GradientNeeds:
-    """What a call needs the gradient of; alike on all ranks, since their tensors are blocks of the same ones."""
+    """What a call needs the gradient of; alike on all ranks, since their tensors are blocks of the same
+    ones."""
     recording = torch.is_grad_enabled()
     return GradientNeeds(recording and x.requires_grad, recording and any(w.requires_grad for w in weights))

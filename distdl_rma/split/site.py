@@ -1,10 +1,10 @@
-"""Where in the user's program a function is called: what messages name it, and what it keeps from step to step."""
+"""Where in the user's program a function is called: what messages name it, and what it keeps from step to
+step."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -19,16 +19,16 @@ from distdl_rma.split.table import name_of
 T = TypeVar("T")
 # Kinds of inputs that a site keeps operations for.
 _KEPT = 16
-_OURS = ("torch.", "distdl_rma.")
+_OURS, _OUTSIDE = ("torch.", "distdl_rma."), ("torch", "contextlib")
 _THREAD = threading.local()
 
 
 class Site:
     """A call of a function in the program: by the module that it is in, and the place in its code.
 
-    It keeps what was worked out for inputs of one kind, and the segment memory that belongs to it. Its name is
-    alike on all ranks that run the same program; ranks that took different ways wait at different sites, and the
-    error names both.
+    It keeps what was worked out for inputs of one kind, and the segment memory that belongs to it. Its name
+    is alike on all ranks that run the same program; ranks that took different ways wait at different sites,
+    and the error names both.
     """
 
     def __init__(self, machine: Machine, path: str, function: Any, where: str) -> None:
@@ -44,19 +44,16 @@ class Site:
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was made for inputs of this kind, or is now."""
-        found = self._kept.get(key)
+        found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()
             if len(self._kept) > _KEPT:
                 # Its memory goes with the last graph that still needs it.
                 self._kept.popitem(last=False)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {self.where})"
-
-
-_SITES: weakref.WeakKeyDictionary[Machine, dict[Hashable, Site]] = weakref.WeakKeyDictionary()
 
 
 def user_frame() -> FrameType | None:
@@ -64,7 +61,7 @@ def user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not (name.startswith(_OURS) or name == "torch" or name == "contextlib"):
+        if not name.startswith(_OURS) and name not in _OUTSIDE:
             return frame
         frame = frame.f_back
     return None
@@ -79,9 +76,7 @@ def site_of(machine: Machine, function: Any) -> Site:
     """The site of a call that is going on."""
     frame, path = user_frame(), module_path()
     place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-    sites = _SITES.get(machine)
-    if sites is None:
-        sites = _SITES[machine] = {}
+    sites: dict[Hashable, Site] = machine.kept.setdefault("sites", {})
     key = (path, *place, function)
     found = sites.get(key)
     if found is None:
@@ -91,7 +86,7 @@ def site_of(machine: Machine, function: Any) -> Site:
 
 def sites(machine: Machine) -> list[Site]:
     """All sites so far, in the order of their first calls."""
-    return list(_SITES.get(machine, {}).values())
+    return list(machine.kept.get("sites", {}).values())
 
 
 def module_path() -> str:

@@ -30,7 +30,7 @@ _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg,
 
 def functions_named(name: str) -> Iterable[Any]:
     """All functions of torch with this name: as a method, in ``torch`` and in its modules of functions."""
-    seen = []
+    seen: list[Any] = []
     for place in _PLACES:
         found = getattr(place, name, None)
         if callable(found) and not isinstance(found, type) and not any(found is other for other in seen):

@@ -25,11 +25,12 @@ class SplitTensor(torch.Tensor):
     """A tensor of which this rank has a block; functions of torch act on the whole, exactly, or are refused.
 
     ``shape``, ``size()``, ``dim()``, ``numel()`` are those of the whole tensor. Made by :func:`shard`,
-    :meth:`from_local`, and by functions of split tensors. All ranks of its partition call the same functions in
-    the same order. Where one has no rule, ``UnsupportedError`` says so and what to do.
+    :meth:`from_local`, and by functions of split tensors. All ranks of its partition call the same functions
+    in the same order. Where one has no rule, ``UnsupportedError`` says so and what to do.
 
-    Plain tensors that meet a split one, such as parameters and labels, are alike on all ranks, and are cut where they
-    are used. Gradients: see :mod:`distdl_rma.split.moves`. The block belongs to the tensor: ``to_local`` shows it.
+    Plain tensors that meet a split one, such as parameters and labels, are alike on all ranks, and are cut
+    where they are used. Gradients: see :mod:`distdl_rma.split.moves`. The block belongs to the tensor:
+    ``to_local`` shows it.
     """
 
     _local: torch.Tensor
@@ -38,10 +39,10 @@ class SplitTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, local: torch.Tensor, layout: Decomposition, copy_of: torch.Tensor | None = None
+        cls: type[SplitTensor], local: torch.Tensor, layout: Decomposition, copy_of: torch.Tensor | None = None
     ) -> SplitTensor:
         """For functions of this package: a rank's block, whose shape is that of its box."""
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, dtype=local.dtype, device=local.device
         )
         made._local, made._layout = local, layout
@@ -62,8 +63,8 @@ class SplitTensor(torch.Tensor):
         partition
             Its grid has the dimensions of the tensor.
         shape
-            Global shape, of which every rank has its balanced block. If None the ranks tell each other the sizes of
-            their blocks, which may be any that form a grid: blocking, collective over the partition.
+            Global shape, of which every rank has its balanced block. If None the ranks tell each other the
+            sizes of their blocks, which may be any that form a grid: blocking, collective over the partition.
 
         Raises
         ------
@@ -103,7 +104,7 @@ class SplitTensor(torch.Tensor):
         return Machine.of(self._layout.partition)
 
     @property
-    def split(self) -> bool:
+    def is_split(self) -> bool:
         """Whether any dimension is cut; otherwise every rank has all of it."""
         return bool(lay.cut_dims(self._layout))
 
@@ -114,8 +115,9 @@ class SplitTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """All of it on every rank, a plain tensor in the graph; blocking.
 
-        Every rank is to use it alike: its gradient is taken from each rank's own use. What has parameters should not
-        come behind it, since a gradient would count once for each rank; ``redistribute()`` is for that.
+        Every rank is to use it alike: its gradient is taken from each rank's own use. What has parameters
+        should not come behind it, since a gradient would count once for each rank; ``redistribute()`` is for
+        that.
         """
         return self.redistribute()._local
 
@@ -125,8 +127,8 @@ class SplitTensor(torch.Tensor):
         Parameters
         ----------
         cut
-            For each dimension of the partition's grid the tensor dimension that it cuts, in balanced blocks, or None
-            for copies; without any every rank gets all of it.
+            For each dimension of the partition's grid the tensor dimension that it cuts, in balanced blocks,
+            or None for copies; without any every rank gets all of it.
         layout
             What it is to be exactly, instead.
         """
@@ -150,16 +152,25 @@ class SplitTensor(torch.Tensor):
             return rule.handler(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """What comes here has gone past the table."""
         raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, type and grid, not the elements."""
         with _NO_SUBCLASS():
             shape, dtype, needs = tuple(self._layout.shape), self._local.dtype, self._local.requires_grad
         graph = ", requires_grad=True" if needs else ""
-        return f"SplitTensor({shape}, {dtype}, {lay.described(self._layout)}, block {tuple(self._local.shape)}{graph})"
+        return f"SplitTensor({shape}, {dtype}, {lay.described(self._layout)}, block
+        {tuple(self._local.shape)}{graph})"
+
+
+def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of split tensors within a rule, by its own rule: for what is made of other functions."""
+    with torch._C._EnableTorchFunction():
+        return function(*args, **kwargs)
 
 
 def local_of(x: SplitTensor) -> torch.Tensor:
@@ -216,6 +227,6 @@ def _refusal(func: Any, why: str) -> str:
     function = func if isinstance(func, str) else name_of(func)
     module = f" in module {path!r}" if path else ""
     return (
-        f"{function}{module} at {line}: {why}. Give it a rule by distdl_rma.register(function, handler), or call"
-        " .redistribute() first, so that every rank has all of the tensor"
+        f"{function}{module} at {line}: {why}. Give it a rule by distdl_rma.register(function, handler), or
+        call" " .redistribute() first, so that every rank has all of the tensor"
     )

@@ -47,8 +47,8 @@ def check(
 ) -> None:
     """Call ``function(*split, *plain)`` on split and whole tensors: results and all gradients are equal.
 
-    On every grid for the dimensions of the first tensor, which all of ``split`` have; those of ``plain`` are used as
-    they are, and their gradients are sums over the ranks.
+    On every grid for the dimensions of the first tensor, which all of ``split`` have; those of ``plain`` are
+    used as they are, and their gradients are sums over the ranks.
     """
     for shape in only or grids(split[0].dim(), P_world.size):
         P_x = P_world.create_cartesian_topology_partition(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.operands import as_whole, machine_of, needs_of, on_copies
 from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.table import rule
-from distdl_rma.split.tensor import SplitTensor, local_of
+from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 _DIMS = {
     "conv1d": 1,
@@ -29,6 +29,8 @@ _DIMS = {
     "conv_transpose2d": 2,
     "conv_transpose3d": 3,
 }
+
+_WEIGHTS = "weight", "bias"
 
 
 def _conv_arguments(
@@ -62,13 +64,13 @@ def each_dim(value: Any, dims: int) -> tuple[int, ...]:
     return numbers * dims if len(numbers) == 1 else numbers
 
 
-def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
     if padding == "valid":
         padding = 0
     if padding == "same":
         spans = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return [(span // 2, span - span // 2) for span in spans]
-    return [(n, n) for n in each_dim(padding, len(kernel))]
+        return tuple((span // 2, span - span // 2) for span in spans)
+    return tuple((n, n) for n in each_dim(padding, len(kernel)))
 
 
 @rule("window", *_DIMS)
@@ -78,19 +80,20 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     transposed = func.__name__.startswith("conv_transpose")
     arguments = (_transposed_arguments if transposed else _conv_arguments)(*args, **kwargs)
     x, weight, bias, stride, padding, dilation, groups, extra = arguments
-    if not isinstance(x, SplitTensor) or not x.split:
+    if not isinstance(x, SplitTensor) or not x.is_split:
         return on_copies(func, args, kwargs)
     if x.dim() == dims + 1:
-        y: Any = func(
-            torch.Tensor.unsqueeze(x, 0), *args[1:], **{k: v for k, v in kwargs.items() if k != "input"}
-        )
-        return y.squeeze(0)
+        batch = composed(torch.unsqueeze, x, 0)
+        given = [batch, weight, bias, stride, padding, dilation, groups]
+        if transposed:
+            given = [batch, weight, bias, stride, padding, extra, groups, dilation]
+        return composed(torch.squeeze, composed(func, *given), 0)
     site, layout = site_of(machine_of(x), func), x._layout
-    weight, bias = (
-        None if w is None else as_whole(site, w, layout, key)
-        for w, key in ((weight, "weight"), (bias, "bias"))
+    others = (
+        None if w is None else as_whole(site, w, layout, what)
+        for w, what in zip((weight, bias), _WEIGHTS, strict=True)
     )
-    local, weight, bias = autocast(local_of(x), weight, bias)
+    local, weight, bias = cast("tuple[Any, ...]", autocast(local_of(x), *others))
     stride, dilation, extra = (each_dim(value, dims) for value in (stride, dilation, extra))
     key = layout, local.dtype, tuple(weight.shape), stride, str(padding), dilation, groups, extra
 
@@ -105,7 +108,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if weight.dtype != local.dtype:
         raise ShapeError(f"{site.name}: input is {local.dtype}, the weight {weight.dtype}")
     operation, output = site.kept(key, make)
-    weights = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    weights = {what: w for what, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
     needs = needs_of(local, *weights.values())
     if transposed:
         return SplitTensor(operation(needs, local, **weights), output)

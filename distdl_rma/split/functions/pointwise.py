@@ -11,16 +11,34 @@ from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
-_UNARY = ["abs", "absolute", "neg", "negative", "positive", "sign", "sgn", "signbit", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "square", "reciprocal", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "arcsin", "arccos", "arctan", "arcsinh", "arccosh", "arctanh", "sinc", "erf", "erfc", "erfinv", "lgamma", "digamma", "mvlgamma", "polygamma", "logit", "sigmoid", "expit", "ceil", "floor", "round", "trunc", "fix", "frac", "deg2rad", "rad2deg", "i0", "isnan", "isinf", "isfinite", "isposinf", "isneginf", "isreal", "logical_not", "bitwise_not", "nan_to_num", "angle", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg", "clone", "detach", "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "to", "type", "cfloat", "cdouble", "zero", "fill", "__neg__", "__pos__", "__abs__", "__invert__", "relu", "relu6", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "tanhshrink", "hardtanh", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "leaky_relu", "logsigmoid", "threshold", "clamp", "clip", "clamp_min", "clamp_max", "log_ndtr", "ndtr", "ndtri", "entr", "erfcx", "bessel_j0", "i0e", "i1", "i1e", "cpu"]
-_BINARY = ["add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder", "fmod", "pow", "float_power", "maximum", "minimum", "fmax", "fmin", "atan2", "arctan2", "hypot", "logaddexp", "logaddexp2", "copysign", "nextafter", "ldexp", "heaviside", "xlogy", "xlog1py", "lerp", "addcmul", "addcdiv", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "rsub", "complex", "polar", "gcd", "lcm", "type_as", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__div__", "__rdiv__", "__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"]
+_UNARY = """
+abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
+reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arcsin arccos arctan arcsinh
+arccosh arctanh sinc erf erfc erfinv lgamma digamma mvlgamma polygamma logit sigmoid expit ceil floor
+round trunc fix frac deg2rad rad2deg i0 isnan isinf isfinite isposinf isneginf isreal logical_not
+bitwise_not nan_to_num angle real imag conj conj_physical resolve_conj resolve_neg clone detach contiguous
+zeros_like ones_like full_like empty_like float double half bfloat16 int long short char byte bool to type
+cfloat cdouble zero fill __neg__ __pos__ __abs__ __invert__ relu relu6 elu selu celu gelu silu mish
+softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink softshrink leaky_relu logsigmoid
+threshold clamp clip clamp_min clamp_max log_ndtr ndtr ndtri entr erfcx bessel_j0 i0e i1 i1e cpu
+""".split()
+_BINARY = """
+add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum
+minimum fmax fmin atan2 arctan2 hypot logaddexp logaddexp2 copysign nextafter ldexp heaviside xlogy
+xlog1py lerp addcmul addcdiv where masked_fill eq ne lt le gt ge greater greater_equal less less_equal
+not_equal isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+bitwise_right_shift rsub complex polar gcd lcm type_as __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+__div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
+__rlshift__ __rshift__ __rrshift__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__
+__ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
+""".split()
 
 
 def _in_place(func: Any) -> bool:
     name = func.__name__
-    return (
-        (name.startswith("__i")
-        and name not in ("__invert__",))
-        or (name.endswith("_") and not name.endswith("__"))
+    return (name.startswith("__i") and name not in ("__invert__",)) or (
+        name.endswith("_") and not name.endswith("__")
     )
 
 

@@ -11,38 +11,14 @@ from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _T: Any = torch.Tensor
 
-_OF_WHOLE = ("size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_signed")
-_OF_WHOLE += ("element_size", "get_device", "is_same_size", "is_inference")
-_PROPERTIES_OF_WHOLE = (
-    "shape",
-    "ndim",
-    "dtype",
-    "device",
-    "layout",
-    "is_cuda",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-)
-_PROPERTIES_OF_WHOLE += (
-    "is_mkldnn",
-    "is_meta",
-    "is_cpu",
-    "itemsize",
-    "names",
-    "is_mps",
-    "is_xpu",
-    "is_vulkan",
-)
-_OF_BLOCK = (
-    "is_leaf",
-    "grad_fn",
-    "requires_grad",
-    "retains_grad",
-    "output_nr",
-    "_version",
-    "_backward_hooks",
-)
+_OF_WHOLE = """
+size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device is_inference
+""".split()
+_PROPERTIES_OF_WHOLE = """
+shape ndim dtype device layout itemsize names is_cuda is_sparse is_quantized is_nested is_mkldnn is_meta
+is_cpu is_mps is_xpu is_vulkan
+""".split()
+_OF_BLOCK = "is_leaf grad_fn requires_grad retains_grad output_nr _version _backward_hooks".split()
 
 
 @rule("query", *_OF_WHOLE, *(getattr(_T, name).__get__ for name in _PROPERTIES_OF_WHOLE if hasattr(_T, name)))
@@ -106,31 +82,18 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if given._layout is not x._layout:
             given = given.redistribute(layout=x._layout)
         given = given._local
-    elif given is not None and x.split:
+    elif given is not None and x.is_split:
         given = given[x._layout.slices()]
     func(local_of(x), given, *others[1:], **kwargs)
 
 
-_VALUES = (
-    "item",
-    "tolist",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__complex__",
-    "numpy",
-    "__array__",
-    "__len__",
-    "__contains__",
-)
-_VALUES_ON_COPIES = tuple(name for name in _VALUES if name not in ("__len__", "__contains__"))
+_VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __array__".split()
 
 
-@rule("value", *(getattr(_T, name) for name in _VALUES_ON_COPIES))
+@rule("value", *(getattr(_T, name) for name in _VALUES))
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values of a tensor that every rank has all of; of a split one refused."""
-    if args[0].split:
+    if args[0].is_split:
         raise refused(
             func,
             "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here",

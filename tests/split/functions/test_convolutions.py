@@ -12,7 +12,7 @@ CASES = {
     "groups": (F.conv2d, (2, 4, 9, 7), (6, 2, 3, 2), {"groups": 2}),
     "depthwise": (F.conv2d, (2, 4, 9, 7), (4, 1, 3, 3), {"groups": 4, "padding": 1}),
     "dilated": (F.conv2d, (2, 4, 13, 11), (3, 4, 3, 3), {"dilation": 3, "padding": 3}),
-    "same": (F.conv2d, (2, 4, 9, 7), (3, 4, 4, 3), {"padding": "same"}),
+    "same": (F.conv2d, (2, 4, 9, 7), (3, 4, 5, 3), {"padding": "same"}),
     "valid": (F.conv1d, (2, 4, 9), (3, 4, 3), {"padding": "valid"}),
     "3-D": (F.conv3d, (1, 2, 5, 6, 5), (3, 2, 3, 3, 3), {"padding": 1}),
     "transposed": (
