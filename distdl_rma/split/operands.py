@@ -76,8 +76,7 @@ def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tens
 
 
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
-    """Layout of what operands of these shapes become by broadcasting; that of the largest one, where it is
-    cut.
+    """Layout of what operands become by broadcasting: that of the largest of them, where it is cut.
 
     The first of several of one size counts.
     """
@@ -105,8 +104,7 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
 
 
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
-    """Layout of an operand of some shape, which broadcasts to a result: cut where that is, whole where it has
-    1."""
+    """Layout of an operand that broadcasts to a result: cut where that is, whole where it has extent 1."""
     ahead = len(result.shape) - len(shape)
     cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
     splits = [result.splits[d + ahead] if cut[d] else Balanced(n, 1) for d, n in enumerate(shape)]
@@ -149,7 +147,6 @@ def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> t
 
 
 def needs_of(x: torch.Tensor, *weights: torch.Tensor) -> GradientNeeds:
-    """What a call needs the gradient of; alike on all ranks, since their tensors are blocks of the same
-    ones."""
+    """What a call needs the gradient of; alike on all ranks, whose tensors are blocks of the same ones."""
     recording = torch.is_grad_enabled()
     return GradientNeeds(recording and x.requires_grad, recording and any(w.requires_grad for w in weights))

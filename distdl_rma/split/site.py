@@ -1,5 +1,4 @@
-"""Where in the user's program a function is called: what messages name it, and what it keeps from step to
-step."""
+"""Where in the user's program a function is called: its name for messages, and what is kept for it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ class SplitTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[SplitTensor], local: torch.Tensor, layout: Decomposition, copy_of: torch.Tensor | None = None
+        cls: type[SplitTensor],
+        local: torch.Tensor,
+        layout: Decomposition,
+        copy_of: torch.Tensor | None = None,
     ) -> SplitTensor:
         """For functions of this package: a rank's block, whose shape is that of its box."""
         made: SplitTensor = torch.Tensor._make_wrapper_subclass(
@@ -163,8 +166,8 @@ class SplitTensor(torch.Tensor):
         with _NO_SUBCLASS():
             shape, dtype, needs = tuple(self._layout.shape), self._local.dtype, self._local.requires_grad
         graph = ", requires_grad=True" if needs else ""
-        return f"SplitTensor({shape}, {dtype}, {lay.described(self._layout)}, block
-        {tuple(self._local.shape)}{graph})"
+        block = f"block {tuple(self._local.shape)}"
+        return f"SplitTensor({shape}, {dtype}, {lay.described(self._layout)}, {block}{graph})"
 
 
 def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +230,6 @@ def _refusal(func: Any, why: str) -> str:
     function = func if isinstance(func, str) else name_of(func)
     module = f" in module {path!r}" if path else ""
     return (
-        f"{function}{module} at {line}: {why}. Give it a rule by distdl_rma.register(function, handler), or
-        call" " .redistribute() first, so that every rank has all of the tensor"
+        f"{function}{module} at {line}: {why}. Give it a rule by distdl_rma.register(function, handler), or"
+        " call .redistribute() first, so that every rank has all of the tensor"
     )
