@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.machine import Machine as Machine
     from distdl_rma.machine import MPIPartition as MPIPartition
+    from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
-    from distdl_rma.ops.shards import shard as shard
+    from distdl_rma.split import SplitTensor as SplitTensor
+    from distdl_rma.split.register import register as register
+    from distdl_rma.split.shard import shard as shard
     from distdl_rma.state import gather_state_dict as gather_state_dict
     from distdl_rma.state import load_global_state_dict as load_global_state_dict
     from distdl_rma.state import whole_parameters as whole_parameters
@@ -46,7 +49,10 @@ _HOMES = {
     "Partition": "geometry.partition",
     "gather_state_dict": "state",
     "load_global_state_dict": "state",
-    "shard": "ops.shards",
+    "shard": "split.shard",
+    "SplitTensor": "split",
+    "distribute": "model.distribute",
+    "register": "split.register",
     "whole_parameters": "state",
     "zero_volume_tensor": "ops.core.tensors",
 }

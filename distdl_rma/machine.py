@@ -108,11 +108,12 @@ class Machine(SharedByCopies):
         tell_peers_of_uncaught_errors(self.segments)
 
     @classmethod
-    def on(cls, comm: MPI.Intracomm) -> Machine:
-        """The machine of a communicator: the same one however often it is asked for.
+    def on(cls, comm: MPI.Intracomm | None = None) -> Machine:
+        """The machine of a communicator, COMM_WORLD if None: the same one however often it is asked for.
 
         Collective the first time, and again after it was closed.
         """
+        comm = MPI.COMM_WORLD if comm is None else comm
         key = _machine_key()
         machine = comm.Get_attr(key)
         if not isinstance(machine, Machine):

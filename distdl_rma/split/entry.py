@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
+from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS
+from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, as_words
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.split import layout as lay
 from distdl_rma.split.site import site_of
@@ -50,7 +52,7 @@ def _said(kind: tuple[int, ...]) -> str:
     return f"a block of {DTYPES[dtype]} with {dims} dimensions{' that requires a gradient' if needs else ''}"
 
 
-def grid_for(grid: Any, machine: Machine, dims: int) -> Partition:
+def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
     """Partition that a user means by ``"2x2"``, ``{"H": 2, "W": 2}`` or a partition, for so many dimensions.
 
     A text or a dict of letters cuts the last dimensions: ``D``, ``H`` and ``W``, also ``N`` and ``C``.
@@ -65,11 +67,30 @@ def grid_for(grid: Any, machine: Machine, dims: int) -> Partition:
         if not all(part.strip().isdigit() for part in parts) or len(parts) > dims:
             raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
         shape = (1,) * (dims - len(parts)) + tuple(int(part) for part in parts)
-    elif isinstance(grid, dict):
+    elif isinstance(grid, Mapping):
         unknown = [key for key in grid if key not in letters]
         if unknown:
             raise ArgumentError(f"a grid names the dimensions {', '.join(letters)}, got {unknown[0]!r}")
         shape = tuple(int(grid.get(letter, 1)) for letter in letters)
     else:
         raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
-    return Partition(machine.ranks, shape, machine.rank, machine)
+    ranks, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
+    return Partition(ranks, shape, rank, machine)
+
+
+def alike_on_all_ranks(machine: Machine, tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Refuse plain tensors that differ between the ranks; blocking, collective over the machine."""
+    words = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
+    mine = fingerprint(words)
+    rows = AllPush(machine.segments, machine.ranks, 1, np.int64, what)
+    rows.start(np.array([mine], np.int64))
+    found = dict(zip(machine.ranks, rows.wait()[:, 0].tolist(), strict=True))
+    rows.close()
+    for rank, word in found.items():
+        if word != mine:
+            shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+            raise MismatchError(
+                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}: a plain"
+                " tensor is the whole one, alike on all ranks; a block becomes a split tensor by"
+                " SplitTensor.from_local"
+            )

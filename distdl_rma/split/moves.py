@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.ops.core.autograd import first_derivative
@@ -29,7 +30,7 @@ from distdl_rma.ops.core.movement import Movement
 from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.split import layout as lay
-from distdl_rma.split.site import Site
+from distdl_rma.split.site import Site, may_move
 
 
 def reduced(
@@ -47,6 +48,10 @@ def reduced(
         sums.start()
         result = as_tensor(sums.wait(), wide)
     return result.view(x.shape).to(x.dtype, copy=True)
+
+
+# What moves since the user asked for it, and not by a rule.
+ASKED = "redistribute"
 
 
 class _Reduction:
@@ -177,11 +182,16 @@ class _Way:
 
 
 def redistributed(
-    site: Site, x: torch.Tensor, source: Decomposition, target: Decomposition, what: str = "moved"
+    site: Site, x: torch.Tensor, source: Decomposition, target: Decomposition, what: str = ASKED
 ) -> torch.Tensor:
     """A rank's block by another layout of the same partition; differentiable, blocking if it moves."""
     if source is target or source == target:
         return x
     way = site.kept((source, target, x.dtype, what), lambda: _Way(site, source, target, x.dtype, what))
+    if way.moves and what != ASKED and not may_move():
+        raise UnsupportedError(
+            f"{site.name} ({site.where}): {what} would move from {lay.described(source)} to"
+            f" {lay.described(target)}, which fallback='error' forbids; redistribute() it before"
+        )
     y: torch.Tensor = _Move.apply(x, way)  # type: ignore[no-untyped-call]
     return y

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, TypeVar
@@ -91,24 +90,20 @@ def sites(machine: Machine) -> list[Site]:
 def module_path() -> str:
     """Path of the module of a distributed model whose forward runs; empty outside."""
     stack = getattr(_THREAD, "stack", None)
-    return stack[-1] if stack else ""
+    return stack[-1][0] if stack else ""
 
 
-@contextmanager
-def inside(path: str) -> Iterator[None]:
-    """Calls in here are those of the module of this path."""
-    enter(path)
-    try:
-        yield
-    finally:
-        leave()
+def may_move() -> bool:
+    """Whether rules may move tensors to other layouts here."""
+    stack = getattr(_THREAD, "stack", None)
+    return not stack or stack[-1][1]
 
 
-def enter(path: str) -> None:
-    """Calls from now on are those of the module of this path."""
+def enter(path: str, moves: bool = True) -> None:
+    """Calls from now on are those of the module of this path; ``moves`` is whether rules may move tensors."""
     if not hasattr(_THREAD, "stack"):
         _THREAD.stack = []
-    _THREAD.stack.append(path)
+    _THREAD.stack.append((path, moves))
 
 
 def leave() -> None:

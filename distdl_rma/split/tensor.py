@@ -79,10 +79,7 @@ class SplitTensor(torch.Tensor):
             raise ShapeError(f"SplitTensor.from_local: {problem}")
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
-        if shape is None:
-            layout = told_layout(local, partition)
-        else:
-            layout = lay.balanced(partition, shape)
+        layout = told_layout(local, partition) if shape is None else lay.balanced(partition, shape)
         wanted = layout.box(partition.me).shape
         if tuple(local.shape) != wanted:
             raise ShapeError(

@@ -1,0 +1,47 @@
+"""Cut a tensor that every rank has, or can read, into a split one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
+from distdl_rma.ops.shards import shard as block_of
+from distdl_rma.split.entry import grid_for
+from distdl_rma.split.tensor import SplitTensor
+
+# What a user gives for a partition.
+Grid = Partition | str | Mapping[str, int]
+
+
+def shard(grid: Grid, x: Any) -> SplitTensor:
+    """The split tensor of a whole one: every rank keeps its balanced block, in memory of its own; local.
+
+    Parameters
+    ----------
+    grid
+        A partition with as many dimensions as the tensor; or for the ranks of the machine of COMM_WORLD the
+        numbers of blocks, as ``"2x2"`` for the last dimensions or ``{"H": 2, "W": 2}``.
+    x
+        The tensor, alike on all ranks, or what is sliced as one: a numpy array, a memory-mapped file, a
+        dataset of HDF5. Of these only the block is read.
+
+    Returns
+    -------
+    SplitTensor
+        Outside of any graph; it requires a gradient if ``x`` does.
+
+    Raises
+    ------
+    PartitionError
+        If the numbers of dimensions or of ranks differ.
+    """
+    machine = None if isinstance(grid, Partition) else Machine.on()
+    partition = grid_for(grid, machine, len(x.shape))
+    local = block_of(partition, x)
+    if isinstance(x, torch.Tensor) and x.requires_grad:
+        local.requires_grad_()
+    return SplitTensor.from_local(local, partition, tuple(x.shape))
