@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.machine import Machine as Machine
     from distdl_rma.machine import MPIPartition as MPIPartition
+    from distdl_rma.model.compare import compare as compare
     from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
     from distdl_rma.split import SplitTensor as SplitTensor
@@ -51,6 +52,7 @@ _HOMES = {
     "load_global_state_dict": "state",
     "shard": "split.shard",
     "SplitTensor": "split",
+    "compare": "model.compare",
     "distribute": "model.distribute",
     "register": "split.register",
     "whole_parameters": "state",

@@ -76,10 +76,15 @@ class Distributed:
             alike_on_all_ranks(self.machine, whole, "an input of a distributed model")
             self._seen.add(kind)
 
-        def cut(x: torch.Tensor) -> torch.Tensor:
+        return self.cut(args), self.cut(kwargs)
+
+    def cut(self, arguments: Any) -> Any:
+        """Arguments with whole tensors cut as the grid says; local."""
+
+        def changed(x: torch.Tensor) -> torch.Tensor:
             return shard(self.partition(x.dim()), x) if self._is_cut(x) else x
 
-        return mapped(cut, args), mapped(cut, kwargs)
+        return mapped(changed, arguments)
 
     def _is_cut(self, x: torch.Tensor) -> bool:
         if isinstance(self.grid, Partition):

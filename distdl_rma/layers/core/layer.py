@@ -21,12 +21,14 @@ from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.paths import path_of
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
+from distdl_rma.layers.core.split_inputs import call_on_blocks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchored
 from distdl_rma.ops.core.idle_ranks import idle
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.ops.core.uncompiled import uncompiled
+from distdl_rma.split.tensor import SplitTensor
 
 _COPY = " (copy "
 
@@ -88,6 +90,8 @@ class DistributedLayer(AnsweringModule):
     MismatchError
         In the first call, if the ranks built the layer with different arguments.
     """
+
+    P_x: Partition
 
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
@@ -157,6 +161,8 @@ class DistributedLayer(AnsweringModule):
         What the user of the layer says of it by callbacks is compared with what holds, and refused with a
         ``ConfigurationError``; the other ranks hear of it.
         """
+        if any(isinstance(x, SplitTensor) for x in inputs):
+            return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
         before = self.nbytes_in((*inputs, *named.values()))
         # In every call, since the user may give a callback at any time: one look for all of them.
         stated = not NAMES.isdisjoint(vars(self))
@@ -171,6 +177,15 @@ class DistributedLayer(AnsweringModule):
         if stated:
             self._check_stated(get_sizeof_output_tensor=self.shard_nbytes[1])
         return y
+
+    @property
+    def input_partitions(self) -> tuple[Partition, ...]:
+        """Partitions of the inputs of a call; the last one is that of all that follow."""
+        return (self.P_x,)
+
+    def output_layout(self) -> Decomposition | None:
+        """How the output of the last call is cut; None if that are no blocks of one tensor. Local."""
+        return None
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """As of every module; training can use the buffer, wherever the layer is built."""

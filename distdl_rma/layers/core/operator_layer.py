@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts
@@ -59,6 +60,15 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     def plan(self, facts: dict[int, InputFacts]) -> O:
         """Operation for what all ranks said of their inputs; alike on all ranks, errors included."""
         raise NotImplementedError
+
+    @property
+    def input_partitions(self) -> tuple[Partition, ...]:
+        """Those of its inputs."""
+        return self.P_xs
+
+    def output_layout(self) -> Decomposition | None:
+        """That of the operation of the last call."""
+        return None if self.plans is None or self.plans.last is None else self.plans.last.output
 
     @cached_property
     def plans(self) -> PlanCache[O] | None:

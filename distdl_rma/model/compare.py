@@ -1,0 +1,263 @@
+"""A distributed model against the same model alone: outputs, gradients and state, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl_rma.errors import ConfigurationError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.tensors import as_words
+from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.split.tensor import SplitTensor, tensors_in
+
+# What is equal up to rounding: a power of the resolution of the type, relative to the largest element.
+_POWER = 0.6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor of the distributed model is from that of the model alone.
+
+    ``what`` is ``"output"``, ``"loss"``, ``"input gradient"``, ``"gradient"`` or ``"buffer"``, of ``name``.
+    ``error`` is the largest difference, ``scale`` the largest element; ``where`` the smallest box of global
+    indices that holds all elements which differ, a pair of ends for each dimension, or None.
+    """
+
+    what: str
+    name: str
+    shape: tuple[int, ...]
+    error: float
+    scale: float
+    tolerance: float
+    where: tuple[tuple[int, int], ...] | None
+    problem: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is the same up to rounding."""
+        return not self.problem and self.where is None
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.what} of {self.name}: {self.problem}"
+        found = f"{self.what} of {self.name}, {self.shape}: off by {self.error:.1e} of {self.scale:.1e}"
+        if self.where is None:
+            return found
+        return f"{found} at {' x '.join(f'[{a}, {b})' for a, b in self.where)}"
+
+
+@dataclass
+class Comparison:
+    """What ``compare`` found; ``print`` shows it as a table.
+
+    ``differences`` are in the order of the computation. ``drifted`` names what the ranks do not hold alike.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    drifted: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything is the same up to rounding, and alike on all ranks."""
+        return self.first is None and not self.drifted
+
+    @property
+    def first(self) -> Difference | None:
+        """The first that is not."""
+        return next((each for each in self.differences if not each.equal), None)
+
+    def __str__(self) -> str:
+        width = max([len(each.name) for each in self.differences], default=4)
+        lines = [f"{'':3} {'what':14} {'of':{width}} {'error':>9} {'of':>9}  shape"]
+        for each in self.differences:
+            sign = "" if each.equal else "!!!"
+            numbers = f"{each.error:9.1e} {each.scale:9.1e}" if not each.problem else f"{each.problem:>19}"
+            lines.append(f"{sign:3} {each.what:14} {each.name:{width}} {numbers}  {each.shape}")
+        lines.append(f"first difference: {self.first or 'none'}")
+        lines.append(f"not alike on all ranks: {', '.join(self.drifted) or 'nothing'}")
+        return "\n".join(lines)
+
+
+def compare(
+    alone: nn.Module,
+    split: nn.Module,
+    inputs: Any,
+    targets: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    seed: int = 0,
+) -> Comparison:
+    """Run a step of both models, and compare all that comes out; collective over the machine, blocking.
+
+    For sizes at which every rank can hold the whole: the outputs of all modules are kept. Neither model is
+    changed: parameters, buffers, gradients and the generator of random numbers are afterwards what they were.
+
+    Parameters
+    ----------
+    alone
+        The same model, not distributed, with parameters and buffers of the same names; it is given their
+        values.
+    split
+        The model that ``distribute`` made.
+    inputs
+        A tensor, or a tuple of arguments; whole, alike on all ranks.
+    targets, loss_fn
+        The loss is ``loss_fn(output, targets)``, or without targets ``loss_fn(output)``. Without a function
+        the mean square of all outputs.
+    seed
+        Of both runs.
+
+    Returns
+    -------
+    Comparison
+        Alike on all ranks.
+    """
+    if "distributed" not in vars(split) or "distributed" in vars(alone):
+        raise ConfigurationError("compare: takes a model alone first, and then one that distribute() made")
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    found = Comparison()
+    with _unchanged(alone), _unchanged(split), torch.random.fork_rng(devices=()):
+        alone.load_state_dict({key: value.clone() for key, value in split.state_dict().items()})
+        expected: dict[tuple[str, int], list[torch.Tensor]] = {}
+        with _outputs(alone, lambda path, at, ys: expected.update({(path, at): [y.detach() for y in ys]})):
+            given = _step(alone, arguments, targets, loss_fn, seed)
+
+        def check(path: str, at: int, ys: list[torch.Tensor]) -> None:
+            wanted = expected.get((path, at), [])
+            name = path or "model"
+            if len(wanted) != len(ys):
+                problem = f"{len(ys)} tensors instead of {len(wanted)}"
+                found.differences.append(Difference("output", name, (), 0, 0, 0, None, problem))
+            for y, other in zip(ys, wanted, strict=False):
+                found.differences.append(_difference("output", name, y, other))
+
+        with _outputs(split, check):
+            mine = _step(split, arguments, targets, loss_fn, seed)
+        found.differences.append(_difference("loss", "the step", mine[0], given[0]))
+        for at, (x, other) in enumerate(zip(mine[1], given[1], strict=True)):
+            if other.grad is not None:
+                found.differences.append(_difference("input gradient", f"input {at}", x.grad, other.grad))
+        gradients = {name: p.grad for name, p in split.named_parameters()}
+        for name, p in alone.named_parameters():
+            if p.grad is not None or gradients.get(name) is not None:
+                found.differences.append(_difference("gradient", name, gradients.get(name), p.grad))
+        buffers = dict(split.named_buffers())
+        for name, buffer in alone.named_buffers():
+            found.differences.append(_difference("buffer", name, buffers.get(name), buffer))
+        held = dict(split.named_parameters()) | buffers
+        held |= {f"gradient of {name}": g for name, g in gradients.items() if g is not None}
+        held["the generator of random numbers"] = torch.get_rng_state()
+        found.drifted = _drifted(split.distributed.machine, held)  # type: ignore[union-attr,arg-type]
+    return found
+
+
+def _step(
+    model: nn.Module, arguments: tuple[Any, ...], targets: Any, loss_fn: Callable[..., Any] | None, seed: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    # Loss, and the floating-point inputs as leaves.
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    leaves: list[torch.Tensor] = []
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = x.detach().clone()
+        if x.is_floating_point() or x.is_complex():
+            leaves.append(x.requires_grad_())
+        return x
+
+    given = tuple(leaf(x) for x in arguments)
+    handle = vars(model).get("distributed")
+    if handle is not None:
+        given = handle.cut(given)
+        leaves = [x for x in tensors_in(given) if x.requires_grad]
+    y = model(*given)
+    if loss_fn is None:
+        squares = [each.abs().square().mean() for each in tensors_in(y) if each.is_floating_point()]
+        loss = torch.stack([s.full_tensor() if isinstance(s, SplitTensor) else s for s in squares]).sum()
+    else:
+        loss = loss_fn(y) if targets is None else loss_fn(y, targets)
+    if loss.requires_grad:
+        loss.backward()
+    return loss, leaves
+
+
+def _difference(what: str, name: str, found: Any, expected: Any) -> Difference:
+    if found is None or expected is None:
+        missing = "has none here" if found is None else "only here"
+        return Difference(what, name, (), 0, 0, 0, None, missing)
+    mine = found.full_tensor() if isinstance(found, SplitTensor) else found
+    mine, other = mine.detach(), expected.detach()
+    shape = tuple(other.shape)
+    if tuple(mine.shape) != shape:
+        return Difference(what, name, shape, 0, 0, 0, None, f"has shape {tuple(mine.shape)}")
+    if not other.numel():
+        return Difference(what, name, shape, 0, 0, 0, None)
+    exact = not (other.is_floating_point() or other.is_complex())
+    if exact:
+        mine, other = mine.to(torch.float64), other.to(torch.float64)
+    apart = (mine - other).abs()
+    scale = float(other.abs().nan_to_num().max())
+    tolerance = 0.0 if exact else max(scale, 1e-3) * torch.finfo(other.dtype).eps ** _POWER
+    # What is NaN or infinite on both sides is equal.
+    same = (apart <= tolerance) | (mine == other) | (mine.isnan() & other.isnan())
+    wrong = (~same).nonzero()
+    where = (
+        tuple((int(a), int(b) + 1) for a, b in zip(wrong.amin(0), wrong.amax(0), strict=True))
+        if len(wrong)
+        else None
+    )
+    return Difference(
+        what, name, shape, float(apart.nan_to_num(posinf=float("inf")).max()), scale, tolerance, where
+    )
+
+
+@contextmanager
+def _outputs(model: nn.Module, see: Callable[[str, int, list[torch.Tensor]], None]) -> Iterator[None]:
+    # Calls with the path of a module, the number of its call, and what it returns.
+    counts: dict[str, int] = {}
+
+    def hook(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        at = counts.get(path, 0)
+        counts[path] = at + 1
+        see(path, at, tensors_in(output))
+
+    handles = [module.register_forward_hook(partial(hook, path)) for path, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        model.load_state_dict(state)
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+def _drifted(machine: Machine, held: Mapping[str, torch.Tensor]) -> list[str]:
+    # Names of what the ranks do not hold alike.
+    words = [fingerprint(as_words(x.detach().contiguous()).tobytes()) for x in held.values()]
+    rows = AllPush(machine.segments, machine.ranks, len(words), np.int64, "compare (state of the ranks)")
+    rows.start(np.array(words, np.int64))
+    everyone = rows.wait()
+    differ = (everyone != everyone[0]).any(0)
+    rows.close()
+    return [name for name, differs in zip(held, differ.tolist(), strict=True) if differs]
