@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from distdl_rma.machine import MPIPartition as MPIPartition
     from distdl_rma.model.compare import compare as compare
     from distdl_rma.model.distribute import distribute as distribute
+    from distdl_rma.model.report import report as report
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
     from distdl_rma.split import SplitTensor as SplitTensor
     from distdl_rma.split.register import register as register
@@ -55,6 +56,7 @@ _HOMES = {
     "compare": "model.compare",
     "distribute": "model.distribute",
     "register": "split.register",
+    "report": "model.report",
     "whole_parameters": "state",
     "zero_volume_tensor": "ops.core.tensors",
 }

@@ -188,10 +188,12 @@ def redistributed(
     if source is target or source == target:
         return x
     way = site.kept((source, target, x.dtype, what), lambda: _Way(site, source, target, x.dtype, what))
-    if way.moves and what != ASKED and not may_move():
-        raise UnsupportedError(
-            f"{site.name} ({site.where}): {what} would move from {lay.described(source)} to"
-            f" {lay.described(target)}, which fallback='error' forbids; redistribute() it before"
-        )
+    if way.moves and what != ASKED:
+        site.moved.add(what)
+        if not may_move():
+            raise UnsupportedError(
+                f"{site.name} ({site.where}): {what} would move from {lay.described(source)} to"
+                f" {lay.described(target)}, which fallback='error' forbids; redistribute() it before"
+            )
     y: torch.Tensor = _Move.apply(x, way)  # type: ignore[no-untyped-call]
     return y

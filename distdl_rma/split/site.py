@@ -33,6 +33,8 @@ class Site:
         self.machine, self.path, self.function, self.where = machine, path, name_of(function), where
         short = self.function.rpartition(".")[2]
         self.name = f"{path} {short}" if path else f"{where} {short}"
+        # Operands that went to other layouts by a rule.
+        self.moved: set[str] = set()
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
 
     @property

@@ -25,6 +25,8 @@ class Rule:
 RULES: dict[Any, Rule] = {}
 # Key of the rule for functions that have none.
 WITHOUT_RULE = None
+# What is called instead of a rule's handler, with the rule first; the last one counts.
+OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
 
 

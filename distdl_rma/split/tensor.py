@@ -16,7 +16,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.site import module_path, site_of, user_frame, where
-from distdl_rma.split.table import RULES, WITHOUT_RULE, name_of
+from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 
@@ -149,6 +149,8 @@ class SplitTensor(torch.Tensor):
         """What torch calls instead of its functions."""
         with _NO_SUBCLASS():
             rule = RULES.get(func) or RULES[WITHOUT_RULE]
+            if OBSERVERS:
+                return OBSERVERS[-1](rule, func, args, kwargs or {})
             return rule.handler(func, args, kwargs or {})
 
     @classmethod

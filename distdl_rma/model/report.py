@@ -1,0 +1,150 @@
+"""What a step of a distributed model does: every function of split tensors, what it moves, and how long it
+waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from distdl_rma.errors import ConfigurationError
+from distdl_rma.split import layout as lay
+from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.table import OBSERVERS, Rule, name_of
+from distdl_rma.split.tensor import SplitTensor, tensors_in
+
+_MOVES = ("start", "wait", "fuse")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function at one place of a program, in one step, on one rank.
+
+    ``inputs`` and ``output`` are shapes and how they are cut; ``nbytes`` and ``messages`` what this rank sent
+    in the forward; ``waited`` seconds in forward and backward, ``hidden`` seconds that data travelled while
+    it computed. ``moved`` says which operands went to another layout first, by the rule of the function.
+    """
+
+    module: str
+    function: str
+    where: str
+    kind: str
+    inputs: tuple[str, ...]
+    output: str
+    times: int = 0
+    nbytes: int = 0
+    messages: int = 0
+    waited: float = 0.0
+    hidden: float = 0.0
+    moved: tuple[str, ...] = ()
+
+
+@dataclass
+class StepReport:
+    """The calls of a step on this rank, in the order of their first times; ``print`` shows a table.
+
+    ``nbytes`` and ``messages`` are those of the whole step, backward and sums of gradients included.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    nbytes: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def moved(self) -> list[Call]:
+        """Where operands went to another layout by a rule; ``fallback="error"`` would refuse these."""
+        return [call for call in self.calls if call.moved]
+
+    def __str__(self) -> str:
+        heads = ("module", "function", "at", "output", "sent", "messages", "waited", "moved by rule")
+        rows = [
+            (
+                call.module or "-",
+                call.function + (f" x{call.times}" if call.times > 1 else ""),
+                call.where,
+                call.output,
+                _nbytes(call.nbytes),
+                str(call.messages),
+                f"{1e3 * call.waited:.2f} ms",
+                ", ".join(call.moved) or "-",
+            )
+            for call in self.calls
+        ]
+        widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in (heads, *rows)
+        ]
+        lines.append(
+            f"the step: {_nbytes(self.nbytes)} in {self.messages} messages with backward and gradients,"
+            f" {1e3 * self.waited:.1f} of {1e3 * self.seconds:.1f} ms waited"
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@contextmanager
+def report(model: nn.Module) -> Iterator[StepReport]:
+    """Context of a step of a distributed model, forward and backward; what it yields is complete afterwards.
+
+    Collective over the machine to enter, as :meth:`Machine.record`, which it uses. The first step also makes
+    plans and exchanges addresses: report a later one for times.
+    """
+    if "distributed" not in vars(model):
+        raise ConfigurationError("report: the model is not distributed")
+    machine = vars(model)["distributed"].machine
+    counters, seen = machine.segments.counters, StepReport()
+    calls: dict[Site, Call] = {}
+
+    def observe(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        if rule.kind in ("query", "value", "gradient"):
+            return rule.handler(func, args, kwargs)
+        before = counters.bytes_put + counters.bytes_collective, counters.puts
+        y = rule.handler(func, args, kwargs)
+        after = counters.bytes_put + counters.bytes_collective, counters.puts
+        site = site_of(machine, func)
+        outputs = [_said(x) for x in tensors_in(y) if isinstance(x, SplitTensor)]
+        inputs = tuple(_said(x) for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
+        function = name_of(func).rpartition(".")[2]
+        empty = Call(site.path, function, site.where, rule.kind, inputs, ", ".join(outputs) or "-")
+        call = calls.get(site, empty)
+        calls[site] = replace(
+            call,
+            times=call.times + 1,
+            nbytes=call.nbytes + after[0] - before[0],
+            messages=call.messages + after[1] - before[1],
+            moved=tuple(sorted(site.moved)),
+        )
+        return y
+
+    start = counters.bytes_put + counters.bytes_collective, counters.puts, counters.seconds_waited
+    OBSERVERS.append(observe)
+    try:
+        with machine.record() as recording:
+            yield seen
+            seen.seconds = recording.now
+    finally:
+        OBSERVERS.remove(observe)
+    seen.nbytes = counters.bytes_put + counters.bytes_collective - start[0]
+    seen.messages, seen.waited = counters.puts - start[1], counters.seconds_waited - start[2]
+    for site, call in calls.items():
+        mine = [event for event in recording.events if event.name.startswith(site.name)]
+        waited = sum(event.end - event.begin for event in mine if event.kind == "wait")
+        travelled = sum(event.end - event.begin for event in mine if event.travels)
+        seen.calls.append(replace(call, waited=waited, hidden=max(0.0, travelled - waited)))
+
+
+def _said(x: SplitTensor) -> str:
+    return f"{tuple(x.decomposition.shape)} {lay.described(x.decomposition)}"
+
+
+def _nbytes(count: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,51 @@
+"""Networks that nobody rewrote, trained on split tensors beside the same ones alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.model.against_alone import train_beside
+from tests.model.nets import EDSR, DnCNN, FNO2d, UNet
+
+# Model, and the shape of its input: extents that divide badly.
+MODELS = {
+    "U-Net": (lambda: UNet(), (2, 1, 37, 30)),
+    "U-Net, bilinear": (lambda: UNet(bilinear=True), (1, 1, 30, 37)),
+    "DnCNN": (lambda: DnCNN(), (2, 1, 19, 23)),
+    "EDSR": (lambda: EDSR(), (1, 3, 13, 11)),
+    "RCAN": (lambda: EDSR(attention=True), (1, 3, 13, 11)),
+    "FNO": (lambda: FNO2d(), (2, 1, 17, 14)),
+    "VGG": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2, 2),
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d((5, 3)),
+            nn.Flatten(),
+            nn.Linear(90, 12),
+            nn.ReLU(),
+            nn.Dropout(0.0),
+            nn.Linear(12, 4),
+        ),
+        (2, 3, 21, 18),
+    ),
+}
+
+
+def grids(size):
+    """Rows, columns, and where there are as many ranks both."""
+    return [f"{size}x1", f"1x{size}", *(["2x2"] if size == 4 else [])]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_that_of_the_model_alone(comm, name):
+    made, shape = MODELS[name]
+    for grid in grids(comm.size):
+        torch.manual_seed(5)
+        model = made()
+        x = torch.randn(shape)
+        train_beside(model, grid, x, lambda y: (y - 0.3).square().mean())
