@@ -1,6 +1,4 @@
-"""What a step of a distributed model does: every function of split tensors, what it moves, and how long it
-waits.
-"""
+"""What a step of a distributed model does: functions, what they move, how long they wait."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ ranks.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -27,7 +29,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width << level for level in range(depth + 1)]
         self.first = _double(inside, width)
-        self.down = nn.ModuleList(_double(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(_double(a, b) for a, b in pairwise(widths))
         if bilinear:
             self.up = nn.ModuleList(
                 nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True) for _ in widths[1:]

@@ -9,12 +9,12 @@ from tests.model.nets import EDSR, DnCNN, FNO2d, UNet
 
 # Model, and the shape of its input: extents that divide badly.
 MODELS = {
-    "U-Net": (lambda: UNet(), (2, 1, 37, 30)),
+    "U-Net": (UNet, (2, 1, 37, 30)),
     "U-Net, bilinear": (lambda: UNet(bilinear=True), (1, 1, 30, 37)),
-    "DnCNN": (lambda: DnCNN(), (2, 1, 19, 23)),
-    "EDSR": (lambda: EDSR(), (1, 3, 13, 11)),
+    "DnCNN": (DnCNN, (2, 1, 19, 23)),
+    "EDSR": (EDSR, (1, 3, 13, 11)),
     "RCAN": (lambda: EDSR(attention=True), (1, 3, 13, 11)),
-    "FNO": (lambda: FNO2d(), (2, 1, 17, 14)),
+    "FNO": (FNO2d, (2, 1, 17, 14)),
     "VGG": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3, padding=1),
