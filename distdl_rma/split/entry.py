@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ def _said(kind: tuple[int, ...]) -> str:
 def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
     """Partition that a user means by ``"2x2"``, ``{"H": 2, "W": 2}`` or a partition, for so many dimensions.
 
-    A text or a dict of letters cuts the last dimensions: ``D``, ``H`` and ``W``, also ``N`` and ``C``.
+    A text cuts the last dimensions; a dict of letters ``D``, ``H`` and ``W``, also ``N`` and ``C``: one of its
+    numbers may be -1, for all ranks that the others leave.
     """
     if isinstance(grid, Partition):
         if grid.dim != dims:
@@ -71,7 +73,7 @@ def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
         unknown = [key for key in grid if key not in letters]
         if unknown:
             raise ArgumentError(f"a grid names the dimensions {', '.join(letters)}, got {unknown[0]!r}")
-        shape = tuple(int(grid.get(letter, 1)) for letter in letters)
+        shape = _filled_up(tuple(int(grid.get(letter, 1)) for letter in letters), machine)
     else:
         raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
     ranks, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
@@ -94,3 +96,11 @@ def alike_on_all_ranks(machine: Machine, tensors: Sequence[torch.Tensor], what: 
                 " tensor is the whole one, alike on all ranks; a block becomes a split tensor by"
                 " SplitTensor.from_local"
             )
+
+
+def _filled_up(shape: tuple[int, ...], machine: Machine | None) -> tuple[int, ...]:
+    # With the one number that is left to the ranks.
+    if shape.count(-1) != 1 or machine is None:
+        return shape
+    rest = machine.size // -prod(shape)
+    return tuple(rest if n == -1 else n for n in shape)

@@ -67,6 +67,10 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     y = func(*blocks, **kwargs)
     if y is blocks[0]:
         return _changed(func, args[0])
+    if not isinstance(y, torch.Tensor):
+        if isinstance(y, str):
+            return y
+        raise refused(func, "what it returns has another shape on each rank")
     return SplitTensor(y, layout)
 
 

@@ -1,0 +1,17 @@
+"""The page of functions of split tensors is what the table says."""
+
+from functions import KINDS, PAGE, written
+
+from distdl_rma.split.table import RULES
+
+
+def test_the_page_is_written_from_the_table():
+    assert PAGE.read_text() == written(), "run docs/functions.py"
+
+
+def test_every_kind_of_rule_has_its_place():
+    assert {rule.kind for rule in RULES.values()} <= {*KINDS, "registered"}
+
+
+def test_every_rule_says_what_it_does():
+    assert all(rule.handler.__doc__ for rule in RULES.values())
