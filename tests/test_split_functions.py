@@ -1,8 +1,7 @@
 """The page of functions of split tensors is what the table says."""
 
-from functions import KINDS, PAGE, written
-
 from distdl_rma.split.table import RULES
+from functions import KINDS, PAGE, written
 
 
 def test_the_page_is_written_from_the_table():

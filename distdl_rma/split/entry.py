@@ -56,8 +56,8 @@ def _said(kind: tuple[int, ...]) -> str:
 def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
     """Partition that a user means by ``"2x2"``, ``{"H": 2, "W": 2}`` or a partition, for so many dimensions.
 
-    A text cuts the last dimensions; a dict of letters ``D``, ``H`` and ``W``, also ``N`` and ``C``: one of its
-    numbers may be -1, for all ranks that the others leave.
+    A text cuts the last dimensions; a dict of letters ``D``, ``H`` and ``W``, also ``N`` and ``C``: one of
+    its numbers may be -1, for all ranks that the others leave.
     """
     if isinstance(grid, Partition):
         if grid.dim != dims:

@@ -1,0 +1,95 @@
+"""compare() finds what differs, and where, and leaves both models as they were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import ConfigurationError, compare, distribute, register
+from distdl_rma.split import SplitTensor
+
+SHAPE = (2, 3, 12, 11)
+
+
+class Odd(nn.Module):
+    """Adds one, and by its own rule something else in some rows."""
+
+    def forward(self, x):
+        return x + 1
+
+
+def odd_rows(module, x):
+    local = x.to_local() + 1
+    first = x.decomposition.box(x.partition.me).start[2]
+    rows = torch.arange(first, first + local.shape[2])
+    return SplitTensor.from_local(local + 0.1 * (rows == 7).view(-1, 1), x.partition)
+
+
+@pytest.fixture
+def models(comm):
+    torch.manual_seed(4)
+    alone = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)
+    )
+    split = distribute(copy.deepcopy(alone), {"H": -1})
+    yield alone, split
+    split.distributed.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_equal_models_are_equal_and_stay_what_they_were(models):
+    alone, split = models
+    before = {key: value.clone() for key, value in split.state_dict().items()}
+    state = torch.get_rng_state()
+    x = torch.randn(SHAPE)
+    torch.set_rng_state(state)
+    found = compare(alone, split, x, torch.zeros(2, 2, 12, 11), F.mse_loss)
+    assert found.equal, str(found)
+    assert {each.what for each in found.differences} == {
+        "output",
+        "loss",
+        "input gradient",
+        "gradient",
+        "buffer",
+    }
+    assert all(torch.equal(value, before[key]) for key, value in split.state_dict().items())
+    assert all(p.grad is None for model in models for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "first difference: none" in str(found)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+def test_the_first_module_that_differs_and_its_rows(models):
+    alone, split = models
+    split.distributed.close()
+    register(Odd, odd_rows)
+    alone, split = (
+        nn.Sequential(*alone[:2], Odd(), alone[3]),
+        nn.Sequential(*copy.deepcopy(alone[:2]), Odd(), alone[3]),
+    )
+    split = distribute(split, {"H": -1})
+    found = compare(alone, split, torch.randn(SHAPE))
+    split.distributed.close()
+    assert (found.first.what, found.first.name) == ("output", "2")
+    assert found.first.where[2] == (7, 8)
+    assert not found.equal
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_parameters_that_drifted_apart_are_named(models, comm):
+    alone, split = models
+    with torch.no_grad():
+        split[3].bias += comm.rank
+    found = compare(alone, split, torch.randn(SHAPE))
+    assert "3.bias" in found.drifted
+
+
+@pytest.mark.mpi
+def test_models_in_the_wrong_order_are_refused(models):
+    with pytest.raises(ConfigurationError, match="alone first"):
+        compare(models[1], models[0], torch.randn(SHAPE))

@@ -1,0 +1,35 @@
+"""The report of a step says what was called where, and what it moved."""
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import ConfigurationError, distribute, report
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_a_row_for_each_function_at_each_place(comm):
+    torch.manual_seed(0)
+    split = distribute(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)), {"H": -1})
+    x = torch.randn(2, 3, 12, 8)
+    for _ in range(2):
+        with report(split) as step:
+            y = split(x)
+            (y * y.redistribute()).sum().backward()
+    rows = {(call.module, call.function): call for call in step.calls}
+    assert ("0", "conv2d") in rows
+    assert rows["1", "relu"].nbytes == 0
+    several = comm.size > 1
+    assert (rows["0", "conv2d"].messages > 0) == several
+    # Each rank has its own rows of the product: copies are cut where they are used, and nothing moves.
+    assert not step.moved
+    assert (step.nbytes > sum(call.nbytes for call in step.calls)) == several
+    assert "conv2d" in str(step)
+    split.distributed.close()
+
+
+@pytest.mark.mpi
+def test_a_model_that_is_not_distributed_is_refused(comm):
+    with pytest.raises(ConfigurationError, match="not distributed"), report(nn.ReLU()):
+        pass

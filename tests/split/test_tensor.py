@@ -1,0 +1,122 @@
+"""A split tensor shows itself as the whole, and refuses what it cannot answer."""
+
+import pickle
+
+import pytest
+import torch
+
+from distdl_rma import MPIPartition, PartitionError, ShapeError, SplitTensor, UnsupportedError, shard
+
+SHAPE = (2, 3, 7, 4)
+
+
+@pytest.fixture
+def P_x(P_world):
+    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+
+
+@pytest.fixture
+def whole():
+    return torch.randn(SHAPE, dtype=torch.float64)
+
+
+@pytest.mark.mpi
+def test_shape_and_type_are_those_of_the_whole(P_x, whole):
+    x = shard(P_x, whole)
+    assert (x.shape, x.size(2), x.dim(), x.numel(), len(x), x.ndim) == (SHAPE, 7, 4, 168, 2, 4)
+    assert x.dtype == torch.float64
+    assert torch.equal(x.to_local(), whole[x.decomposition.slices()])
+    assert torch.equal(x.full_tensor(), whole)
+    assert "2 over dim 2" in repr(x) or P_x.size != 2
+
+
+@pytest.mark.mpi
+def test_blocks_of_any_size_that_form_a_grid(P_x):
+    mine = torch.full((2, 3, 1 + P_x.rank, 4), float(P_x.rank))
+    x = SplitTensor.from_local(mine, P_x)
+    assert x.shape[2] == sum(range(1, P_x.size + 1))
+    assert x.to_local() is mine
+    assert (x + 1).full_tensor()[0, 0, -1, 0] == P_x.size
+
+
+@pytest.mark.mpi
+def test_blocks_that_form_no_grid_are_refused_by_all(P_x):
+    with pytest.raises(ShapeError, match="must agree in dimension 3|rank"):
+        SplitTensor.from_local(torch.zeros(2, 3, 4, 4 + P_x.rank), P_x)
+    with pytest.raises(ShapeError, match="its block of"):
+        SplitTensor.from_local(torch.zeros(2, 3, 40, 4), P_x, SHAPE)
+
+
+@pytest.mark.mpi
+def test_types_that_differ_are_refused_by_all(P_x):
+    with pytest.raises(ShapeError, match=r"float64.* but rank"):
+        SplitTensor.from_local(
+            torch.zeros(2, 3, 4, 4, dtype=torch.float32 if P_x.rank else torch.float64), P_x
+        )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "ask", [torch.Tensor.numpy, torch.Tensor.tolist, pickle.dumps, torch.Tensor.data_ptr]
+)
+def test_values_of_a_cut_tensor_are_refused_with_the_remedy(P_x, whole, ask):
+    with pytest.raises(
+        UnsupportedError, match=r"full_tensor\(\).*test_tensor.py|test_tensor.py.*full_tensor\(\)"
+    ):
+        ask(shard(P_x, whole))
+
+
+@pytest.mark.mpi
+def test_a_function_without_a_rule_names_itself_and_the_line(P_x, whole):
+    with pytest.raises(UnsupportedError, match=r"torch\.histc.*test_tensor\.py:\d+.*register"):
+        torch.histc(shard(P_x, whole))
+
+
+@pytest.mark.mpi
+def test_any_function_is_allowed_of_copies(P_x, whole):
+    copies = shard(P_x, whole).redistribute()
+    assert torch.equal(torch.histc(copies).full_tensor(), torch.histc(whole))
+    assert float(copies.sum()) == float(whole.sum())
+
+
+@pytest.mark.mpi
+def test_tensors_on_other_grids_do_not_meet(P_world, P_x, whole):
+    other = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
+    with pytest.raises(PartitionError, match="different partitions"):
+        shard(P_x, whole) + shard(other, whole)
+
+
+@pytest.mark.mpi
+def test_tensors_of_two_machines_do_not_meet(comm, P_x, whole):
+    other_comm = comm.Dup()
+    other = MPIPartition(other_comm)
+    try:
+        x = shard(other.create_cartesian_topology_partition((1, 1, other.size, 1)), whole)
+        with pytest.raises(PartitionError, match="two machines"):
+            shard(P_x, whole) + x
+    finally:
+        other.deactivate()
+        other_comm.Free()
+
+
+@pytest.mark.mpi
+def test_a_plain_block_is_told_from_a_whole(P_x, whole):
+    x = shard(P_x, whole)
+    with pytest.raises(ShapeError, match=r"SplitTensor\.from_local"):
+        x + torch.zeros(2, 3, 5, 4, dtype=torch.float64)
+
+
+@pytest.mark.mpi
+def test_a_function_of_autograd_is_refused_instead_of_losing_gradients(P_x, whole):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    x = shard(P_x, whole.requires_grad_())
+    with pytest.raises((UnsupportedError, RuntimeError)):
+        (Double.apply(x) + 1).backward(torch.ones(SHAPE))
