@@ -1,4 +1,4 @@
-"""The page docs/split-functions.md: every function of torch that split tensors know, written from the table itself.
+"""The page docs/split-functions.md: every function that split tensors know, written from the table itself.
 
 ``python docs/functions.py`` writes it; a test compares.
 """

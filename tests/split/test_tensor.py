@@ -11,7 +11,7 @@ SHAPE = (2, 3, 7, 4)
 
 
 @pytest.fixture
-def P_x(P_world):
+def P_x(P_world):  # noqa: N802
     return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
 
 
@@ -41,7 +41,7 @@ def test_blocks_of_any_size_that_form_a_grid(P_x):
 
 @pytest.mark.mpi
 def test_blocks_that_form_no_grid_are_refused_by_all(P_x):
-    with pytest.raises(ShapeError, match="must agree in dimension 3|rank"):
+    with pytest.raises(ShapeError, match="must agree in dimension 3"):
         SplitTensor.from_local(torch.zeros(2, 3, 4, 4 + P_x.rank), P_x)
     with pytest.raises(ShapeError, match="its block of"):
         SplitTensor.from_local(torch.zeros(2, 3, 40, 4), P_x, SHAPE)
