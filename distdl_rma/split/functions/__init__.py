@@ -1,5 +1,9 @@
 """The rules of the table, one file for each kind of function; importing them fills it."""
 
 from distdl_rma.split.functions import convolutions as convolutions
+from distdl_rma.split.functions import creation as creation
+from distdl_rma.split.functions import norms as norms
 from distdl_rma.split.functions import pointwise as pointwise
 from distdl_rma.split.functions import queries as queries
+from distdl_rma.split.functions import random as random
+from distdl_rma.split.functions import windows as windows

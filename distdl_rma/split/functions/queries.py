@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distdl_rma.split.table import rule
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
 
@@ -84,7 +84,8 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = given._local
     elif given is not None and x.is_split:
         given = given[x._layout.slices()]
-    func(local_of(x), given, *others[1:], **kwargs)
+    # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
+    composed(func, local_of(x), given, *others[1:], **kwargs)
 
 
 _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __array__".split()

@@ -1,0 +1,244 @@
+"""Random numbers: every block has its own, alike on ranks with copies of it, and all generators go on alike.
+
+What is drawn for the elements of a block comes from a generator of the block: its seed is one number, which
+every rank draws from its default generator or from the one that is passed, and the position of the block.
+So the default generators stay alike on all ranks, a seed gives the same run twice, and what recomputes a
+step draws the same again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+
+# Of the self-normalising activation that alpha dropout goes with: minus its value far below zero.
+_ALPHA = 1.7580993408473766
+
+
+def generator_of_block(layout: Decomposition, source: torch.Generator | None = None) -> torch.Generator:
+    """A generator that is new for every call and for every block."""
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=source))
+    return torch.Generator().manual_seed(hash((seed, *layout.box(layout.partition.me).start)))
+
+
+def _kept(x: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
+    # One where an element stays.
+    return x.bernoulli_(1 - p, generator=generator)
+
+
+def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # What elements are multiplied with, and what is added then.
+    if not alpha:
+        return mask.div_(1 - p) if p < 1 else mask, None
+    a = ((_ALPHA * _ALPHA * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
+    offset = (mask - 1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
+    return mask.mul_(a), offset
+
+
+def _in_place(func: Any, x: SplitTensor) -> None:
+    if x._copy_of is not None:
+        raise refused(
+            func, "it changes what torch has as a view of another tensor, and elements of it were moved here"
+        )
+
+
+@rule(
+    "random",
+    *("dropout", "dropout_", "alpha_dropout", "alpha_dropout_"),
+    *("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"),
+    *("feature_alpha_dropout", "feature_alpha_dropout_"),
+)
+def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements: a mask for every block. Channels: a mask for the whole, which every rank draws and cuts."""
+    name = func.__name__
+
+    def arguments(
+        input: Any, p: float = 0.5, training: Any = None, inplace: bool = False, train: Any = None
+    ) -> tuple[Any, ...]:
+        return input, p, training if train is None else train, inplace
+
+    x, p, training, in_place = arguments(*args, **kwargs)
+    if training is None:
+        training = "alpha" not in name
+    if not x.is_split or not training or p == 0:
+        return on_copies(func, args, kwargs) if not x.is_split else _as_it_is(func, x, args, kwargs)
+    if p < 0 or p > 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    local, layout, in_place = local_of(x), x._layout, in_place or name.endswith("_")
+    if in_place:
+        _in_place(func, x)
+    if "feature" in name or name[-1] == "d":
+        factor, offset = _of_channels(func, x, p, "alpha" in name)
+    else:
+        drawn = _kept(torch.empty_like(local, requires_grad=False), p, generator_of_block(layout))
+        factor, offset = _scaled(drawn, p, "alpha" in name)
+    y = local.mul_(factor) if in_place else local * factor
+    if offset is not None:
+        y = y.add_(offset)
+    return x if in_place else SplitTensor(y, layout)
+
+
+def _as_it_is(func: Any, x: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    others = {key: value for key, value in kwargs.items() if key != "input"}
+    y = func(local_of(x), *args[1:], **others)
+    return x if y is x._local else SplitTensor(y, x._layout)
+
+
+def _of_channels(
+    func: Any, x: SplitTensor, p: float, alpha: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # As torch draws it, from the default generator: so it is that of the whole.
+    layout, name = x._layout, func.__name__
+    dims = len(layout.shape)
+    if dims < 2:
+        raise ValueError(f"{name}: an input of at least 2 dimensions is needed, got {dims}")
+    unbatched = (name == "dropout1d" and dims == 2) or (name == "dropout3d" and dims == 4)
+    leading = 1 if unbatched else 2
+    shape = (*layout.shape[:leading], *(1,) * (dims - leading))
+    values = _scaled(_kept(x._local.new_empty(shape), p, None), p, alpha)
+    cut = part_for(shape, layout).slices()
+    return values[0][cut], None if values[1] is None else values[1][cut]
+
+
+_DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
+
+
+@rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
+def drawn_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every block is filled by a generator of its own; parameters of the distribution are cut."""
+    x = args[0]
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "it would change a plain tensor, which every rank has, by one that is split")
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    _in_place(func, x)
+    site, kwargs = site_of(machine_of(x), func), dict(kwargs)
+    generator = generator_of_block(x._layout, kwargs.pop("generator", None))
+
+    def block(y: Any) -> Any:
+        if not isinstance(y, torch.Tensor):
+            return y
+        return as_part(site, y, part_for(tuple(y.shape), x._layout), x._layout)
+
+    others = [block(y) for y in args[1:]]
+    func(local_of(x), *others, **{key: block(y) for key, y in kwargs.items()}, generator=generator)
+    return x
+
+
+@rule("random", torch.rand_like, torch.randn_like, torch.randint_like)
+def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor that is cut alike, every block by a generator of its own."""
+    kwargs = dict(kwargs)
+    x, *bounds = (kwargs.pop("input"), *args) if "input" in kwargs else args
+    if not x.is_split:
+        return on_copies(func, args, kwargs if args else {"input": x, **kwargs})
+    bounds += [kwargs.pop(key) for key in ("low", "high") if key in kwargs]
+    generator = generator_of_block(x._layout, kwargs.pop("generator", None))
+    needs = kwargs.pop("requires_grad", False)
+    y = torch.empty_like(x._local.detach(), **kwargs)
+    if func is torch.rand_like:
+        y.uniform_(generator=generator)
+    elif func is torch.randn_like:
+        y.normal_(generator=generator)
+    else:
+        low, high = bounds if len(bounds) == 2 else (0, *bounds)
+        y.random_(low, high, generator=generator)
+    return SplitTensor(y.requires_grad_(needs), x._layout)
+
+
+@rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
+def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every block by its parameters of the distribution and a generator of its own."""
+    operands = tensors_in(args, kwargs)
+    if isinstance(kwargs.get("out"), torch.Tensor):
+        raise refused(func, "out= is not supported")
+    if not any(x.is_split for x in operands if isinstance(x, SplitTensor)):
+        return on_copies(func, args, kwargs)
+    layout, kwargs = common_layout(func, operands), dict(kwargs)
+    site = site_of(machine_of(next(x for x in operands if isinstance(x, SplitTensor))), func)
+    generator = generator_of_block(layout, kwargs.pop("generator", None))
+    number = 0
+
+    def block(x: Any) -> Any:
+        nonlocal number
+        if not isinstance(x, torch.Tensor):
+            return x
+        number += 1
+        return as_part(site, x, part_for(tuple(x.shape), layout), layout, number)
+
+    blocks = [block(x) for x in args]
+    return SplitTensor(
+        func(*blocks, **{key: block(x) for key, x in kwargs.items()}, generator=generator), layout
+    )
+
+
+@rule("random", "rrelu", "rrelu_")
+def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In training a slope for every element below zero, by a generator of the block; else one for all."""
+
+    def arguments(
+        input: Any,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: bool = False,
+        generator: Any = None,
+    ) -> tuple[Any, ...]:
+        return input, lower, upper, training, inplace, generator
+
+    x, lower, upper, training, in_place, generator = arguments(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    local, in_place = local_of(x), in_place or func.__name__.endswith("_")
+    if in_place:
+        _in_place(func, x)
+    slope: Any = (lower + upper) / 2
+    if training:
+        source = generator_of_block(x._layout, generator)
+        slope = torch.empty_like(local.detach()).uniform_(lower, upper, generator=source)
+        slope = torch.where(local.detach() > 0, 1.0, slope)
+    else:
+        slope = torch.where(local.detach() > 0, 1.0, slope).to(local.dtype)
+    y = local.mul_(slope) if in_place else local * slope
+    return x if in_place else SplitTensor(y, x._layout)
+
+
+@rule("random", F.gumbel_softmax)
+def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Noise for every block, then a softmax of the whole; ``hard`` only where the dimension is whole."""
+
+    def arguments(
+        logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+    ) -> tuple[Any, ...]:
+        return logits, tau, hard, dim
+
+    x, tau, hard, dim = arguments(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    local, layout = local_of(x), x._layout
+    noise = torch.empty_like(local.detach()).exponential_(generator=generator_of_block(layout)).log().neg()
+    y: Any = composed(F.softmax, SplitTensor((local + noise) / tau, layout), dim)
+    if not hard:
+        return y
+    if y._layout.splits[dim].parts > 1:
+        raise refused(func, "hard=True with a dimension that is cut")
+    soft = y._local
+    top = soft.detach().max(dim, keepdim=True)[1]
+    return SplitTensor(torch.zeros_like(soft).scatter_(dim, top, 1.0) - soft.detach() + soft, y._layout)
+
+
+@rule("random", "multinomial", "fractional_max_pool2d", "fractional_max_pool3d")
+@rule("random", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices")
+def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draws that depend on all elements: on copies only."""
+    if any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+        raise refused(func, "what it draws depends on elements that are on many ranks")
+    return on_copies(func, args, kwargs)

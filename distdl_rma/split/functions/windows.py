@@ -1,0 +1,412 @@
+"""Pooling, resizing, padding: every rank fetches what its outputs read, and computes those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.ops.windows.adaptive_pool import AdaptiveAvgPooling, AdaptiveMaxPooling, AdaptiveOptions
+from distdl_rma.ops.windows.max_windows import MaxWindows
+from distdl_rma.ops.windows.pad import Padding, PadOptions
+from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions
+from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.convolutions import each_dim
+from distdl_rma.split.moves import all_sum, redistributed
+from distdl_rma.split.operands import machine_of, needs_of, on_copies
+from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, local_of, refused
+
+_LEADING = 2
+_DIMS = (1, 2, 3)
+
+
+def named(*patterns: str) -> tuple[str, ...]:
+    """Names of functions for 1 to 3 spatial dimensions."""
+    return tuple(pattern.format(dims) for pattern in patterns for dims in _DIMS)
+
+
+def dims_of(func: Any) -> int:
+    """Spatial dimensions that a function says in its name."""
+    return next(int(letter) for letter in func.__name__ if letter.isdigit())
+
+
+def on_meta(func: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Result without elements, or torch's error, of a function of a whole tensor."""
+    return func(torch.empty(tuple(shape), dtype=dtype, device="meta"), *args, **kwargs)
+
+
+def windowed(
+    site: Site,
+    x: torch.Tensor,
+    layout: Decomposition,
+    dims: int,
+    kind: type[Any],
+    key: Hashable,
+    make_options: Callable[[], Any],
+) -> tuple[SplitTensor, Any]:
+    """An operation of windows on a block with or without a batch; and the operation.
+
+    ``key`` tells its options apart, which are made, and checked, when it is.
+    """
+    batched = len(layout.shape) == dims + _LEADING
+
+    def make() -> tuple[Any, Decomposition]:
+        options = make_options()
+        order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
+        source = lay.reordered(layout, list(order))
+        operation = kind(site.call_site, lay.on_grid(source), lay.on_grid(source).partition, x.dtype, options)
+        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        return operation, output if batched else lay.reordered(output, range(1, dims + _LEADING))
+
+    operation, output = site.kept((kind, layout, x.dtype, key), make)
+    y = operation(needs_of(x), x if batched else x.unsqueeze(0))
+    return SplitTensor(y if batched else y.squeeze(0), output), operation
+
+
+def with_single_copied(site: Site, y: SplitTensor, what: str = "") -> SplitTensor:
+    """The same, with copies of what has a single element in a dimension that was cut."""
+    layout = y._layout
+    single = [d for d in lay.cut_dims(layout) if layout.shape[d] == 1]
+    if not single:
+        return y
+    target = lay.whole(layout, single)
+    return SplitTensor(redistributed(site, y._local, layout, target, f"single elements{what}"), target)
+
+
+def _stencil(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, dims: int) -> Stencil:
+    size = each_dim(kernel, dims)
+    stride = size if stride is None or stride in ([], ()) else each_dim(stride, dims)
+    sides = tuple((n, n) for n in each_dim(padding, dims))
+    return Stencil.of(size, stride, each_dim(dilation, dims), sides, bool(ceil_mode))
+
+
+def _max_pool(
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[Any, ...]:
+    return input, kernel_size, stride, padding, dilation, ceil_mode, return_indices
+
+
+def _avg_pool(
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> tuple[Any, ...]:
+    return input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+
+
+@rule("window", *named("max_pool{}d", "max_pool{}d_with_indices"))
+def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
+    x, kernel, stride, padding, dilation, ceil_mode, indices = _max_pool(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    dims, indices = dims_of(func), indices or func.__name__.endswith("_with_indices")
+    site, local = site_of(machine_of(x), func), local_of(x)
+
+    def make() -> MaxPoolOptions:
+        _torch_agrees(torch.nn.functional, f"max_pool{dims}d", x, args[1:], kwargs)
+        return MaxPoolOptions(_stencil(kernel, stride, padding, dilation, ceil_mode, dims), bool(indices))
+
+    key = str((kernel, stride, padding, dilation, ceil_mode, indices))
+    return _largest(site, local, x._layout, dims, MaxPooling, key, make, bool(indices))
+
+
+def _torch_agrees(place: Any, name: str, x: SplitTensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    # torch's own errors about arguments, from the global shape.
+    others = {key: value for key, value in kwargs.items() if key != "input"}
+    return on_meta(getattr(place, name), x._layout.shape, x._local.dtype, *args, **others)
+
+
+def _largest(
+    site: Site,
+    local: torch.Tensor,
+    layout: Decomposition,
+    dims: int,
+    kind: type[Any],
+    key: Hashable,
+    make: Callable[[], Any],
+    indices: bool,
+) -> Any:
+    y, operation = windowed(site, local, layout, dims, kind, key, make)
+    if not indices:
+        return with_single_copied(site, y)
+    found = operation.take_indices() if isinstance(operation, MaxWindows) else None
+    if found is None:
+        found = torch.zeros(y._local.shape, dtype=torch.int64)
+    index = SplitTensor(found.reshape(y._local.shape), y._layout)
+    return with_single_copied(site, y), with_single_copied(site, index, " (indices)")
+
+
+@rule("window", *named("avg_pool{}d"))
+def avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mean of each window, which a rank's outputs fetch."""
+    x, kernel, stride, padding, ceil_mode, count_pad, divisor = _avg_pool(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    dims, site, local = dims_of(func), site_of(machine_of(x), func), local_of(x)
+
+    def make() -> AvgPoolOptions:
+        _torch_agrees(torch.nn.functional, f"avg_pool{dims}d", x, args[1:], kwargs)
+        return AvgPoolOptions(_stencil(kernel, stride, padding, 1, ceil_mode, dims), bool(count_pad), divisor)
+
+    key = str((kernel, stride, padding, ceil_mode, count_pad, divisor))
+    return with_single_copied(site, windowed(site, local, x._layout, dims, AvgPooling, key, make)[0])
+
+
+@rule("window", *named("lp_pool{}d"))
+def lp_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norm of each window, which a rank's outputs fetch."""
+
+    def arguments(
+        input: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+    ) -> tuple[Any, ...]:
+        return input, float(norm_type), kernel_size, stride, ceil_mode
+
+    x, norm, kernel, stride, ceil_mode = arguments(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    dims, site, local, layout = dims_of(func), site_of(machine_of(x), func), local_of(x), x._layout
+    key, largest = str((kernel, stride, ceil_mode)), abs(norm) == float("inf")
+
+    def make() -> Any:
+        _torch_agrees(torch.nn.functional, func.__name__, x, args[1:], kwargs)
+        stencil = _stencil(kernel, stride, 0, 1, ceil_mode, dims)
+        return MaxPoolOptions(stencil) if largest else AvgPoolOptions(stencil)
+
+    if largest:
+        sign = 1 if norm > 0 else -1
+        top: SplitTensor = _largest(site, sign * local.abs(), layout, dims, MaxPooling, key, make, False)
+        return SplitTensor(sign * top._local, top._layout)
+    found = windowed(site, local.pow(norm), layout, dims, AvgPooling, key, make)[0]
+    mean = with_single_copied(site, found)
+    y, number = mean._local, prod(each_dim(kernel, dims))
+    return SplitTensor((y.sign() * y.abs().relu()).mul(number).pow(1.0 / norm), mean._layout)
+
+
+@rule("window", *named("adaptive_avg_pool{}d"))
+def adaptive_avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mean of each window: ranks sum their own elements, sums travel; one of all is copied everywhere."""
+
+    def arguments(input: Any, output_size: Any) -> tuple[Any, Any]:
+        return input, output_size
+
+    x, size = arguments(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    return averaged(func, x, _sizes(size, dims_of(func)), args, kwargs)
+
+
+def averaged(
+    func: Any, x: SplitTensor, size: tuple[int | None, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SplitTensor:
+    """Adaptive averages of a split tensor."""
+    dims, site, local, layout = len(size), site_of(machine_of(x), func), local_of(x), x._layout
+
+    def check() -> bool:
+        if 0 in layout.shape[-dims:]:
+            raise ShapeError(f"{site.name}: the global input {layout.shape} has no elements to pool")
+        if not local.dtype.is_floating_point:
+            raise refused(func, f"the input is {local.dtype}; only floating point numbers are averaged")
+        _torch_agrees(torch.nn.functional, f"adaptive_avg_pool{dims}d", x, (list(size),), {})
+        return True
+
+    site.kept(("checked", size, layout, local.dtype), check)
+    first = len(layout.shape) - dims
+    single = tuple(d for d, n in enumerate(size, first) if n == 1 and layout.splits[d].parts > 1)
+    if single:
+        number = prod(layout.shape[d] for d in single)
+        sums = local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype))
+        cut = tuple(g for g, axis in enumerate(layout.axes) if axis in single)
+        mean = all_sum(site, sums, layout, cut) / number
+        local = mean.to(local.dtype)
+        layout = lay.with_splits(lay.whole(layout, single), {d: Balanced(1, 1) for d in single})
+        size = tuple(None if d in single else n for d, n in enumerate(size, first))
+    if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
+        return SplitTensor(local, layout)
+    rest = windowed(site, local, layout, dims, AdaptiveAvgPooling, size, lambda: AdaptiveOptions(size))[0]
+    return with_single_copied(site, rest)
+
+
+def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
+    sizes = (value,) if value is None or isinstance(value, int) else tuple(value)
+    sizes = sizes * dims if len(sizes) == 1 else sizes
+    return tuple(None if n is None else int(n) for n in sizes)
+
+
+@rule("window", *named("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
+def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest element of each window, which a rank's outputs fetch; one of all is a copy everywhere."""
+
+    def arguments(input: Any, output_size: Any, return_indices: bool = False) -> tuple[Any, ...]:
+        return input, output_size, return_indices
+
+    x, size, indices = arguments(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    # The one-dimensional function of torch's lowest floor returns both.
+    both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
+    dims, site = dims_of(func), site_of(machine_of(x), func)
+    options = AdaptiveOptions(_sizes(size, dims), bool(indices or both))
+
+    def make() -> AdaptiveOptions:
+        _torch_agrees(torch.nn.functional, f"adaptive_max_pool{dims}d", x, args[1:], kwargs)
+        return options
+
+    where = options.return_indices
+    return _largest(site, local_of(x), x._layout, dims, AdaptiveMaxPooling, options, make, where)
+
+
+@rule("window", "interpolate")
+def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Weighted neighbours by global extents, which a rank fetches; all of the plane if antialiased."""
+
+    def arguments(
+        input: Any,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+        recompute_scale_factor: bool | None = None,
+        antialias: bool = False,
+    ) -> tuple[Any, ...]:
+        return input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+
+    x, size, factor, mode, corners, recompute, antialias = arguments(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    dims, site = x._local.dim() - _LEADING, site_of(machine_of(x), func)
+    said = str((size, factor, mode, corners, recompute, antialias)), x._layout, x._local.dtype
+
+    def make() -> tuple[int, ...]:
+        return tuple(_torch_agrees(torch.nn.functional, "interpolate", x, args[1:], kwargs).shape[_LEADING:])
+
+    # What torch makes of it decides how large the result is.
+    outputs = site.kept(("outputs", *said), make)
+    if mode == "area":
+        return averaged(func, x, outputs, args, kwargs)
+    others = {key: value for key, value in kwargs.items() if key != "input"}
+    if antialias or not x._local.dtype.is_floating_point:
+        spatial = range(_LEADING, _LEADING + dims)
+        return by_whole_dims(func, x, spatial, lambda local: func(local, *args[1:], **others))
+
+    def options() -> ResizeOptions:
+        if factor is None:
+            return ResizeOptions(outputs, None, mode, corners, recompute)
+        factors = tuple(float(f) for f in ([factor] if isinstance(factor, (int, float)) else factor))
+        return ResizeOptions(None, factors * (dims // len(factors)), mode, corners, recompute)
+
+    return windowed(site, local_of(x), x._layout, dims, Resizing, said, options)[0]
+
+
+def by_whole_dims(
+    func: Any, x: SplitTensor, dims: Sequence[int], compute: Callable[[torch.Tensor], torch.Tensor]
+) -> SplitTensor:
+    """A function that needs some dimensions whole and treats the others apart: of copies, cut again behind.
+
+    The result has the dimensions of the input in the same order.
+    """
+    site, layout = site_of(machine_of(x), func), x._layout
+    whole = lay.whole(layout, dims)
+    local = redistributed(site, local_of(x), layout, whole, "whole dimensions")
+    y = compute(local) if local.numel() else _without_elements(compute, local)
+
+    def make() -> tuple[Decomposition, Decomposition]:
+        extents = {d: y.shape[d] for d in dims}
+        copies = lay.with_splits(whole, {d: Balanced(n, 1) for d, n in extents.items()})
+        cut = {
+            d: layout.splits[d] if layout.shape[d] == n else Balanced(n, layout.splits[d].parts)
+            for d, n in extents.items()
+        }
+        return copies, lay.layout(
+            layout.partition, [cut.get(d, s) for d, s in enumerate(layout.splits)], layout.axes
+        )
+
+    copies, cut = site.kept(("cut again", layout, tuple(y.shape[d] for d in dims)), make)
+    return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
+
+
+def _without_elements(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    # Many of torch's functions refuse such blocks; the shape is that of a block with an element.
+    shape = compute(torch.empty([max(n, 1) for n in x.shape], dtype=x.dtype, device="meta")).shape
+    y = x.new_zeros([0 if before == 0 else n for before, n in zip(x.shape, shape, strict=True)])
+    return y + x.sum() if x.requires_grad else y
+
+
+@rule("window", "pad")
+def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Padding of the whole in every mode, and cropping: a rank fetches what its part of the result shows."""
+
+    def arguments(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> tuple[Any, ...]:
+        return input, tuple(int(n) for n in pad), mode, value
+
+    x, sides, mode, value = arguments(*args, **kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    site, layout = site_of(machine_of(x), func), x._layout
+    value = 0.0 if value is None or mode != "constant" else value
+    site.kept(
+        ("checked", sides, mode, layout),
+        lambda: _torch_agrees(torch.nn.functional, "pad", x, (list(sides), mode), {}),
+    )
+    if mode == "circular" and any(
+        min(pair) < 0 < max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)
+    ):
+        cropped = _padded(func, site, x, tuple(min(n, 0) for n in sides), "constant", 0.0)
+        return _padded(func, site, cropped, tuple(max(n, 0) for n in sides), mode, 0.0)
+    return _padded(func, site, x, sides, mode, value)
+
+
+def _padded(
+    func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
+) -> SplitTensor:
+    layout, local = x._layout, local_of(x)
+    dims = len(layout.shape)
+    by_dim = {dims - 1 - at: (sides[2 * at], sides[2 * at + 1]) for at in range(len(sides) // 2)}
+    padded = [d for d in range(dims) if by_dim.get(d, (0, 0)) != (0, 0)]
+    if mode == "constant" and not set(padded) & set(lay.cut_dims(layout)):
+        longer = {d: Balanced(layout.shape[d] + sum(by_dim[d]), 1) for d in padded}
+        return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
+
+    def make() -> tuple[Any, list[int | None], list[int], Decomposition]:
+        # Two dimensions that are not padded lead; the others are those of space.
+        kept: list[int | None] = [d for d in range(dims) if d not in padded]
+        order = [*([None] * max(0, _LEADING - len(kept))), *kept, *padded]
+        source = lay.reordered(layout, order)
+        spatial = tuple(by_dim.get(d, (0, 0)) if d is not None else (0, 0) for d in order[_LEADING:])
+        way = "zeros" if mode == "constant" and value == 0 else mode
+        grid = lay.on_grid(source)
+        options = PadOptions(spatial, way, value)
+        operation = Padding(site.call_site, grid, grid.partition, local.dtype, options)
+        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        back = [order.index(d) for d in range(dims)]
+        return operation, order, back, lay.reordered(output, back)
+
+    operation, order, back, output = site.kept(("pad", layout, local.dtype, sides, mode, value), make)
+    first = order.count(None)
+    straight = order == list(range(dims))
+    given = local if straight else local.permute([d for d in order if d is not None])[(None,) * first]
+    y = operation(needs_of(local), given)
+    if straight:
+        return SplitTensor(y, output)
+    y = y[(0,) * first] if first else y
+    return SplitTensor(y.permute([at - first for at in back]), output)

@@ -1,0 +1,125 @@
+"""Normalisation of split tensors."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from tests.split.against_whole import block, check
+
+SHAPE = 3, 4, 5, 7
+
+
+def numbers(shape, requires_grad=True):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("shape", [SHAPE, (5, 4), (3, 4, 7), (2, 3, 4, 3, 5), (2, 2, 2, 2)])
+def test_batch_norm_in_training_and_evaluation(P_world, shape):
+    channels = (shape[1],)
+
+    def trained(x, w, b):
+        mean, variance = torch.zeros(channels).double(), torch.ones(channels).double()
+        y = F.batch_norm(x, mean, variance, w, b, training=True, momentum=0.3)
+        z = F.batch_norm(y * y, mean, variance, w, b, True, 0.2, 1e-3)
+        return z, F.batch_norm(x, mean, variance, w, b), mean.clone(), variance.clone()
+
+    check(P_world, trained, [numbers(shape)], [numbers(channels), numbers(channels)])
+    check(P_world, lambda x: F.batch_norm(x, None, None, training=True), [numbers(shape)])
+
+
+@pytest.mark.mpi
+def test_modules_of_batch_norm(P_world):
+    def trained(x):
+        layer = torch.nn.BatchNorm2d(4, momentum=None, dtype=torch.float64)
+        layer(x), layer(x + 1)
+        y = layer.eval()(x)
+        return y, layer.running_mean.detach(), layer.running_var.detach()
+
+    check(P_world, trained, [numbers(SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_instance_norm(P_world):
+    def tracked(x, w, b):
+        mean, variance = torch.zeros(4).double(), torch.ones(4).double()
+        y = F.instance_norm(x, mean, variance, w, b, True, 0.3)
+        return y, F.instance_norm(x, mean, variance, w, b, use_input_stats=False), mean, variance
+
+    check(P_world, tracked, [numbers(SHAPE)], [numbers((4,)), numbers((4,))])
+    check(P_world, F.instance_norm, [numbers((2, 4, 9))])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_group_norm(P_world, groups):
+    check(
+        P_world,
+        lambda x, w, b: F.group_norm(x, groups, w, b),
+        [numbers((3, 6, 5, 4))],
+        [numbers((6,)), numbers((6,))],
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_layer_and_rms_norm(P_world, dims):
+    shape = SHAPE[-dims:]
+    check(
+        P_world,
+        lambda x, w, b: F.layer_norm(x, shape, w, b),
+        [numbers(SHAPE)],
+        [numbers(shape), numbers(shape)],
+    )
+    check(P_world, lambda x, w: F.rms_norm(x, shape, w, 1e-6), [numbers(SHAPE)], [numbers(shape)])
+    check(P_world, lambda x: F.layer_norm(x, shape), [numbers(SHAPE)])
+    check(P_world, lambda x: F.rms_norm(x, shape), [numbers(SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_others(P_world):
+    check(P_world, lambda x: F.local_response_norm(x, 3, alpha=0.1), [numbers(SHAPE)])
+    for p in (2.0, 1.0, 3.0, float("inf")):
+        check(P_world, lambda x, p=p: F.normalize(x, p), [numbers(SHAPE)])
+        check(P_world, lambda x, p=p: F.normalize(x, p, dim=-1), [numbers((2, 2, 2, 2))])
+    check(P_world, lambda x: F.normalize(x, dim=(1, 2)), [numbers(SHAPE)])
+    check(P_world, lambda x: F.normalize(x * 0), [numbers(SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_on_copies_and_cut_twice(P_world):
+    def both(x, w, b):
+        y = x.redistribute() if hasattr(x, "redistribute") else x
+        return F.group_norm(x, 2, w, b), F.group_norm(y, 2, w, b), F.batch_norm(y, None, None, w, b, True)
+
+    check(P_world, both, [numbers(SHAPE)], [numbers((4,)), numbers((4,))])
+
+    def beside_copies(x, w, b):
+        y = x.redistribute(None, None, 2, None) if hasattr(x, "redistribute") else x
+        mean, variance = torch.zeros(4).double(), torch.ones(4).double()
+        return F.batch_norm(y, mean, variance, w, b, True), mean, variance, F.layer_norm(y, SHAPE[-2:])
+
+    if P_world.size == 4:
+        check(P_world, beside_copies, [numbers(SHAPE)], [numbers((4,)), numbers((4,))], only=[(1, 2, 2, 1)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_what_does_not_fit_is_refused_on_all_ranks(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    x = block(P_x, numbers(SHAPE))
+    with pytest.raises(ShapeError):
+        F.layer_norm(x, (5, 8))
+    with pytest.raises(ShapeError):
+        F.group_norm(x, 3)
+    with pytest.raises(ShapeError):
+        F.batch_norm(x, None, None, torch.ones(5, dtype=torch.float64), training=True)
+    with pytest.raises(ShapeError):
+        F.batch_norm(x, None, None)
