@@ -6,4 +6,5 @@ from distdl_rma.split.functions import norms as norms
 from distdl_rma.split.functions import pointwise as pointwise
 from distdl_rma.split.functions import queries as queries
 from distdl_rma.split.functions import random as random
+from distdl_rma.split.functions import shapes as shapes
 from distdl_rma.split.functions import windows as windows

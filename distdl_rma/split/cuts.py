@@ -1,0 +1,154 @@
+"""Where a cut goes when a dimension can no longer be cut as it is: values, worked out alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from math import gcd, prod
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced, Listed, Split
+from distdl_rma.split import layout as lay
+
+
+def lengths(split: Split) -> tuple[int, ...]:
+    """Length of every part."""
+    return tuple(stop - start for start, stop in map(split.interval, range(split.parts)))
+
+
+def scaled(split: Split, up: int, down: int) -> Split:
+    """Parts of a dimension whose elements became ``up / down`` as many."""
+    return lay.simplest(Listed(tuple(n * up // down for n in lengths(split))))
+
+
+def fitted(split: Split, unit: int) -> Split | None:
+    """Parts that end at multiples of ``unit``, as close to these as can be; None if there are too few."""
+    if all(n % unit == 0 for n in lengths(split)):
+        return split
+    if split.extent // unit < split.parts:
+        return None
+    ends = [(2 * split.interval(part)[1] + unit) // (2 * unit) * unit for part in range(split.parts)]
+    found = Listed(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
+    return lay.simplest(found) if min(found.lengths) else scaled(even(split, unit), unit, 1)
+
+
+def even(split: Split, unit: int) -> Balanced:
+    """Balanced parts of a dimension that is counted in units."""
+    return Balanced(split.extent // unit, split.parts)
+
+
+def elsewhere(found: Decomposition, dims: Collection[int], never: Collection[int] = ()) -> Decomposition:
+    """The same tensor uncut in some dimensions: cut in others instead, else in copies.
+
+    Of the other uncut dimensions the longest is taken, the first of several; not those of ``never``.
+    """
+    splits, axes = list(found.splits), list(found.axes)
+    for g, axis in enumerate(found.axes):
+        if axis is None or axis not in dims:
+            continue
+        splits[axis], axes[g] = Balanced(splits[axis].extent, 1), None
+        parts = found.partition.shape[g]
+        free = [d for d in range(len(splits)) if not (d in dims or d in never or d in axes)]
+        longest = max(free, key=lambda d: splits[d].extent, default=None)
+        if longest is not None and splits[longest].extent >= parts:
+            splits[longest], axes[g] = Balanced(splits[longest].extent, parts), longest
+    return lay.layout(found.partition, splits, tuple(axes))
+
+
+def multiples(found: Decomposition, units: dict[int, int]) -> Decomposition:
+    """The same tensor with parts of some dimensions that end at multiples of a unit, or cut elsewhere."""
+    fits = {d: fitted(found.splits[d], unit) for d, unit in units.items() if d in found.axes}
+    found = lay.with_splits(found, {d: split for d, split in fits.items() if split is not None})
+    return elsewhere(found, [d for d, split in fits.items() if split is None], tuple(units))
+
+
+def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Smallest groups of dimensions of two shapes with the same elements; those of extent 1 are in none."""
+    left, right = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
+    found, i, j = [], 0, 0
+    while i < len(left):
+        a, b = [left[i]], [right[j]]
+        p, q = old[left[i]], new[right[j]]
+        i, j = i + 1, j + 1
+        while p != q:
+            if p < q:
+                a.append(left[i])
+                p, i = p * old[left[i]], i + 1
+            else:
+                b.append(right[j])
+                q, j = q * new[right[j]], j + 1
+        found.append((a, b))
+    return found
+
+
+def reshaped(found: Decomposition, shape: Sequence[int]) -> tuple[Decomposition, Decomposition]:
+    """Layouts of a tensor as it has to be for blocks to be reshaped, and of the result.
+
+    A block is to become a block: of a group of dimensions that become others only the first may be cut, at
+    ends which the first of the others has too. A cut that is so stays; one that ends otherwise moves to the
+    closest ends that fit; that of another dimension moves to the first of its group, else to the longest that
+    may be cut; what cannot be cut is copied.
+    """
+    partition, old = found.partition, found.shape
+    if 0 in old:
+        return lay.replicated(partition, old), lay.replicated(partition, shape)
+    units: dict[int, int] = {}
+    becomes: dict[int, tuple[int, int, int]] = {}
+    first: dict[int, int] = {}
+    for a, b in groups(old, shape):
+        ahead, behind = prod(old[d] for d in a[1:]), prod(shape[d] for d in b[1:])
+        # So many elements of the first are whole elements of what it becomes.
+        units[a[0]] = behind // gcd(ahead, behind)
+        becomes[a[0]] = b[0], ahead, behind
+        first |= dict.fromkeys(a, a[0])
+    splits: list[Split] = [Balanced(n, 1) for n in old]
+    axes: list[int | None] = [None] * partition.dim
+    for g, axis in enumerate(found.axes):
+        if axis in units and (fits := fitted(found.splits[axis], units[axis])):
+            splits[axis], axes[g] = fits, axis
+    for g, axis in enumerate(found.axes):
+        if axis is None or axes[g] is not None:
+            continue
+        parts = partition.shape[g]
+        free = [d for d, unit in units.items() if d not in axes and old[d] // unit >= parts]
+        if free:
+            to = max(free, key=lambda d: (d == first.get(axis), old[d] // units[d]))
+            axes[g], splits[to] = to, scaled(Balanced(old[to] // units[to], parts), units[to], 1)
+    result: list[Split] = [Balanced(n, 1) for n in shape]
+    for d in axes:
+        if d is not None:
+            to, ahead, behind = becomes[d]
+            result[to] = scaled(splits[d], ahead, behind)
+    source = lay.layout(partition, splits, tuple(axes))
+    return source, lay.layout(
+        partition, result, tuple(None if d is None else becomes[d][0] for d in source.axes)
+    )
+
+
+def sliced(split: Split, start: int, stop: int, step: int) -> tuple[Split, tuple[tuple[int, int], ...]]:
+    """What the parts have of a slice, and the interval of each part that it begins at and ends before."""
+    within = []
+    for part in range(split.parts):
+        a, b = split.interval(part)
+        ahead = max(0, -(-(a - start) // step))
+        low = start + ahead * step
+        high = max(low, min(b, stop))
+        # Where a part has nothing, what is left of the slice may begin behind it.
+        within.append((min(low, b) - a, max(min(low, b), high if high <= b else b) - a))
+    kept = Listed(tuple(-(-(high - low) // step) for low, high in within))
+    return lay.simplest(kept) if split.parts > 1 else Balanced(kept.extent, 1), tuple(within)
+
+
+def joined(extents: Iterable[int], at: int, split: Split) -> Split:
+    """Parts of a concatenation of which tensor ``at`` is cut by ``split``.
+
+    Little that comes before or behind stays with the first and the last part, so that nothing moves.
+    """
+    before = behind = 0
+    for number, extent in enumerate(extents):
+        before, behind = before + extent * (number < at), behind + extent * (number > at)
+    parts = list(lengths(split))
+    if 4 * (before + behind) <= min(parts):
+        parts[0] += before
+        parts[-1] += behind
+        return lay.simplest(Listed(tuple(parts)))
+    return Balanced(before + behind + split.extent, split.parts)

@@ -1,0 +1,391 @@
+"""Shapes and the order of dimensions: blocks are reshaped where they stay blocks, else they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.split import cuts
+from distdl_rma.split import layout as lay
+from distdl_rma.split.moves import redistributed
+from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+
+_T: Any = torch.Tensor
+_V = TypeVar("_V")
+# So many results of layouts are remembered.
+_MOST = 1 << 12
+
+
+def derived(x: SplitTensor, key: Any, make: Callable[[], _V]) -> _V:
+    """What follows from a tensor's layout and arguments alone, kept by the machine."""
+    known: dict[Any, _V] = machine_of(x).kept.setdefault("derived", {})
+    if len(known) > _MOST:
+        known.clear()
+    key = x._layout, key
+    found = known.get(key)
+    if found is None:
+        found = known[key] = make()
+    return found
+
+
+def frozen(argument: Any) -> Any:
+    """Arguments of a call, hashable: of tensors the shape."""
+    if isinstance(argument, torch.Tensor):
+        return tuple(argument.shape)
+    if isinstance(argument, (list, tuple)):
+        return tuple(frozen(each) for each in argument)
+    if isinstance(argument, dict):
+        return tuple((key, frozen(each)) for key, each in argument.items())
+    return argument
+
+
+def tensor_and_rest(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The tensor that a function is of, and its other arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    rest = dict(kwargs)
+    key = next(key for key in ("input", "self", "tensor", *rest) if key in rest)
+    return rest.pop(key), (), rest
+
+
+def argument(at: int, name: str, rest: Sequence[Any], kwargs: dict[str, Any], default: Any) -> Any:
+    """An argument that is given by place or name."""
+    return rest[at] if len(rest) > at else kwargs.get(name, default)
+
+
+def cut_as(site: Site, x: SplitTensor, target: Decomposition, what: str) -> torch.Tensor:
+    """Block of a tensor by another layout."""
+    return redistributed(site, local_of(x), x._layout, target, what)
+
+
+def whole_along(site: Site, x: SplitTensor, dims: Sequence[int]) -> tuple[torch.Tensor, Decomposition]:
+    """A tensor that is not cut along some dimensions, and its layout: cut in another one, else in copies."""
+    if not any(d in dims for d in lay.cut_dims(x._layout)):
+        return local_of(x), x._layout
+    target = derived(x, ("elsewhere", tuple(dims)), lambda: cuts.elsewhere(x._layout, dims))
+    return cut_as(site, x, target, f"whole along {', '.join(map(str, dims))}"), target
+
+
+def seen_of(x: SplitTensor, y: torch.Tensor, layout: Decomposition, moved: bool = False) -> SplitTensor:
+    """What torch gives as a view of ``x``; whether it was moved, and is a copy here."""
+    base = None if x._copy_of is None else x._copy_of[0]
+    return SplitTensor(y, layout, x._local if moved and base is None else base)
+
+
+def uncut(layout: Decomposition, extents: dict[int, int]) -> Decomposition:
+    """Layout of a result of which some uncut dimensions have other extents."""
+    return lay.with_splits(layout, {d: Balanced(n, 1) for d, n in extents.items()})
+
+
+def on_shape(x: SplitTensor) -> torch.Tensor:
+    """A tensor without elements, for torch to say what shape a function gives, and what is wrong."""
+    return torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
+
+
+@rule(
+    "movement",
+    *"permute transpose swapaxes swapdims t movedim moveaxis adjoint".split(),
+    *(getattr(_T, name).__get__ for name in ("T", "mT", "H", "mH")),
+)
+def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dimensions in another order: each rank keeps its block."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+
+    def make() -> Decomposition:
+        # Each dimension has an extent of its own.
+        probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
+        return lay.reordered(x._layout, [n - 1 for n in probe.shape])
+
+    layout = derived(x, (func, frozen(rest), frozen(kwargs)), make)
+    return seen_of(x, func(local_of(x), *rest, **kwargs), layout)
+
+
+@rule(
+    "movement",
+    *"view reshape flatten unflatten ravel view_as reshape_as squeeze unsqueeze".split(),
+    *"atleast_1d atleast_2d atleast_3d".split(),
+)
+def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Blocks are reshaped where they stay blocks.
+
+    A dimension that is cut and comes first of those that become others stays cut, at ends that fit; the cut
+    of another one moves to the first of them, if that is too short to the longest dimension, else every rank
+    gets a copy.
+    """
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if isinstance(x, (list, tuple)) or (func.__name__.startswith("atleast") and rest):
+        return type(x)(composed(func, each) for each in (x if not rest else (x, *rest)))
+    if func.__name__ in ("view_as", "reshape_as"):
+        func, rest, kwargs = getattr(_T, func.__name__[:-3]), tuple(frozen((*rest, *kwargs.values()))), {}
+        if not isinstance(x, SplitTensor):
+            return func(x, *rest)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    if func is _T.view and isinstance(argument(0, "dtype", rest, kwargs, None), torch.dtype):
+        return _retyped(func, x, argument(0, "dtype", rest, kwargs, None))
+
+    def make() -> tuple[Decomposition, Decomposition]:
+        return cuts.reshaped(x._layout, tuple(func(on_shape(x), *rest, **kwargs).shape))
+
+    source, result = derived(x, (func, frozen(rest), frozen(kwargs)), make)
+    return _reshaped(func, x, source, result)
+
+
+def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
+    """A tensor of another shape, for rules that are made of this one."""
+    found: SplitTensor = reshaped(_T.reshape, (x, tuple(shape)), {})
+    return found
+
+
+def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decomposition) -> SplitTensor:
+    shape = result.box(result.partition.me).shape
+    if source is x._layout:
+        return seen_of(x, local_of(x).reshape(shape), result)
+    local = cut_as(site_of(machine_of(x), func), x, source, "reshaped")
+    return seen_of(x, local.reshape(shape), result, _views(x, result.shape))
+
+
+def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
+    # Whether torch would give a view: elements of the whole lie in memory in the order of those of a block.
+    strides = x._local.stride()
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    memory = torch.empty([x._layout.shape[d] for d in order], device="meta")
+    try:
+        memory.permute([order.index(d) for d in range(len(order))]).view(shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _retyped(func: Any, x: SplitTensor, dtype: torch.dtype) -> SplitTensor:
+    if dtype.itemsize != x._local.dtype.itemsize:
+        raise refused(func, "a type of another size changes extents of blocks")
+    return seen_of(x, local_of(x).view(dtype), x._layout)
+
+
+@rule("movement", "expand", "expand_as", "broadcast_to")
+def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank expands its block; dimensions that become longer are whole on all ranks."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if func is _T.expand_as:
+        func, rest, kwargs = _T.expand, tuple(frozen((*rest, *kwargs.values()))), {}
+    if not isinstance(x, SplitTensor):
+        return func(x, *rest, **kwargs)
+    shape = derived(
+        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
+    )
+    return _expanded(func, x, shape)
+
+
+def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
+    ahead, mine = len(shape) - len(x._layout.shape), x._layout.shape
+    local, layout = whole_along(
+        site_of(machine_of(x), func), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]]
+    )
+
+    def make() -> Decomposition:
+        longer = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
+        return uncut(longer, {d: n for d, n in enumerate(shape) if n != longer.shape[d]})
+
+    result = derived(x, ("expanded", layout, shape), make)
+    return seen_of(x, local.expand(result.box(result.partition.me).shape), result, layout is not x._layout)
+
+
+@rule("movement", "broadcast_tensors")
+def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``expand`` of each tensor to the common shape; plain ones stay plain."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    shape = torch.broadcast_shapes(*(tuple(frozen(x)) for x in tensors))
+    return type(tensors)(
+        _expanded(func, x, tuple(shape)) if isinstance(x, SplitTensor) else x.expand(shape) for x in tensors
+    )
+
+
+@rule("movement", "repeat", "tile")
+def repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank repeats its block; along repeated dimensions tensors are not cut."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    shape = derived(
+        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
+    )
+    mine, ahead = x._layout.shape, len(shape) - len(x._layout.shape)
+    longer = [d for d, n in enumerate(mine) if n != shape[d + ahead]]
+    local, layout = whole_along(site_of(machine_of(x), func), x, longer)
+
+    def make() -> Decomposition:
+        result = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
+        return uncut(result, {d: n for d, n in enumerate(shape) if n != result.shape[d]})
+
+    result = derived(x, ("repeated", layout, shape), make)
+    return SplitTensor(func(local, *rest, **kwargs), result)
+
+
+@rule("movement", "repeat_interleave")
+def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank repeats the elements of its block; by different numbers along an uncut dimension."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    times, dim = argument(0, "repeats", rest, kwargs, None), argument(1, "dim", rest, kwargs, None)
+    if not isinstance(x, SplitTensor) or isinstance(times, SplitTensor):
+        raise refused(func, "how often elements are repeated is on many ranks")
+    if dim is None:
+        x, dim = reshape(x, (-1,)), 0
+    dim %= len(x._layout.shape)
+    if isinstance(times, int):
+        layout = derived(
+            x,
+            ("interleaved", times, dim),
+            lambda: lay.with_splits(x._layout, {dim: cuts.scaled(x._layout.splits[dim], times, 1)}),
+        )
+        return SplitTensor(torch.repeat_interleave(local_of(x), times, dim), layout)
+    local, layout = whole_along(site_of(machine_of(x), func), x, [dim])
+    y = torch.repeat_interleave(local, times, dim)
+    return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
+
+
+@rule("movement", *"flip fliplr flipud rot90 channel_shuffle native_channel_shuffle".split())
+def within_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The order of elements along some dimensions, which must not be cut: another one is cut instead."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    name, count = func.__name__, len(x._layout.shape)
+    dims: Any = {"fliplr": (1,), "flipud": (0,)}.get(name, (1,))
+    if name == "flip":
+        dims = kwargs.get("dims", rest[0] if len(rest) == 1 else rest)
+        dims = (dims,) if isinstance(dims, int) else dims
+    if name == "rot90":
+        dims = argument(1, "dims", rest, kwargs, (0, 1))
+    dims = tuple(d % count for d in dims)
+    shape = derived(
+        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
+    )
+    local, layout = whole_along(site_of(machine_of(x), func), x, dims)
+    return SplitTensor(func(local, *rest, **kwargs), uncut(layout, {d: shape[d] for d in dims}))
+
+
+@rule("movement", "roll")
+def rolled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank rolls its block; along cut dimensions what leaves a block moves to where it enters."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    shifts, dims = argument(0, "shifts", rest, kwargs, None), argument(1, "dims", rest, kwargs, ())
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
+    if not dims:
+        return reshape(rolled(func, (reshape(x, (-1,)), shifts[0], 0), {}), x._layout.shape)
+    torch.roll(on_shape(x), shifts, dims)
+    site, cut, count = site_of(machine_of(x), func), lay.cut_dims(x._layout), len(x._layout.shape)
+    here = [(s, d) for s, d in zip(shifts, dims, strict=True) if d % count not in cut]
+    y = SplitTensor(
+        torch.roll(local_of(x), *map(tuple, zip(*here, strict=True))) if here else local_of(x), x._layout
+    )
+    for number, (shift, dim) in enumerate(zip(shifts, dims, strict=True)):
+        if dim % count in cut:
+            y = _rolled_along(site, y, shift, dim % count, number)
+    return y
+
+
+def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int) -> SplitTensor:
+    extent = x._layout.shape[dim]
+    shift = shift % extent if extent else 0
+    if not shift:
+        return x
+    split, me = x._layout.splits[dim], x._layout.partition.index
+    part = 0 if me is None else me[x._layout.axes.index(dim)]
+    pieces = []
+    # The end comes first.
+    for at, (start, stop, to) in enumerate(((extent - shift, extent, 0), (0, extent - shift, shift))):
+        source, within = cuts.sliced(split, start, stop, 1)
+        target = cuts.sliced(split, to, to + stop - start, 1)[0]
+        low, high = within[part]
+        mine, wanted = (lay.with_splits(x._layout, {dim: each}) for each in (source, target))
+        piece = local_of(x).narrow(dim, low, high - low)
+        pieces.append(
+            redistributed(site, piece, mine, wanted, f"roll {number}, {'end' if at == 0 else 'start'}")
+        )
+    return SplitTensor(torch.cat(pieces, dim), x._layout)
+
+
+@rule("movement", "pixel_shuffle", "pixel_unshuffle")
+def pixels_shuffled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank shuffles its block; blocks end where elements of the result do."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    up = func.__name__ == "pixel_shuffle"
+    factor = int((*rest, *kwargs.values())[0])
+
+    def make() -> tuple[Decomposition, Decomposition]:
+        shape = tuple(func(on_shape(x), factor).shape)
+        channels, *space = range(len(shape))[-3:]
+        units = {channels: factor**2} if up else dict.fromkeys(space, factor)
+        source = cuts.multiples(x._layout, units)
+        splits = {
+            d: cuts.scaled(source.splits[d], shape[d], x._layout.shape[d] or 1) for d in (channels, *space)
+        }
+        return source, lay.with_splits(source, splits)
+
+    source, result = derived(x, (func, factor), make)
+    local = cut_as(site_of(machine_of(x), func), x, source, "shuffled")
+    return SplitTensor(_shuffled(func, local, factor, result), result)
+
+
+def _shuffled(func: Any, local: torch.Tensor, factor: int, result: Decomposition) -> torch.Tensor:
+    if not local.numel():
+        return local.reshape(result.box(result.partition.me).shape)
+    shuffled: torch.Tensor = func(local, factor)
+    return shuffled
+
+
+@rule("movement", "triu", "tril")
+def triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank keeps what its block has of the triangle."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    row, column = x._layout.box(x._layout.partition.me).start[-2:]
+    diagonal = argument(0, "diagonal", rest, kwargs, 0)
+    return SplitTensor(func(local_of(x), diagonal + row - column), x._layout)
+
+
+@rule("movement", _T.unfold)
+def unfolded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Windows along a dimension that must not be cut: another one is cut instead."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    dim = argument(0, "dimension", rest, kwargs, 0) % len(x._layout.shape)
+    local, layout = whole_along(site_of(machine_of(x), func), x, [dim])
+    y = func(local, *rest, **kwargs)
+    longer = lay.reordered(layout, [*range(len(layout.shape)), None])
+    result = uncut(longer, {dim: y.shape[dim], len(layout.shape): y.shape[-1]})
+    return seen_of(x, y, result, layout is not x._layout)
+
+
+@rule("movement", "diagonal")
+def diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Diagonals over two dimensions that must not be cut: another one is cut instead."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    count = len(x._layout.shape)
+    both = [argument(at, f"dim{at}", rest, kwargs, at - 1) % count for at in (1, 2)]
+    local, layout = whole_along(site_of(machine_of(x), func), x, both)
+    y = func(local, *rest, **kwargs)
+    longer = lay.reordered(layout, [*(d for d in range(count) if d not in both), None])
+    return seen_of(x, y, uncut(longer, {count - 2: y.shape[-1]}), layout is not x._layout)
+
+
+@rule("refused", *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_".split())
+def shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Changes the shape of the tensor itself."""
+    raise refused(func, "it changes the shape of the tensor itself; use the form without the underscore")

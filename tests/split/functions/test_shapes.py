@@ -1,0 +1,165 @@
+"""Functions that reorder dimensions and change shapes."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import UnsupportedError
+from distdl_rma.split import layout as lay
+from tests.split.against_whole import block, check
+
+
+def numbers(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+SHAPE = 2, 6, 5, 4
+SAME = [
+    lambda x: x.permute(0, 2, 3, 1),
+    lambda x: x.permute((3, -2, 1, 0)),
+    lambda x: torch.permute(x, dims=(1, 0, 2, 3)),
+    lambda x: x.transpose(1, -1),
+    lambda x: torch.swapaxes(x, axis0=0, axis1=2),
+    lambda x: x.movedim((0, 1), (-1, 0)),
+    lambda x: torch.moveaxis(x, 1, -1),
+    lambda x: x.mT,
+    lambda x: x.mH,
+    lambda x: x.unsqueeze(0).squeeze(0),
+    lambda x: torch.unsqueeze(x, dim=-1).squeeze(),
+    lambda x: x.unsqueeze(2).squeeze((2,)),
+    lambda x: x.expand(3, -1, -1, -1, -1),
+    lambda x: x.unsqueeze(2).expand(2, 6, 7, 5, 4),
+    lambda x: torch.broadcast_to(x, (2, 2, 6, 5, 4)),
+    lambda x: x.repeat(1, 2, 1, 1),
+    lambda x: x.repeat(2, 1, 1, 3, 2),
+    lambda x: torch.tile(x, (2,)),
+    lambda x: x.repeat_interleave(3, dim=2),
+    lambda x: torch.repeat_interleave(x, torch.tensor([1, 0, 2, 3, 1]), dim=2),
+    lambda x: x.repeat_interleave(2),
+    lambda x: x.flip(2),
+    lambda x: torch.flip(x, [1, -1]),
+    lambda x: x.fliplr(),
+    lambda x: torch.rot90(x, 1, (2, 3)),
+    lambda x: F.channel_shuffle(x, 3),
+    lambda x: x.roll(1, 2),
+    lambda x: torch.roll(x, shifts=(-2, 3, 1), dims=(2, 3, 1)),
+    lambda x: x.roll(7),
+    lambda x: x.triu(),
+    lambda x: torch.tril(x, diagonal=-1),
+    lambda x: x.diagonal(0, -2, -1),
+    lambda x: torch.diagonal(x, 1, dim1=0, dim2=2),
+    lambda x: x.unfold(2, 3, 2),
+    torch.atleast_3d,
+    lambda x: x.contiguous().view(-1),
+]
+GROUPS = [
+    lambda x: x.flatten(1),
+    lambda x: torch.flatten(x, 2),
+    lambda x: x.flatten(2).transpose(1, 2),
+    lambda x: x.view(x.size(0), -1),
+    lambda x: x.reshape(-1),
+    lambda x: x.ravel(),
+    lambda x: x.view(2, 2, 3, 20),
+    lambda x: x.view(2, 3, 2, 5, 2, 2),
+    lambda x: x.reshape(12, 5, 4),
+    lambda x: x.unflatten(1, (3, -1)),
+    lambda x: torch.reshape(x, (4, 3, 20)),
+    lambda x: x.view_as(torch.empty(6, 2, 20)),
+    lambda x: x.flatten(0, 1).unflatten(0, (2, 6)),
+    lambda x: x.view(2, 3, 2, 5, 4).transpose(1, 2).contiguous().view(2, 6, 5, 4),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("at", range(len(SAME)))
+def test_functions(P_world, at):
+    check(P_world, SAME[at], [numbers(*SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("at", range(len(GROUPS)))
+def test_groups_of_dimensions(P_world, at):
+    check(P_world, GROUPS[at], [numbers(*SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_matrices_and_vectors(P_world):
+    for function in (lambda x: x.t(), lambda x: x.T, torch.atleast_3d, lambda x: x.view(-1, 3)):
+        check(P_world, function, [numbers(6, 5)])
+    check(P_world, lambda x: x.expand(3, 5), [numbers(1, 5)])
+    check(P_world, lambda x: x.squeeze() * 2, [numbers(1, 5)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("extents", [(14, 21), (7, 14), (28, 7)])
+def test_windows_of_swin_and_back(P_world, extents):
+    def windows(x):
+        b, h, w, c = x.shape
+        x = torch.roll(x, shifts=(-3, -3), dims=(1, 2))
+        x = x.view(b, h // 7, 7, w // 7, 7, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 49, c)
+        x = torch.tanh(x)
+        x = x.view(b, h // 7, w // 7, 7, 7, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
+        return torch.roll(x, shifts=(3, 3), dims=(1, 2))
+
+    check(P_world, windows, [numbers(1, *extents, 3)])
+    check(P_world, windows, [numbers(2, *extents, 3)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_pixels(P_world):
+    check(P_world, lambda x: F.pixel_shuffle(x, 2), [numbers(2, 12, 5, 3)])
+    check(P_world, lambda x: F.pixel_unshuffle(x, downscale_factor=2), [numbers(2, 3, 6, 10)])
+    check(P_world, lambda x: F.pixel_unshuffle(x, 3), [numbers(2, 2, 9, 3)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_extents_shorter_than_the_ranks_are_many(P_world):
+    for function in (lambda x: x.flatten(1), lambda x: x.roll(1, 2), lambda x: x.flip(2), lambda x: x.triu()):
+        check(P_world, function, [numbers(2, 2, 2, 2)])
+    check(P_world, lambda x: x.view(0, 6), [numbers(0, 2, 3)], only=[(1, P_world.size, 1)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_a_leading_cut_stays_without_movement(P_world):
+    x = block(
+        P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)),
+        numbers(1, 3, 7 * P_world.size, 7),
+    )
+    tokens = x.flatten(2).transpose(1, 2)
+    assert tokens.decomposition.splits[1].lengths == (49,) * P_world.size
+    assert lay.cut_dims(tokens.decomposition) == (1,)
+    cut = x.permute(0, 2, 3, 1).view(1, P_world.size, 7, 1, 7, 3)
+    assert cut.to_local().data_ptr() == x.to_local().data_ptr()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_views_that_moved_are_not_changed_in_place(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    x = block(P_x, numbers(1, 4, 6, 2).detach())
+    with pytest.raises(UnsupportedError, match="view"):
+        x.flatten(1).unsqueeze(0).add_(1)
+    x.flatten(2).add_(1)  # what did not move is a view
+    moved = x.flatten(1)
+    x.add_(1)
+    with pytest.raises(UnsupportedError, match="changed"):
+        moved + 1
+    with pytest.raises(UnsupportedError, match="without the underscore"):
+        x.squeeze_(0)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_errors_are_those_of_torch(P_world):
+    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(1, 4, 6, 2))
+    with pytest.raises(RuntimeError, match="invalid"):
+        x.view(5, -1)
+    with pytest.raises(IndexError):
+        x.transpose(0, 4)
