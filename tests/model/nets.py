@@ -118,7 +118,7 @@ class EDSR(nn.Module):
 
     def forward(self, x):
         x = self.head(x - self.mean)
-        x += self.body(x)
+        x = x + self.body(x)
         return self.tail(x) + self.mean
 
 
@@ -126,8 +126,9 @@ class _Spectral(nn.Module):
     def __init__(self, width, modes):
         super().__init__()
         self.modes = modes
-        self.low = nn.Parameter(torch.randn(width, width, modes, modes, dtype=torch.cfloat) / width)
-        self.high = nn.Parameter(torch.randn(width, width, modes, modes, dtype=torch.cfloat) / width)
+        kind = torch.get_default_dtype().to_complex()
+        self.low = nn.Parameter(torch.randn(width, width, modes, modes, dtype=kind) / width)
+        self.high = nn.Parameter(torch.randn(width, width, modes, modes, dtype=kind) / width)
 
     def forward(self, x):
         n, c, h, w = x.shape

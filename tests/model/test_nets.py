@@ -39,6 +39,14 @@ def grids(size):
     return [f"{size}x1", f"1x{size}", *(["2x2"] if size == 4 else [])]
 
 
+@pytest.fixture(autouse=True)
+def double_precision():
+    """Complex parameters too are of the longer type."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("name", MODELS)
