@@ -3,6 +3,7 @@
 from distdl_rma.split.functions import convolutions as convolutions
 from distdl_rma.split.functions import creation as creation
 from distdl_rma.split.functions import norms as norms
+from distdl_rma.split.functions import planes as planes
 from distdl_rma.split.functions import pointwise as pointwise
 from distdl_rma.split.functions import queries as queries
 from distdl_rma.split.functions import random as random

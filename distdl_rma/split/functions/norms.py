@@ -15,7 +15,7 @@ from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.windows import by_whole_dims
+from distdl_rma.split.functions.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.operands import as_whole, machine_of, needs_of, on_copies
 from distdl_rma.split.site import Site, site_of
@@ -290,7 +290,7 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         },
     )
     everywhere = lay.whole(norms, cut)
-    whole = redistributed(site, own, norms, everywhere, "norms").norm(p, cut, keepdim=True)
+    whole = redistributed(site, own, norms, everywhere).norm(p, cut, keepdim=True)
     apart = tuple(g for g, axis in enumerate(layout.axes) if axis in cut)
     norm = to_blocks(site, whole.clamp_min(eps), everywhere, apart, " of the norm")
     return SplitTensor(local / norm, layout)

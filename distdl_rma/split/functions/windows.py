@@ -20,6 +20,7 @@ from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, 
 from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.convolutions import each_dim
+from distdl_rma.split.functions.planes import by_whole_dims
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import machine_of, needs_of, on_copies
 from distdl_rma.split.site import Site, site_of
@@ -73,14 +74,14 @@ def windowed(
     return SplitTensor(y if batched else y.squeeze(0), output), operation
 
 
-def with_single_copied(site: Site, y: SplitTensor, what: str = "") -> SplitTensor:
+def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
     """The same, with copies of what has a single element in a dimension that was cut."""
     layout = y._layout
     single = [d for d in lay.cut_dims(layout) if layout.shape[d] == 1]
     if not single:
         return y
     target = lay.whole(layout, single)
-    return SplitTensor(redistributed(site, y._local, layout, target, f"single elements{what}"), target)
+    return SplitTensor(redistributed(site, y._local, layout, target), target)
 
 
 def _stencil(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, dims: int) -> Stencil:
@@ -154,7 +155,7 @@ def _largest(
     if found is None:
         found = torch.zeros(y._local.shape, dtype=torch.int64)
     index = SplitTensor(found.reshape(y._local.shape), y._layout)
-    return with_single_copied(site, y), with_single_copied(site, index, " (indices)")
+    return with_single_copied(site, y), with_single_copied(site, index)
 
 
 @rule("window", *named("avg_pool{}d"))
@@ -316,40 +317,6 @@ def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return ResizeOptions(None, factors * (dims // len(factors)), mode, corners, recompute)
 
     return windowed(site, local_of(x), x._layout, dims, Resizing, said, options)[0]
-
-
-def by_whole_dims(
-    func: Any, x: SplitTensor, dims: Sequence[int], compute: Callable[[torch.Tensor], torch.Tensor]
-) -> SplitTensor:
-    """A function that needs some dimensions whole and treats the others apart: of copies, cut again behind.
-
-    The result has the dimensions of the input in the same order.
-    """
-    site, layout = site_of(machine_of(x), func), x._layout
-    whole = lay.whole(layout, dims)
-    local = redistributed(site, local_of(x), layout, whole, "whole dimensions")
-    y = compute(local) if local.numel() else _without_elements(compute, local)
-
-    def make() -> tuple[Decomposition, Decomposition]:
-        extents = {d: y.shape[d] for d in dims}
-        copies = lay.with_splits(whole, {d: Balanced(n, 1) for d, n in extents.items()})
-        cut = {
-            d: layout.splits[d] if layout.shape[d] == n else Balanced(n, layout.splits[d].parts)
-            for d, n in extents.items()
-        }
-        return copies, lay.layout(
-            layout.partition, [cut.get(d, s) for d, s in enumerate(layout.splits)], layout.axes
-        )
-
-    copies, cut = site.kept(("cut again", layout, tuple(y.shape[d] for d in dims)), make)
-    return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
-
-
-def _without_elements(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    # Many of torch's functions refuse such blocks; the shape is that of a block with an element.
-    shape = compute(torch.empty([max(n, 1) for n in x.shape], dtype=x.dtype, device="meta")).shape
-    y = x.new_zeros([0 if before == 0 else n for before, n in zip(x.shape, shape, strict=True)])
-    return y + x.sum() if x.requires_grad else y
 
 
 @rule("window", "pad")
