@@ -124,9 +124,15 @@ def _by_constants(
     eps: float,
 ) -> SplitTensor:
     # Element by element: torch's own function of the block, with the values of its channels.
+    local = local_of(x)
     channels = x._layout.slices()[1]
     parts: dict[str, Any] = {key: w[channels] for key, w in {**running, **weights}.items()}
-    y = F.batch_norm(local_of(x), **parts, training=False, eps=eps)
+    if local.numel():
+        return SplitTensor(F.batch_norm(local, **parts, training=False, eps=eps), x._layout)
+    # Which refuses a block without elements.
+    y = local.clone()
+    for w in weights.values():
+        y = y + w.sum().to(y.dtype)
     return SplitTensor(y, x._layout)
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import ShapeError
 from tests.split.against_whole import block, check
 
 SHAPE = 3, 4, 5, 7
@@ -115,11 +114,11 @@ def test_on_copies_and_cut_twice(P_world):
 def test_what_does_not_fit_is_refused_on_all_ranks(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     x = block(P_x, numbers(SHAPE))
-    with pytest.raises(ShapeError):
+    with pytest.raises((RuntimeError, ValueError)):
         F.layer_norm(x, (5, 8))
-    with pytest.raises(ShapeError):
+    with pytest.raises((RuntimeError, ValueError)):
         F.group_norm(x, 3)
-    with pytest.raises(ShapeError):
+    with pytest.raises((RuntimeError, ValueError)):
         F.batch_norm(x, None, None, torch.ones(5, dtype=torch.float64), training=True)
-    with pytest.raises(ShapeError):
+    with pytest.raises((RuntimeError, ValueError)):
         F.batch_norm(x, None, None)
