@@ -2,10 +2,15 @@
 
 from distdl_rma.split.functions import convolutions as convolutions
 from distdl_rma.split.functions import creation as creation
+from distdl_rma.split.functions import distances as distances
+from distdl_rma.split.functions import extremes as extremes
+from distdl_rma.split.functions import losses as losses
 from distdl_rma.split.functions import norms as norms
 from distdl_rma.split.functions import planes as planes
 from distdl_rma.split.functions import pointwise as pointwise
 from distdl_rma.split.functions import queries as queries
 from distdl_rma.split.functions import random as random
+from distdl_rma.split.functions import reductions as reductions
 from distdl_rma.split.functions import shapes as shapes
+from distdl_rma.split.functions import softmax as softmax
 from distdl_rma.split.functions import windows as windows

@@ -1,0 +1,319 @@
+"""Losses: of the blocks, then sums and counts over the ranks; targets are global, or cut as the input is."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split import layout as lay
+from distdl_rma.split.moves import all_sum
+from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
+from distdl_rma.split.reducing import with_whole
+from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.table import name_of, rule
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+
+
+@cache
+def _signature(func: Any) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a loss by name, with its reduction as a word."""
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+    if average is not None or reduce is not None:
+        given["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
+    return given
+
+
+def _any_split(args: Any, kwargs: Any) -> bool:
+    return any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
+
+
+def _site(func: Any, given: Mapping[str, Any]) -> Site:
+    return site_of(machine_of(next(x for x in given.values() if isinstance(x, SplitTensor))), func)
+
+
+def _reduced(
+    site: Site, y: torch.Tensor, layout: Decomposition, reduction: str, count: float | torch.Tensor
+) -> SplitTensor:
+    # From the terms of the blocks to what the user asked for; a count that is a tensor is that of this block.
+    if reduction == "none":
+        return SplitTensor(y, layout)
+    cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
+    total, dtype = y.sum(dtype=sum_dtype(y.dtype)), y.dtype
+    if reduction == "sum":
+        total = all_sum(site, total, layout, cut)
+    elif isinstance(count, torch.Tensor):
+        # One message for both.
+        total, count = all_sum(site, torch.stack([total, count.to(total.dtype)]), layout, cut).unbind()
+    else:
+        total = all_sum(site, total, layout, cut)
+    if reduction != "sum":
+        total = total / count
+    return SplitTensor(total.to(dtype), lay.replicated(layout.partition, ()))
+
+
+def _on_block(reduction: str, x: torch.Tensor) -> str:
+    # Short types are summed in a longer one.
+    return "none" if reduction == "none" or sum_dtype(x.dtype) != x.dtype else "sum"
+
+
+# Losses of single elements, and the arguments of each that are tensors.
+_POINTWISE = {
+    F.mse_loss: ("input", "target", "weight"),
+    F.l1_loss: ("input", "target", "weight"),
+    F.smooth_l1_loss: ("input", "target"),
+    F.huber_loss: ("input", "target", "weight"),
+    F.binary_cross_entropy: ("input", "target", "weight"),
+    F.binary_cross_entropy_with_logits: ("input", "target", "weight", "pos_weight"),
+    F.kl_div: ("input", "target"),
+    F.poisson_nll_loss: ("input", "target"),
+    F.soft_margin_loss: ("input", "target"),
+    F.hinge_embedding_loss: ("input", "target"),
+    F.margin_ranking_loss: ("input1", "input2", "target"),
+}
+# Those that torch does not broadcast.
+_OF_ONE_SHAPE = F.binary_cross_entropy, F.binary_cross_entropy_with_logits
+# Weights of these have the shape of the input; a mean of the first two is divided by their sum.
+_OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
+
+
+@rule("loss", *_POINTWISE)
+def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank takes the terms of its block; sums and numbers of terms are those of the whole."""
+    if not _any_split(args, kwargs):
+        return on_copies(func, args, kwargs)
+    given = _arguments(func, args, kwargs)
+    reduction = given.pop("reduction")
+    if func is F.l1_loss and given["weight"] is None:
+        given["weight"] = _weight_not_handed_on()
+    tensors = {name: given[name] for name in _POINTWISE[func] if isinstance(given.get(name), torch.Tensor)}
+    if func in _OF_ONE_SHAPE and tuple(given["input"].shape) != tuple(given["target"].shape):
+        raise ShapeError(
+            f"{name_of(func)}: input has shape {tuple(given['input'].shape)}, target"
+            f" {tuple(given['target'].shape)}; they must be the same"
+        )
+    if func is F.margin_ranking_loss and len({x.dim() for x in tensors.values()}) > 1:
+        raise ShapeError(f"{name_of(func)}: input1, input2 and target must have as many dimensions")
+    result = common_layout(func, list(tensors.values()))
+    site = _site(func, tensors)
+    weighted = func in _OF_WEIGHTED_MEAN and "weight" in tensors
+    if weighted and tuple(tensors["weight"].shape) != tuple(result.shape):
+        raise ShapeError(f"{name_of(func)}: weight and input must have the same shape")
+    for at, (name, x) in enumerate(tensors.items()):
+        given[name] = as_part(site, x, part_for(x.shape, result), result, at)
+    y = func(**given, reduction=_on_block(reduction, given["input" if "input" in given else "input1"]))
+    count: Any = math.prod(result.shape)
+    if reduction == "batchmean":
+        count = result.shape[0]
+    elif weighted and reduction == "mean" and func is not F.huber_loss:
+        count = given["weight"].sum()
+    return _reduced(site, y, result, reduction, count)
+
+
+def _weight_not_handed_on() -> torch.Tensor | None:
+    # Torch does not hand the weight of this function on to those that overload it.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("weight")
+
+
+@rule("loss", F.gaussian_nll_loss)
+def gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As losses of single elements; negative variances are an error on all ranks."""
+    if not _any_split(args, kwargs):
+        return on_copies(func, args, kwargs)
+    given = _arguments(func, args, kwargs)
+    x, target, var, reduction = (given[name] for name in ("input", "target", "var", "reduction"))
+
+    def loss() -> Any:
+        variance = torch.full_like(x, var) if not isinstance(var, torch.Tensor) else var
+        if variance.shape != x.shape and x.shape[:-1] == variance.shape:
+            variance = variance.unsqueeze(-1)
+        if variance.shape not in (x.shape, (*x.shape[:-1], 1)):
+            raise ValueError("var is of incorrect size")
+        if bool((variance < 0).any()):
+            raise ValueError("var has negative entry/entries")
+        with torch.no_grad():
+            floor = (given["eps"] - variance).clamp(min=0)
+        variance = variance + floor
+        y = 0.5 * (torch.log(variance) + (x - target) ** 2 / variance)
+        if given["full"]:
+            y = y + 0.5 * math.log(2 * math.pi)
+        return finished(y, reduction)
+
+    return composed(loss)
+
+
+@rule("loss", F.cross_entropy, F.nll_loss)
+def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank takes the terms of its block; where classes are split by a softmax over ranks.
+
+    The mean divides by the number, or the weights, of all targets that count.
+    """
+    if not _any_split(args, kwargs):
+        return on_copies(func, args, kwargs)
+    given = _arguments(func, args, kwargs)
+    x, target, weight, reduction = (given.pop(name) for name in ("input", "target", "weight", "reduction"))
+    dim = 0 if len(x.shape) == 1 else 1
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+    of_indices = not (target.is_floating_point() and func is F.cross_entropy)
+    if tuple(target.shape) != tuple(rest if of_indices else x.shape):
+        raise ShapeError(
+            f"{name_of(func)}: input has shape {tuple(x.shape)}, target {tuple(target.shape)}; indices of"
+            f" classes have shape {tuple(rest)}"
+            + (", probabilities that of the input" if func is F.cross_entropy else "")
+        )
+    site = _site(func, {"input": x, "target": target})
+    if not isinstance(x, SplitTensor):
+        layout = (
+            common_layout(func, [x, target])
+            if not of_indices
+            else _with_dim(target._layout, dim, x.shape[dim])
+        )
+        x = SplitTensor(as_part(site, x, layout, layout), layout)
+    elif not x.is_split and isinstance(target, SplitTensor) and of_indices:
+        layout = _with_dim(target._layout, dim, x.shape[dim])
+        x = SplitTensor(as_part(site, x, layout, layout), layout)
+    layout = x._layout
+    rows = lay.reordered(lay.whole(layout, (dim,)), [d for d in range(len(layout.shape)) if d != dim])
+    weight = None if weight is None else as_whole(site, weight, layout, "weight")
+    if dim in layout.axes:
+        return _over_split_classes(func, site, x, target, weight, rows, dim, given, reduction)
+    scores = local_of(x)
+    truth = as_part(site, target, rows if of_indices else layout, rows, 1)
+    extra = {} if weight is None else {"weight": weight}
+    y = func(scores, truth, **extra, **given, reduction=_on_block(reduction, scores))
+    return _reduced(site, y, rows, reduction, _count(truth, weight, given, rows, of_indices))
+
+
+def _with_dim(rows: Decomposition, dim: int, extent: int) -> Decomposition:
+    # Layout of scores for targets that are cut: classes are whole.
+    order = list(range(len(rows.shape)))
+    wide = lay.reordered(rows, [*order[:dim], None, *order[dim:]])
+    return lay.with_splits(wide, {dim: Balanced(extent, 1)})
+
+
+def _count(
+    truth: torch.Tensor,
+    weight: torch.Tensor | None,
+    given: Mapping[str, Any],
+    rows: Decomposition,
+    of_indices: bool,
+) -> float | torch.Tensor:
+    if not of_indices:
+        return math.prod(rows.shape)
+    counted = truth != given["ignore_index"]
+    if weight is None:
+        return counted.sum()
+    return (weight[torch.where(counted, truth, 0).long()] * counted).sum()
+
+
+def _over_split_classes(
+    func: Any,
+    site: Site,
+    x: SplitTensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    rows: Decomposition,
+    dim: int,
+    given: Mapping[str, Any],
+    reduction: str,
+) -> SplitTensor:
+    # Logarithms of the probabilities stay split; each rank adds those of its classes.
+    layout = x._layout
+    start, stop = layout.box(layout.partition.me).bounds[dim]
+    classes, smooth = layout.shape[dim], given.get("label_smoothing", 0.0)
+    scores = local_of(composed(F.log_softmax, x, dim) if func is F.cross_entropy else x)
+    shape = [-1 if d == dim else 1 for d in range(scores.dim())]
+    weights = None if weight is None else weight[start:stop].view(shape)
+    weighted = scores if weights is None else scores * weights
+    apart = tuple(g for g, axis in enumerate(layout.axes) if axis == dim)
+    if target.is_floating_point() and func is F.cross_entropy:
+        chosen = as_part(site, target, layout, layout, 1) * (1 - smooth) + smooth / classes
+        y = all_sum(site, -(chosen * weighted).sum(dim), layout, apart)
+        return _reduced(site, y, rows, reduction, _count(y, None, given, rows, False))
+    truth = as_part(site, target, rows, layout, 1)
+    counted = truth != given["ignore_index"]
+    wrong = (counted & ((truth < 0) | (truth >= classes))).any()
+    if bool(wrong):
+        raise IndexError(f"{name_of(func)}: a target is not among {classes} classes")
+    here = counted & (truth >= start) & (truth < stop)
+    if stop > start:
+        index = torch.where(here, truth - start, 0).long().unsqueeze(dim)
+        y = torch.where(here, -weighted.gather(dim, index).squeeze(dim), 0)
+    else:
+        y = weighted.sum(dim)
+    if smooth:
+        even = torch.where(counted, -weighted.sum(dim), 0)
+        y = (1 - smooth) * y + smooth / classes * even
+    y = all_sum(site, y, layout, apart)
+    return _reduced(site, y, rows, reduction, _count(truth, weight, given, rows, True))
+
+
+@rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
+def margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank takes the terms of its rows, whose classes are made whole where they are split."""
+    if not _any_split(args, kwargs):
+        return on_copies(func, args, kwargs)
+    given = _arguments(func, args, kwargs)
+    x, target, weight, reduction = (
+        given.pop(name, None) for name in ("input", "target", "weight", "reduction")
+    )
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "the target is split and the input is not")
+    site, dim = _site(func, {"input": x}), x.dim() - 1
+    scores, layout = with_whole(site, x, (dim,), "classes made whole")
+    rows = lay.reordered(layout, range(dim))
+    part = rows if target.dim() < x.dim() else lay.with_splits(layout, {dim: Balanced(target.shape[dim], 1)})
+    truth = as_part(site, target, part, layout, 1)
+    extra = {} if weight is None else {"weight": as_whole(site, weight, layout, "weight")}
+    y = func(scores, truth, **extra, **given, reduction="none")
+    return _reduced(site, y, rows, reduction, math.prod(rows.shape))
+
+
+@rule("loss", F.multilabel_soft_margin_loss)
+def multilabel_soft_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of functions of single elements, a mean over the classes and one over the rows."""
+    if not _any_split(args, kwargs):
+        return on_copies(func, args, kwargs)
+    given = _arguments(func, args, kwargs)
+    x, target, weight = (given[name] for name in ("input", "target", "weight"))
+
+    def loss() -> Any:
+        y = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
+        y = (y if weight is None else y * weight).mean(-1)
+        return finished(y, given["reduction"])
+
+    return composed(loss)
+
+
+def finished(y: Any, reduction: str) -> Any:
+    """Terms of a loss as the user asked for them."""
+    return y if reduction == "none" else y.sum() if reduction == "sum" else y.mean()
+
+
+@rule("refused", F.ctc_loss)
+def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every step needs the one before, of all labels: only of tensors that every rank has all of."""
+    if not _any_split(args, kwargs):
+        return on_copies(func, args, kwargs)
+    raise refused(func, "every step needs the one before, of all labels")

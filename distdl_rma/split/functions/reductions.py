@@ -1,0 +1,243 @@
+"""Sums and what is made of them: of blocks first, then over the ranks, in the type that torch sums in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split.moves import reduced, to_blocks
+from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
+from distdl_rma.split.reducing import Along, arguments
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, composed, refused, tensors_in
+
+
+def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Type of a sum, as torch has it."""
+    if dtype is not None:
+        return dtype
+    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+
+
+@rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
+def sums(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank sums its block, in a longer type if that is short; the sums are summed over the ranks."""
+    name = func.__name__
+    if name == "count_nonzero":
+        given = arguments(func, args, kwargs, dim=None) | {"keepdim": False, "dtype": None}
+    else:
+        given = arguments(func, args, kwargs, dim=None, keepdim=False, dtype=None)
+    x, keepdim = given["input"], given["keepdim"]
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    along = Along.of(func, x, given["dim"])
+    local, dims, dtype = along.local, along.dims, given["dtype"]
+    if name == "count_nonzero":
+        return along.result(along.summed((local != 0).sum(dims, keepdim=True)), keepdim)
+    if name == "mean" and dtype is None and not (local.is_floating_point() or local.is_complex()):
+        return func(local, dims)  # which is an error
+    dtype = summed_dtype(local, dtype)
+    wide = sum_dtype(dtype)
+    values = local if given["dtype"] is None else local.to(dtype)
+    y = along.summed((torch.nansum if name.startswith("nan") else torch.sum)(values, dims, True, dtype=wide))
+    if name == "mean":
+        y = y / along.count
+    if name == "nanmean":
+        y = y / along.summed(values.isnan().logical_not().sum(dims, keepdim=True))
+    return along.result(y.to(dtype), keepdim)
+
+
+@rule("reduction", "any", "all")
+def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the blocks, then over the ranks."""
+    given = arguments(func, args, kwargs, dim=None, keepdim=False)
+    x = given["input"]
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    along = Along.of(func, x, given["dim"])
+    y = func(along.local, along.dims, keepdim=True)
+    if along.cut:
+        y = reduced(along.site, y, along.ranks, "max" if func.__name__ == "any" else "min")
+    return along.result(y, given["keepdim"])
+
+
+@rule("reduction", "prod", "logsumexp")
+def of_partial_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the blocks; then the same function of the ranks' results, which all of them get."""
+    is_prod = func.__name__ == "prod"
+    given = arguments(func, args, kwargs, dim=None, keepdim=False, **({"dtype": None} if is_prod else {}))
+    x = given["input"]
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    along = Along.of(func, x, given["dim"])
+    if not is_prod:
+        dtype = along.local.dtype if along.local.is_floating_point() else torch.get_default_dtype()
+        return _twice(along, lambda y: torch.logsumexp(y, along.dims, True), dtype, given["keepdim"])
+    dtype = summed_dtype(along.local, given["dtype"])
+
+    def product(y: torch.Tensor) -> torch.Tensor:
+        # Torch multiplies along one dimension only.
+        for d in along.dims:
+            y = y.prod(d, keepdim=True, dtype=sum_dtype(dtype))
+        return y
+
+    if given["dtype"] is not None:
+        along.local = along.local.to(dtype)
+    return _twice(along, product, sum_dtype(dtype), given["keepdim"], dtype)
+
+
+def _twice(
+    along: Along,
+    f: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    keepdim: bool,
+    result: torch.dtype | None = None,
+) -> SplitTensor:
+    y = along.partial(f, dtype)
+    if along.cut:
+        y = f(along.together(y, "results of ranks"))
+    return along.result(y.to(result or dtype), keepdim)
+
+
+@rule("reduction", "var", "std", "var_mean", "std_mean")
+def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Squares of the distances from the mean of the whole, which is summed first."""
+    # The second one is the dimensions, or whether to divide by one less.
+    if len(args) > 1 and isinstance(args[1], bool):
+        args, kwargs = (
+            args[:1],
+            {**kwargs, "unbiased": args[1], **dict(zip(["keepdim"], args[2:], strict=False))},
+        )
+    elif len(args) > 2:
+        args, kwargs = args[:2], {**kwargs, **dict(zip(("unbiased", "keepdim"), args[2:], strict=True))}
+    given = arguments(func, args, kwargs, dim=None, unbiased=True, keepdim=False, correction=None)
+    x, keepdim, correction = given["input"], given["keepdim"], given["correction"]
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    if correction is None:
+        correction = 1 if "correction" in kwargs or given["unbiased"] else 0
+    along = Along.of(func, x, given["dim"])
+    if not (along.local.is_floating_point() or along.local.is_complex()):
+        return func(along.local)  # which is an error
+    dtype, dims = along.local.dtype, along.dims
+    values = along.local.to(sum_dtype(dtype))
+    mean = along.summed(values.sum(dims, keepdim=True)) / along.count
+    away = values - to_blocks(along.site, mean, along.layout, along.cut, " of the mean")
+    degrees = max(along.count - correction, 0)
+    if func.__name__.startswith("std"):
+        # The gradient of a norm at 0 is 0, as torch's of this is.
+        along.local = away
+        y = _norm(along, 2.0, away.abs().dtype)
+        y = y / torch.tensor(degrees, dtype=y.dtype).sqrt()
+    else:
+        y = along.summed(away.abs().square().sum(dims, keepdim=True))
+        y = y / torch.tensor(degrees, dtype=y.dtype)
+    kind = dtype.to_real()
+    found = along.result(y.to(kind), keepdim)
+    if not func.__name__.endswith("_mean"):
+        return found
+    return found, along.result(mean.to(dtype), keepdim)
+
+
+def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
+    # Norm of the ranks' norms, with extent 1 in the dimensions.
+    def norm(y: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(
+            y, order, along.dims, True, dtype=dtype if y.is_floating_point() else None
+        )
+
+    y = along.partial(norm, dtype)
+    return norm(along.together(y, "norms of ranks")) if along.cut else y
+
+
+@rule("norm", "vector_norm")
+def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Norm of the norms of the ranks; of order inf the largest, 0 a count."""
+    given = arguments(func, args, kwargs, ord=2, dim=None, keepdim=False, dtype=None)
+    x, order, keepdim, dtype = (given[name] for name in ("input", "ord", "keepdim", "dtype"))
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        return func(x._local)  # which is an error
+    x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
+    order, found = float(order), x.dtype.to_real()
+    if abs(order) == torch.inf:
+        dims = given["dim"] if given["dim"] is not None else tuple(range(x.dim()))
+        size = composed(torch.abs, x)
+        return composed(torch.amax if order > 0 else torch.amin, size, dims, keepdim)
+    along = Along.of(func, x, given["dim"])
+    wide = sum_dtype(found)
+    along.local = along.local.to(sum_dtype(x.dtype))
+    if order == 0:
+        counts = torch.linalg.vector_norm(along.local, 0, along.dims, True)
+        return along.result(along.summed(counts).to(found), keepdim)
+    return along.result(_norm(along, order, wide).to(found), keepdim)
+
+
+@rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
+def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Vector norms of any order, Frobenius norms and largest sums; singular values only of whole tensors."""
+    split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]
+    if not any(x.is_split for x in split):
+        return on_copies(func, args, kwargs)
+    vector_norm = torch.linalg.vector_norm
+    if func.__name__ == "dist":
+        given = arguments(func, args, kwargs, other=None, p=2)
+        return composed(vector_norm, composed(torch.sub, given["input"], given["other"]), given["p"])
+    if func in (torch.norm, torch.Tensor.norm):
+        extra = {"out": None} if func is torch.norm else {}
+        given = arguments(func, args, kwargs, p="fro", dim=None, keepdim=False, **extra, dtype=None)
+        order = 2 if given["p"] in ("fro", None) else given["p"]
+        if isinstance(order, str):
+            raise refused(func, f"a norm {order!r} needs singular values of a whole matrix")
+        return composed(
+            vector_norm, given["input"], order, given["dim"], given["keepdim"], dtype=given["dtype"]
+        )
+    is_matrix = func is torch.linalg.matrix_norm
+    start = {"ord": "fro", "dim": (-2, -1)} if is_matrix else {"ord": None, "dim": None}
+    given = arguments(func, args, kwargs, **start, keepdim=False, dtype=None)
+    x, order, dim = given["input"], given["ord"], given["dim"]
+    if dim is None and order is not None:
+        dim = tuple(range(x.dim()))
+    as_vector = order is None or not (isinstance(dim, (tuple, list)) and len(dim) == 2)
+    if as_vector or order == "fro":
+        return composed(
+            vector_norm,
+            x,
+            2 if order in (None, "fro") else order,
+            dim,
+            given["keepdim"],
+            dtype=given["dtype"],
+        )
+    if order in ("nuc", 2, -2):
+        raise refused(func, f"a norm {order!r} needs singular values of a whole matrix")
+    x = x if given["dtype"] is None else composed(torch.Tensor.to, x, given["dtype"])
+    first, second = (d % x.dim() for d in dim)
+    if abs(order) != 1:
+        first, second = second, first
+    sums = composed(torch.sum, composed(torch.abs, x), first, given["keepdim"])
+    second -= not given["keepdim"] and second > first
+    return composed(torch.amax if order > 0 else torch.amin, sums, second, given["keepdim"])
+
+
+@rule("reduction", "equal", "allclose")
+def comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of the blocks; true on all ranks if it is on every one."""
+    given = arguments(func, args, kwargs, other=None, rtol=1e-05, atol=1e-08, equal_nan=False)
+    x, y = given.pop("input"), given.pop("other")
+    if func.__name__ == "equal":
+        if tuple(x.shape) != tuple(y.shape):
+            return False
+        given = {}
+    both = [x, y]
+    result = common_layout(func, both)
+    site = site_of(machine_of(x if isinstance(x, SplitTensor) else y), func)
+    blocks = [
+        as_part(site, each, part_for(each.shape, result), result, at).detach() for at, each in enumerate(both)
+    ]
+    alike = torch.tensor([bool(func(*blocks, **given))])
+    return bool(reduced(site, alike, result.partition.ranks, "min"))

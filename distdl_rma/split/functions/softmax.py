@@ -1,0 +1,74 @@
+"""Softmax over split and unsplit dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split.moves import reduced
+from distdl_rma.split.operands import on_copies
+from distdl_rma.split.reducing import Along, arguments
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, composed
+
+
+class _Softmax(torch.autograd.Function):
+    # Softmax, or its logarithm, over one dimension that is cut.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, along: Along, log: bool) -> torch.Tensor:
+        (d,) = along.dims
+        if x.shape[d]:
+            most = x.amax(d, True)
+            # Of a row of -inf nothing is left, as in torch.
+            local = torch.cat([most, (x - most).exp().sum(d, keepdim=True)], d)
+        else:
+            local = x
+        pairs = along.together(local, "maxima and sums", 2).unflatten(d, (-1, 2))
+        tops, sums = pairs.unbind(d + 1)
+        most = tops.amax(d, True)
+        # What is -inf on one rank is nothing beside the others.
+        total = torch.where(tops == -torch.inf, 0, sums * (tops - most).exp()).sum(d, keepdim=True)
+        total = torch.where(most == -torch.inf, torch.nan, total)
+        y = x - most - total.log() if log else (x - most).exp() / total
+        ctx.save_for_backward(y)
+        ctx.site, ctx.ranks, ctx.dims, ctx.log = along.site, along.ranks, along.dims, log
+        ctx.machine = along.site.machine
+        return y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (y,) = ctx.saved_tensors
+        weighted = gradient if ctx.log else gradient * y
+        total = weighted.sum(ctx.dims, keepdim=True)
+        total = reduced(ctx.site, total, ctx.ranks, what="gradient, sums")
+        return (gradient - y.exp() * total if ctx.log else weighted - y * total), None, None
+
+
+@rule("reduction", "softmax", "log_softmax", "softmin")
+def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Over a split dimension with the largest elements and sums of all ranks, in one message."""
+    names = {"_stacklevel": 3} if getattr(F, func.__name__) is func else {}
+    given = arguments(func, args, kwargs, dim=None, **names, dtype=None)
+    x, dim, dtype = given["input"], given["dim"], given["dtype"]
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    if func is F.softmin:
+        return composed(torch.softmax, composed(torch.neg, x), _chosen(x, dim), dtype=dtype)
+    along = Along.of(func, x, _chosen(x, dim))
+    if not along.cut:
+        return SplitTensor(func(*(along.local, along.dims[0]), dtype=dtype), along.layout)
+    log = func.__name__ == "log_softmax"
+    local = along.local if dtype is None else along.local.to(dtype)
+    wide, along.local = local.to(sum_dtype(local.dtype)), local.detach()
+    y: torch.Tensor = _Softmax.apply(wide, along, log)  # type: ignore[no-untyped-call]
+    return SplitTensor(y.to(local.dtype), along.layout)
+
+
+def _chosen(x: SplitTensor, dim: int | None) -> int:
+    # What torch chooses where a user does not.
+    return dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1

@@ -1,0 +1,185 @@
+"""What functions along dimensions share: their arguments, results' layouts, and what ranks bring together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index as as_int
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.split import layout as lay
+from distdl_rma.split.moves import all_sum, redistributed
+from distdl_rma.split.operands import machine_of
+from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.tensor import SplitTensor, local_of, refused
+
+# Torch takes these, for those who know numpy.
+_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
+
+
+def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """All arguments of a call by name, ``input`` first; ``out=`` is refused."""
+    found = {"input": None, **defaults}
+    if len(args) > len(found):
+        raise TypeError(f"{func.__name__}() takes at most {len(found)} arguments, got {len(args)}")
+    found.update(zip(found, args, strict=False))
+    for key, value in kwargs.items():
+        name = key if key in found else _ALIASES.get(key, key)
+        if name == "out":
+            if value is not None:
+                raise refused(func, "out= is not supported")
+        elif name not in found:
+            raise TypeError(f"{func.__name__}() got an unexpected argument {key!r}")
+        else:
+            found[name] = value
+    return found
+
+
+def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
+    """Dimensions that a call means, from 0, rising; all of them where it names none."""
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return tuple(range(ndim))
+    given = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return tuple(sorted(positive(d, ndim) for d in given))
+
+
+def positive(dim: Any, ndim: int) -> int:
+    """A dimension from 0; ``IndexError`` as torch has it."""
+    d, most = as_int(dim), max(ndim, 1)
+    if not -most <= d < most:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {d})"
+        )
+    return d % most
+
+
+@dataclass
+class Along:
+    """A split tensor and dimensions of it that a function reduces."""
+
+    site: Site
+    local: torch.Tensor
+    layout: Decomposition
+    dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, func: Any, x: SplitTensor, dim: Any) -> Along:
+        """Dimensions as a call names them."""
+        layout = x._layout
+        return cls(site_of(machine_of(x), func), local_of(x), layout, chosen_dims(dim, len(layout.shape)))
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Grid dimensions that cut what is reduced."""
+        return tuple(g for g, axis in enumerate(self.layout.axes) if axis is not None and axis in self.dims)
+
+    @property
+    def count(self) -> int:
+        """Elements of the whole that become one."""
+        count = 1
+        for d in self.dims:
+            count *= self.layout.shape[d]
+        return count
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks whose elements meet."""
+        return lay.line(self.layout, self.cut)
+
+    def result(self, y: torch.Tensor, keepdim: bool) -> SplitTensor:
+        """Split tensor of a result that has extent 1 where it was reduced."""
+        layout, dims = self.layout, self.dims
+
+        def make() -> Decomposition:
+            order = [None if d in dims else d for d in range(len(layout.shape)) if keepdim or d not in dims]
+            return lay.reordered(lay.whole(layout, dims), order)
+
+        return SplitTensor(y if keepdim else y.squeeze(dims), self.site.kept((layout, dims, keepdim), make))
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum of the ranks' results, which have extent 1 where they were reduced; differentiable."""
+        return all_sum(self.site, y, self.layout, self.cut)
+
+    def partial(self, f: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """What a function makes of the block: extent 1 where it reduces, 0 where the block has nothing."""
+        empty = [d for d in self.dims if not self.local.shape[d]]
+        if not empty:
+            return f(self.local)
+        nothing = self.local.sum(self.dims, keepdim=True)
+        for d in empty:
+            nothing = nothing.narrow(d, 0, 0)
+        return (nothing if dtype.is_complex == nothing.is_complex() else nothing.abs()).to(dtype)
+
+    def together(self, y: torch.Tensor, what: str, each: int = 1) -> torch.Tensor:
+        """What all ranks found, in the order of their blocks, on all of them; blocking, differentiable.
+
+        ``y`` has ``each`` elements in the first reduced dimension, 1 in others, none where the block is
+        empty. The result is for use alike on all ranks.
+        """
+        if not self.cut:
+            return y
+
+        def make() -> tuple[Decomposition, Decomposition]:
+            parts = {}
+            for at, d in enumerate(self.dims):
+                split, n = self.layout.splits[d], each if at == 0 else 1
+                lengths = [stop - start for start, stop in map(split.interval, range(split.parts))]
+                listed = Listed(tuple(n if length else 0 for length in lengths))
+                parts[d] = listed if split.parts > 1 else Balanced(n, 1)
+            source = lay.with_splits(self.layout, parts)
+            return source, lay.whole(source, self.dims)
+
+        source, target = self.site.kept((self.layout, self.dims, each, "partial"), make)
+        return redistributed(self.site, y, source, target, what)
+
+
+def cut_elsewhere(layout: Decomposition, dims: Sequence[int]) -> Decomposition:
+    """A layout in which some dimensions are whole: others are cut instead, copies only where none is left.
+
+    It is the longest one that is neither cut nor among ``dims``, the first of several, and longer than 1.
+    """
+    axes, shape = list(layout.axes), layout.shape
+    splits = dict(enumerate(layout.splits))
+    for g, axis in enumerate(layout.axes):
+        if axis is None or axis not in dims:
+            continue
+        free = [d for d in range(len(shape)) if d not in dims and d not in axes and shape[d] > 1]
+        best = max(free, key=lambda d: shape[d], default=None)
+        splits[axis] = Balanced(shape[axis], 1)
+        axes[g] = best
+        if best is not None:
+            splits[best] = Balanced(shape[best], layout.partition.shape[g])
+    return lay.layout(layout.partition, [splits[d] for d in range(len(shape))], tuple(axes))
+
+
+def with_whole(
+    site: Site, x: SplitTensor, dims: Sequence[int], what: str = "dimensions made whole"
+) -> tuple[torch.Tensor, Decomposition]:
+    """A block in which some dimensions are whole, and its layout; differentiable, blocking if it moves."""
+    layout, dims = x._layout, tuple(dims)
+    if not any(axis in dims for axis in layout.axes):
+        return local_of(x), layout
+    target = site.kept((layout, dims, "whole"), lambda: cut_elsewhere(layout, dims))
+    return redistributed(site, local_of(x), layout, target, what), target
+
+
+def put_back(
+    site: Site, y: torch.Tensor, layout: Decomposition, before: Decomposition, what: str = "moved back"
+) -> SplitTensor:
+    """A result of a function for which dimensions were made whole, cut as its input was.
+
+    Where it has other extents than that, in balanced blocks.
+    """
+    changed = {
+        d: Balanced(n, 1 if split.parts == 1 else split.parts)
+        for d, (n, split) in enumerate(zip(y.shape, before.splits, strict=True))
+        if layout.splits[d].parts == 1 and n != split.extent
+    }
+    source = lay.with_splits(layout, {d: Balanced(split.extent, 1) for d, split in changed.items()})
+    return SplitTensor(
+        redistributed(site, y, source, target := lay.with_splits(before, changed), what), target
+    )

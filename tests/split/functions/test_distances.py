@@ -1,0 +1,58 @@
+"""Distances and similarities of vectors."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import UnsupportedError
+from tests.split.against_whole import block, check
+
+
+def numbers(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_similarities_and_distances(P_world):
+    for function in (
+        F.cosine_similarity,
+        lambda x, y: F.cosine_similarity(x, y, dim=-1, eps=1e-3),
+        F.pairwise_distance,
+        lambda x, y: F.pairwise_distance(x, y, p=1, keepdim=True),
+        torch.nn.PairwiseDistance(p=3),
+    ):
+        check(P_world, function, [numbers(5, 4), numbers(5, 4)])
+        check(P_world, function, [numbers(5, 4)], [numbers(5, 4)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_losses_of_pairs_and_triplets(P_world, reduction):
+    target = torch.tensor([1, -1, 1, 1, -1])
+    check(
+        P_world,
+        lambda x, y, t: F.cosine_embedding_loss(x, y, t, margin=0.1, reduction=reduction),
+        [numbers(5, 4), numbers(5, 4)],
+        [target],
+    )
+    three = [numbers(5, 4), numbers(5, 4), numbers(5, 4)]
+    check(P_world, lambda *x: F.triplet_margin_loss(*x, swap=True, reduction=reduction), three)
+    check(P_world, lambda *x: F.triplet_margin_with_distance_loss(*x, margin=0.5, reduction=reduction), three)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_distances_of_all_pairs(P_world):
+    for p in (1.0, 2.0, 3.0):
+        check(P_world, lambda x, y, p=p: torch.cdist(x, y, p), [numbers(2, 5, 3)], [numbers(2, 4, 3)])
+        check(P_world, lambda x, y, p=p: torch.cdist(x, y, p=p), [numbers(2, 5, 3), numbers(2, 5, 3)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2)
+def test_batches_that_differ_are_refused(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
+    with pytest.raises(UnsupportedError, match="batch"):
+        torch.cdist(block(P_x, numbers(1, 5, 3)), numbers(2, 5, 3))

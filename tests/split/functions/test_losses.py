@@ -1,0 +1,214 @@
+"""Losses of torch."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError, UnsupportedError
+from tests.split.against_whole import block, check
+
+SHAPE = 2, 3, 5, 4
+ROWS = 2, 5, 4
+
+
+def numbers(shape=SHAPE):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def between(shape=SHAPE):
+    return (torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1).requires_grad_()
+
+
+def signs(shape=SHAPE):
+    return torch.randint(0, 2, shape).double() * 2 - 1
+
+
+POINTWISE = {
+    "mse": (F.mse_loss, numbers, numbers),
+    "l1": (F.l1_loss, numbers, numbers),
+    "smooth_l1": (lambda x, y, **k: F.smooth_l1_loss(x, y, beta=0.5, **k), numbers, numbers),
+    "huber": (lambda x, y, **k: F.huber_loss(x, y, delta=0.7, **k), numbers, numbers),
+    "bce": (F.binary_cross_entropy, between, between),
+    "bce_with_logits": (F.binary_cross_entropy_with_logits, numbers, between),
+    "kl_div": (F.kl_div, numbers, between),
+    "kl_div log": (lambda x, y, **k: F.kl_div(x, y, log_target=True, **k), numbers, numbers),
+    "poisson": (lambda x, y, **k: F.poisson_nll_loss(x, y, full=True, **k), numbers, between),
+    "gaussian": (lambda x, y, **k: F.gaussian_nll_loss(x, y, torch.exp(y), full=True, **k), numbers, numbers),
+    "soft_margin": (F.soft_margin_loss, numbers, signs),
+    "hinge": (F.hinge_embedding_loss, numbers, signs),
+    "margin_ranking": (lambda x, y, **k: F.margin_ranking_loss(x, 2 * x, y, margin=0.1, **k), numbers, signs),
+    "multilabel_soft_margin": (F.multilabel_soft_margin_loss, numbers, between),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 3, 4)
+@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_losses_of_elements(P_world, name, reduction):
+    function, first, second = POINTWISE[name]
+    check(P_world, lambda x, y: function(x, y, reduction=reduction), [first(), second()])
+    check(P_world, lambda x, y: function(x, y, reduction=reduction), [first()], [second()])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+def test_options_of_losses_of_elements(P_world):
+    weight, positive = torch.rand(SHAPE, dtype=torch.float64), torch.rand(3, 1, 1, dtype=torch.float64)
+    check(P_world, lambda x, y: F.kl_div(x, y, reduction="batchmean"), [numbers(), between()])
+    check(P_world, lambda x, y: F.mse_loss(x, y, reduce=False), [numbers(), numbers()])
+    check(P_world, lambda x, y: F.mse_loss(x, y, size_average=False), [numbers(), numbers()])
+    for loss in (F.mse_loss, F.l1_loss, F.huber_loss):
+        for reduction in ("none", "sum", "mean"):
+            check(
+                P_world,
+                lambda x, y, w, loss=loss, r=reduction: loss(x, y, weight=w, reduction=r),
+                [numbers(), numbers()],
+                [weight],
+            )
+    check(P_world, F.binary_cross_entropy, [between(), between()], [weight])
+    check(
+        P_world,
+        lambda x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=p),
+        [numbers(), between()],
+        [weight, positive.requires_grad_()],
+    )
+    check(P_world, torch.nn.BCEWithLogitsLoss(reduction="sum"), [numbers()], [between()])
+    check(P_world, lambda x, y: F.gaussian_nll_loss(x, y, 2.0), [numbers(), numbers()])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_with_indices(P_world, reduction, smoothing):
+    target = torch.randint(0, 3, ROWS)
+    target[:, 1] = 1
+    target[0, 0, 0] = -100
+    weight = torch.rand(3, dtype=torch.float64)
+
+    def loss(x, y, w=None):
+        return F.cross_entropy(x, y, w, ignore_index=1, reduction=reduction, label_smoothing=smoothing)
+
+    valid = torch.where(target < 0, 1, target)
+    check(P_world, loss, [numbers()], [valid])
+    check(P_world, loss, [numbers()], [valid, weight])
+    check(
+        P_world,
+        lambda x, y: F.cross_entropy(x, y, reduction=reduction, label_smoothing=smoothing),
+        [numbers()],
+        [target],
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_cross_entropy_with_probabilities_and_nll(P_world, reduction):
+    weight, target = torch.rand(3, dtype=torch.float64), torch.randint(0, 3, ROWS)
+    for smoothing in (0.0, 0.2):
+        check(
+            P_world,
+            lambda x, y, w, s=smoothing: F.cross_entropy(x, y, w, reduction=reduction, label_smoothing=s),
+            [numbers(), between()],
+            [weight],
+        )
+    check(P_world, lambda x, y: F.cross_entropy(x, y, reduction=reduction), [numbers()], [between()])
+    check(P_world, lambda x, y, w: F.nll_loss(x, y, w, reduction=reduction), [numbers()], [target, weight])
+    check(P_world, lambda x, y: F.nll_loss(x, y, ignore_index=0, reduction=reduction), [numbers()], [target])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("shape", [(6, 5), (2, 3), (4, 3, 2), (5,)])
+def test_classes_of_vectors_and_empty_blocks(P_world, shape):
+    target = torch.randint(0, shape[min(1, len(shape) - 1)], shape[:1] + shape[2:] if len(shape) > 1 else ())
+    check(P_world, F.cross_entropy, [numbers(shape)], [target])
+    check(P_world, lambda x, y: F.nll_loss(x.log_softmax(min(1, x.dim() - 1)), y), [numbers(shape)], [target])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_split_targets(P_world):
+    target = torch.randint(0, 3, ROWS)
+
+    def indices(x):
+        return F.cross_entropy(x, x.detach().argmax(1)), F.cross_entropy(
+            x, x.detach().argmin(1), reduction="sum"
+        )
+
+    check(P_world, indices, [numbers()])
+    check(P_world, F.cross_entropy, [numbers()], [target])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2)
+def test_what_does_not_fit_is_an_error(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    x = block(P_x, numbers())
+    with pytest.raises(ShapeError, match="indices of classes have shape"):
+        F.cross_entropy(x, torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="must be the same"):
+        F.binary_cross_entropy(x, torch.zeros(2, 1, 1, 1, dtype=torch.float64))
+    with pytest.raises(UnsupportedError, match="ctc_loss"):
+        F.ctc_loss(x, torch.zeros(2, 2), (1, 1), (1, 1))
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_margins_between_classes(P_world):
+    target, weight = torch.randint(0, 4, (5,)), torch.rand(4, dtype=torch.float64)
+    for reduction in ("none", "sum", "mean"):
+        check(
+            P_world,
+            lambda x, y, w, r=reduction: F.multi_margin_loss(x, y, weight=w, reduction=r),
+            [numbers((5, 4))],
+            [target, weight],
+        )
+        check(
+            P_world,
+            lambda x, y, r=reduction: F.multilabel_margin_loss(x, y, reduction=r),
+            [numbers((5, 4))],
+            [torch.tensor([[3, 0, -1, 1]] * 5)],
+        )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_short_types(P_world, dtype):
+    x, y = torch.randn(SHAPE).to(dtype), torch.randn(SHAPE).to(dtype)
+    check(P_world, F.mse_loss, [x, y], gradients=False, atol=4 * torch.finfo(dtype).eps)
+    check(
+        P_world,
+        F.cross_entropy,
+        [x],
+        [torch.randint(0, 3, ROWS)],
+        gradients=False,
+        atol=8 * torch.finfo(dtype).eps,
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_losses_of_a_user(P_world):
+    def focal(x, y):
+        p = x.sigmoid()
+        return -(y * (1 - p) ** 2 * F.logsigmoid(x) + (1 - y) * p**2 * F.logsigmoid(-x)).mean()
+
+    def tversky(x, y):
+        p = x.softmax(1)
+        hit, miss, wrong = (p * y).sum((0, 2, 3)), ((1 - p) * y).sum((0, 2, 3)), (p * (1 - y)).sum((0, 2, 3))
+        return (1 - (hit + 1) / (hit + 0.3 * miss + 0.7 * wrong + 1)).sum()
+
+    def weighted(x, y):
+        return 0.5 * F.mse_loss(x, y) + 0.1 * (x - y).abs().amax() + 0.01 * x.norm() / y.norm()
+
+    def relative(x, y):
+        return (x - y).norm(dim=(2, 3)).div(y.norm(dim=(2, 3))).mean()
+
+    for loss in (focal, tversky, weighted, relative):
+        check(P_world, loss, [numbers(), between()])
+        check(P_world, loss, [numbers()], [between()])

@@ -1,0 +1,221 @@
+"""Sums, products, variances, norms."""
+
+import pytest
+import torch
+
+from distdl_rma.errors import UnsupportedError
+from tests.split.against_whole import block, check, grids
+
+SHAPE = 2, 3, 5, 4
+DIMS = [None, 2, (2, 3), (0, 2, 3), -1, (1,)]
+
+
+def numbers(shape=SHAPE):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 3, 4)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("function", [torch.sum, torch.mean, torch.nansum, torch.nanmean])
+def test_sums(P_world, function, dim, keepdim):
+    check(P_world, lambda x: function(x, dim, keepdim), [numbers()])
+    with_nan = numbers().detach()
+    with_nan[1, 2, 3, 3] = torch.nan
+    check(
+        P_world, lambda x: function(x, dim=dim, keepdim=keepdim), [with_nan.requires_grad_()], gradients=False
+    )
+
+
+@pytest.mark.mpi
+def test_forms_of_arguments(P_world):
+    x = numbers()
+    for function in (
+        lambda x: x.sum(),
+        lambda x: x.sum(-1, True),
+        lambda x: x.mean(axis=(2, 3), keepdims=True),
+        lambda x: x.float().sum(dim=[1, 2], dtype=torch.float64),
+        lambda x: torch.sum(input=x, dim=2),
+        lambda x: x.mean((-1, -2)),
+        lambda x: x.var(unbiased=False),
+        lambda x: x.var(False),
+        lambda x: x.std((2, 3), True, True),
+        lambda x: torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True),
+    ):
+        check(P_world, function, [x])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 3, 4)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("function", [torch.var, torch.std, torch.var_mean, torch.std_mean])
+@pytest.mark.parametrize("correction", [0, 1, None])
+def test_variances(P_world, function, dim, correction):
+    check(P_world, lambda x: function(x, dim, correction=correction, keepdim=True), [numbers()])
+
+
+@pytest.mark.mpi
+def test_a_standard_deviation_of_equal_elements(P_world):
+    check(P_world, lambda x: x.std((1, 2)), [torch.ones(2, 4, 3, dtype=torch.float64, requires_grad=True)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_products_and_logarithms_of_sums(P_world):
+    x = numbers().detach()
+    x[0, 1, 2, 3] = 0
+    x.requires_grad_()
+    check(P_world, torch.prod, [x])
+    for dim in range(4):
+        check(P_world, lambda x, dim=dim: x.prod(dim, keepdim=True), [x])
+        check(P_world, lambda x, dim=dim: x.logsumexp(dim), [x])
+    check(P_world, lambda x: torch.logsumexp(x, (0, -1), keepdim=True), [x])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("shape", [(2, 3, 2, 1), (1, 1, 2, 2), (4,)])
+def test_empty_blocks(P_world, shape):
+    for function in (
+        torch.sum,
+        torch.mean,
+        torch.prod,
+        torch.std,
+        lambda x: x.logsumexp(0),
+        lambda x: x.norm(3),
+        lambda x: (x > 0).any(),
+        lambda x: (x > 0).all(-1),
+    ):
+        check(P_world, function, [numbers(shape)])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+def test_whole_numbers(P_world, dtype):
+    x = torch.randint(0, 2, SHAPE).to(dtype)
+    for function in (
+        torch.sum,
+        lambda x: x.sum((2, 3), keepdim=True),
+        lambda x: x.prod(2),
+        torch.any,
+        torch.all,
+        lambda x: torch.any(x, 2),
+        lambda x: x.all((2, 3), keepdim=True),
+        torch.count_nonzero,
+        lambda x: x.count_nonzero((0, 2)),
+        lambda x: x.double().mean(),
+        lambda x: torch.mean(x, 2, dtype=torch.float64),
+    ):
+        check(P_world, function, [x], gradients=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_types_are_summed_in_longer_ones(P_world, dtype):
+    x = (torch.rand(SHAPE) + 0.5).to(dtype)
+    for function in (lambda x: x.sum((2, 3)), torch.mean, lambda x: x.std(2), lambda x: x.norm()):
+        check(
+            P_world,
+            function,
+            [x],
+            gradients=False,
+            atol=2 * torch.finfo(dtype).eps * float(function(x).abs().max()),
+        )
+
+
+@pytest.mark.mpi
+def test_means_of_whole_numbers_are_an_error_as_in_torch(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
+    x = block(P_x, torch.ones(2, 5, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="mean"):
+        x.mean()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("order", [2, 1, 3, 0.5, 2.5, float("inf"), -float("inf"), 0])
+def test_vector_norms(P_world, order):
+    for dim in (None, 2, (2, 3), (0, 2, 3)):
+        check(P_world, lambda x, dim=dim: torch.linalg.vector_norm(x, order, dim, keepdim=True), [numbers()])
+    check(P_world, lambda x: x.norm(order, 1), [numbers()])
+
+
+@pytest.mark.mpi
+def test_other_norms(P_world):
+    for function in (
+        torch.norm,
+        lambda x: x.norm(dim=(1, 2)),
+        lambda x: torch.norm(x, p=1, dim=2, keepdim=True),
+        lambda x: torch.norm(x, "fro", (2, 3)),
+        torch.linalg.norm,
+        lambda x: torch.linalg.norm(x, 1, (2, 3)),
+        torch.linalg.matrix_norm,
+        lambda x: torch.linalg.matrix_norm(x, -float("inf"), keepdim=True),
+        lambda x: torch.linalg.norm(x, dim=1),
+    ):
+        check(P_world, function, [numbers()])
+    check(P_world, torch.dist, [numbers(), numbers()])
+    check(P_world, lambda x, y: torch.dist(x, y, 1), [numbers()], [numbers()])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2)
+def test_singular_values_are_refused(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
+    for order in ("nuc", 2):
+        with pytest.raises(UnsupportedError, match="singular values"):
+            torch.linalg.matrix_norm(block(P_x, torch.ones(4, 5)), order)
+
+
+@pytest.mark.mpi
+def test_a_norm_of_zeros_has_the_gradient_0(P_world):
+    check(P_world, lambda x: x.norm(), [torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_complex_numbers(P_world):
+    x = torch.randn(SHAPE, dtype=torch.complex128, requires_grad=True)
+    for function in (
+        torch.sum,
+        lambda x: x.mean(2),
+        lambda x: x.prod(2),
+        torch.norm,
+        lambda x: x.var((2, 3)),
+    ):
+        check(P_world, function, [x])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_comparisons(P_world):
+    x = numbers().detach()
+    y = x.clone()
+    y[1, 2, 4, 3] += 1e-3
+    for shape in grids(4, P_world.size):
+        P_x = P_world.create_cartesian_topology_partition(shape)
+        one, other = block(P_x, x), block(P_x, y)
+        assert torch.equal(one, x)
+        assert not one.equal(other)
+        assert not torch.allclose(one, other)
+        assert torch.allclose(one, y, atol=1e-2)
+        assert not torch.equal(one, x[0])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_results_are_used_beside_blocks(P_world):
+    def normalised(x):
+        mean, std = x.mean((2, 3), keepdim=True), x.std((2, 3), keepdim=True)
+        return (x - mean) / (std + 1e-3)
+
+    def dice(x, y):
+        x = x.sigmoid()
+        overlap, total = (x * y).sum((2, 3)), x.sum((2, 3)) + y.sum((2, 3))
+        return 1 - ((2 * overlap + 1) / (total + 1)).mean()
+
+    check(P_world, normalised, [numbers()])
+    check(P_world, dice, [numbers(), torch.rand(SHAPE, dtype=torch.float64)])
+    check(P_world, dice, [numbers()], [torch.rand(SHAPE, dtype=torch.float64)])
