@@ -64,8 +64,8 @@ def extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along = Along.of(func, given["input"], given["dim"])
     if func.__name__ != "aminmax":
         return _extreme(along, func.__name__ == "amax", given["keepdim"], False)
-    both = (_extreme(along, largest, given["keepdim"], False) for largest in (False, True))
-    return torch.return_types.aminmax(tuple(both))  # type: ignore[attr-defined]
+    low, high = (_extreme(along, largest, given["keepdim"], False) for largest in (False, True))
+    return torch.return_types.aminmax((low, high))
 
 
 @rule("reduction", "max", "min")

@@ -223,8 +223,8 @@ def _count(
         return math.prod(rows.shape)
     counted = truth != given["ignore_index"]
     if weight is None:
-        return counted.sum()
-    return (weight[torch.where(counted, truth, 0).long()] * counted).sum()
+        return torch.sum(counted)
+    return torch.sum(weight[torch.where(counted, truth, 0).long()] * counted)
 
 
 def _over_split_classes(

@@ -1,0 +1,101 @@
+"""Fourier transforms, and complex numbers as pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.split import layout as lay
+from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.reducing import arguments, positive, put_back, with_whole
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, local_of
+
+_ONE = "fft ifft rfft irfft hfft ihfft".split()
+_TWO = [f"{name}2" for name in _ONE]
+_MANY = [f"{name}n" for name in _ONE]
+
+
+@rule("movement", *(getattr(torch.fft, name) for name in (*_ONE, *_TWO, *_MANY)))
+def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where a transformed dimension is split, another one is cut meanwhile, and the result goes back.
+
+    Split dimensions whose extent changes are in balanced blocks then. If no other dimension is left to be
+    cut, every rank transforms the same.
+    """
+    name = func.__name__.removeprefix("fft_")
+    if name in _ONE:
+        given = arguments(func, args, kwargs, n=None, dim=-1, norm=None)
+    else:
+        given = arguments(func, args, kwargs, s=None, dim=(-2, -1) if name in _TWO else None, norm=None)
+    x, dim, extents = given.pop("input"), given["dim"], given.get("s")
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    ndim = x.dim()
+    if dim is None:
+        dims = tuple(range(ndim - len(extents) if extents is not None else 0, ndim))
+    else:
+        dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+    site = site_of(machine_of(x), func)
+    local, layout = with_whole(site, x, dims, "transformed dimensions made whole")
+    # Blocks without elements are not for the transform's kernels.
+    given["dim"] = dims if name not in _ONE else dims[0]
+    return put_back(site, _on_block(func, local, given), layout, x._layout)
+
+
+def _on_block(func: Any, local: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    y: torch.Tensor
+    if local.numel():
+        y = func(local, **given)
+        return y
+    empty = [d for d, n in enumerate(local.shape) if not n]
+    one = local.new_zeros([1 if d in empty else n for d, n in enumerate(local.shape)])
+    y = func(one + local.sum(), **given)
+    for d in empty:
+        y = y.narrow(d, 0, 0)
+    return y
+
+
+@rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
+def shift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As the transforms."""
+    given = arguments(func, args, kwargs, dim=None)
+    x, dim = given["input"], given["dim"]
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    each = range(x.dim()) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = tuple(positive(d, x.dim()) for d in each)
+    site = site_of(machine_of(x), func)
+    local, layout = with_whole(site, x, dims, "shifted dimensions made whole")
+    return put_back(site, func(local, dims), layout, x._layout)
+
+
+@rule("pointwise", torch.Tensor.real.__get__, torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
+def part_of_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block."""
+    return SplitTensor(func(local_of(args[0])), args[0]._layout)
+
+
+@rule("pointwise", "view_as_real")
+def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block; the last dimension is new, and whole."""
+    x = arguments(func, args, kwargs)["input"]
+    ndim = x.dim()
+    layout = lay.with_splits(lay.reordered(x._layout, [*range(ndim), None]), {ndim: Balanced(2, 1)})
+    return SplitTensor(func(local_of(x)), layout)
+
+
+@rule("pointwise", "view_as_complex")
+def view_as_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block; the last dimension, if it is split, is made whole first."""
+    x = arguments(func, args, kwargs)["input"]
+    last = x.dim() - 1
+    if x.shape[last] != 2:
+        return func(torch.empty(tuple(x.shape), dtype=x.dtype))  # type: ignore[no-any-return]  # an error
+    local, layout = with_whole(site_of(machine_of(x), func), x, (last,))
+    moved = layout is not x._layout
+    y = func(local.contiguous() if moved else local)
+    return SplitTensor(y, lay.reordered(layout, range(last)), copy_of=x._local if moved else None)
