@@ -1,5 +1,6 @@
 """The rules of the table, one file for each kind of function; importing them fills it."""
 
+from distdl_rma.split.functions import along as along
 from distdl_rma.split.functions import convolutions as convolutions
 from distdl_rma.split.functions import creation as creation
 from distdl_rma.split.functions import distances as distances

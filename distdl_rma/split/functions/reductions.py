@@ -146,9 +146,9 @@ def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
     # Norm of the ranks' norms, with extent 1 in the dimensions.
     def norm(y: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(
-            y, order, along.dims, True, dtype=dtype if y.is_floating_point() else None
-        )
+        kind = dtype if y.is_floating_point() else None
+        found: torch.Tensor = torch.linalg.vector_norm(y, order, along.dims, True, dtype=kind)
+        return found
 
     y = along.partial(norm, dtype)
     return norm(along.together(y, "norms of ranks")) if along.cut else y

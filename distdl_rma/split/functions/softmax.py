@@ -33,7 +33,7 @@ class _Softmax(torch.autograd.Function):
         # What is -inf on one rank is nothing beside the others.
         total = torch.where(tops == -torch.inf, 0, sums * (tops - most).exp()).sum(d, keepdim=True)
         total = torch.where(most == -torch.inf, torch.nan, total)
-        y = x - most - total.log() if log else (x - most).exp() / total
+        y: torch.Tensor = x - most - total.log() if log else (x - most).exp() / total
         ctx.save_for_backward(y)
         ctx.site, ctx.ranks, ctx.dims, ctx.log = along.site, along.ranks, along.dims, log
         ctx.machine = along.site.machine

@@ -1,0 +1,136 @@
+"""Functions along dimensions that have to be whole, such as sorting; another one is cut meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.reductions import summed_dtype
+from distdl_rma.split.moves import redistributed, to_blocks
+from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.reducing import Along, arguments, chosen_dims, positive, put_back, with_whole
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, mapped, refused, tensors_in
+
+
+@rule("reduction", "cumsum")
+def running_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the block, and onto it the sums of the blocks before it."""
+    given = arguments(func, args, kwargs, dim=None, dtype=None)
+    x = given["input"]
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    along = Along.of(func, x, (given["dim"],))
+    (d,), dtype = along.dims, summed_dtype(along.local, given["dtype"])
+    values = along.local if given["dtype"] is None else along.local.to(dtype)
+    wide = sum_dtype(dtype)
+    y = values.cumsum(d, dtype=wide)
+    if along.cut:
+        along.local = values
+        sums = along.together(along.partial(lambda v: v.sum(d, True, dtype=wide), wide), "sums of ranks")
+        # Every rank uses those before it only.
+        sums = to_blocks(along.site, sums, along.layout, along.cut, " of the sums")
+        split, start = along.layout.splits[d], along.layout.box(along.layout.partition.me).bounds[d][0]
+        ends = [split.interval(part) for part in range(split.parts)]
+        before = sum(stop <= start for low, stop in ends if stop > low)
+        y = y + sums.narrow(d, 0, before).sum(d, keepdim=True)
+    return SplitTensor(y.to(dtype), along.layout)
+
+
+# Names, the arguments behind the input, and whether the results have all of the dimension.
+_ALONG: dict[str, tuple[dict[str, Any], bool]] = {
+    "cumprod": ({"dim": None, "dtype": None}, True),
+    "logcumsumexp": ({"dim": None}, True),
+    "cummax": ({"dim": None}, True),
+    "cummin": ({"dim": None}, True),
+    "argsort": ({"dim": -1, "descending": False, "stable": False}, True),
+    "sort": ({"dim": -1, "descending": False, "stable": None}, True),
+    "msort": ({"dim": 0}, True),
+    "topk": ({"k": None, "dim": -1, "largest": True, "sorted": True}, False),
+    "kthvalue": ({"k": None, "dim": -1, "keepdim": False}, False),
+    "mode": ({"dim": -1, "keepdim": False}, False),
+    "median": ({"dim": None, "keepdim": False}, False),
+    "nanmedian": ({"dim": None, "keepdim": False}, False),
+    "quantile": ({"q": None, "dim": None, "keepdim": False, "interpolation": "linear"}, False),
+    "nanquantile": ({"q": None, "dim": None, "keepdim": False, "interpolation": "linear"}, False),
+    "diff": ({"n": 1, "dim": -1, "prepend": None, "append": None}, False),
+}
+
+
+@rule("movement", *_ALONG)
+def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dimension is made whole and another one cut; results of the same shape go back to the cut before.
+
+    Without another one, or of all elements, every rank gets all of the tensor.
+    """
+    defaults, stays = _ALONG[func.__name__]
+    if func.__name__ in ("sort", "argsort") and len(args) > 1 and isinstance(args[1], bool):
+        # The other form, with ``stable`` first.
+        return along_whole_dimension(func, args[:1], {"stable": args[1], **kwargs})
+    given = arguments(func, args, kwargs, **defaults)
+    x, dim = given.pop("input"), given["dim"]
+    _check(func, x, given)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    site, ndim = site_of(machine_of(x), func), x.dim()
+    dims, keepdim = chosen_dims(dim, ndim), given.get("keepdim", True)
+    local, layout = with_whole(site, x, dims)
+    if dim is not None:
+        given["dim"] = positive(dim, ndim)
+    elif func.__name__.endswith("median"):
+        keepdim = given.pop("keepdim")
+    options = {name: value for name, value in given.items() if value is not None}
+    empty = [d for d in range(ndim) if not local.shape[d]]
+    if empty:
+        # One element instead, in the graph, since kernels need not care for blocks that have none.
+        one = local.new_zeros([max(n, 1) for n in local.shape])
+        local = one + local.sum().to(local.dtype)
+    result = func(local) if func.__name__ == "msort" else func(local, **options)
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        order = _order(y.dim(), ndim, dims, keepdim)
+        for at, d in enumerate(order):
+            y = y.narrow(at, 0, 0) if d in empty else y
+        if stays:
+            return put_back(site, y, layout, x._layout)
+        target = lay.reordered(lay.whole(layout, dims), order)
+        changed = {at: Balanced(y.shape[at], 1) for at, d in enumerate(order) if d is None}
+        return SplitTensor(y, lay.with_splits(target, changed))
+
+    return mapped(split, result)
+
+
+def _check(func: Any, x: Any, given: dict[str, Any]) -> None:
+    others = tensors_in(given)
+    if not isinstance(x, SplitTensor) or any(isinstance(y, SplitTensor) and y.is_split for y in others):
+        raise refused(func, "an argument beside the input is split")
+    if x.is_split and func.__name__ == "diff" and others:
+        raise refused(func, "with what is to come before or behind the input")
+
+
+def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list[int | None]:
+    # Which dimension of the input each one of a result is; None where it is new, or has another extent.
+    rest: list[int | None] = [None if d in dims else d for d in range(before) if keepdim or d not in dims]
+    return [None] * (ndim - len(rest)) + rest
+
+
+@rule("movement", *"unique unique_consecutive histc histogram bincount nonzero corrcoef cov".split())
+def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
+    split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]
+    site, numbers = site_of(machine_of(split[0]), func), {id(x): at for at, x in enumerate(split)}
+
+    def all_of(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, SplitTensor) or not x.is_split:
+            return x
+        target = lay.replicated(x.partition, x._layout.shape)
+        return SplitTensor(
+            redistributed(site, x._local, x._layout, target, f"all of operand {numbers[id(x)]}"), target
+        )
+
+    return on_copies(func, mapped(all_of, args), mapped(all_of, kwargs))
