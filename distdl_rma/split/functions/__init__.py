@@ -6,6 +6,8 @@ from distdl_rma.split.functions import creation as creation
 from distdl_rma.split.functions import distances as distances
 from distdl_rma.split.functions import extremes as extremes
 from distdl_rma.split.functions import fourier as fourier
+from distdl_rma.split.functions import indexing as indexing
+from distdl_rma.split.functions import joining as joining
 from distdl_rma.split.functions import losses as losses
 from distdl_rma.split.functions import norms as norms
 from distdl_rma.split.functions import planes as planes

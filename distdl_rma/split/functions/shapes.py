@@ -40,7 +40,11 @@ def frozen(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return tuple(argument.shape)
     if isinstance(argument, (list, tuple)):
-        return tuple(frozen(each) for each in argument)
+        # Numbers may come as tensors.
+        return tuple(
+            each.item() if type(each) is torch.Tensor and not each.dim() else frozen(each)
+            for each in argument
+        )
     if isinstance(argument, dict):
         return tuple((key, frozen(each)) for key, each in argument.items())
     return argument
@@ -125,7 +129,7 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(x, (list, tuple)) or (func.__name__.startswith("atleast") and rest):
         return type(x)(composed(func, each) for each in (x if not rest else (x, *rest)))
     if func.__name__ in ("view_as", "reshape_as"):
-        func, rest, kwargs = getattr(_T, func.__name__[:-3]), tuple(frozen((*rest, *kwargs.values()))), {}
+        func, rest, kwargs = getattr(_T, func.__name__[:-3]), (frozen((*rest, *kwargs.values())[0]),), {}
         if not isinstance(x, SplitTensor):
             return func(x, *rest)
     if not isinstance(x, SplitTensor):
@@ -177,7 +181,7 @@ def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank expands its block; dimensions that become longer are whole on all ranks."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if func is _T.expand_as:
-        func, rest, kwargs = _T.expand, tuple(frozen((*rest, *kwargs.values()))), {}
+        func, rest, kwargs = _T.expand, (frozen((*rest, *kwargs.values())[0]),), {}
     if not isinstance(x, SplitTensor):
         return func(x, *rest, **kwargs)
     shape = derived(

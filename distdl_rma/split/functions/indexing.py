@@ -1,0 +1,409 @@
+"""Parts of tensors by numbers, slices, masks and tensors of indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced, Split
+from distdl_rma.split import cuts
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.pointwise import pointwise
+from distdl_rma.split.functions.shapes import (
+    argument,
+    cut_as,
+    derived,
+    frozen,
+    on_shape,
+    seen_of,
+    tensor_and_rest,
+    uncut,
+    whole_along,
+)
+from distdl_rma.split.moves import redistributed, reduced
+from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, local_of, refused
+
+_T: Any = torch.Tensor
+_REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
+
+
+def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
+    """An interval of a dimension, of which each rank keeps what it has."""
+    return _cut_out(x, ((dim, start, start + length, 1),))
+
+
+def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> SplitTensor:
+    # Slices of some dimensions, each from, to and by which step.
+    def make() -> tuple[Decomposition, tuple[slice, ...]]:
+        splits: dict[int, Split] = {}
+        place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
+        for dim, start, stop, step in slices:
+            splits[dim], within = cuts.sliced(x._layout.splits[dim], start, stop, step)
+            part = place[x._layout.axes.index(dim)] if dim in x._layout.axes else 0
+            local[dim] = slice(*within[part], step)
+        return lay.with_splits(x._layout, splits), tuple(local)
+
+    layout, here = derived(x, ("slices", slices), make)
+    return seen_of(x, local_of(x)[here], layout)
+
+
+def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
+    # One element of a dimension: every rank along it gets it.
+    extent = x._layout.shape[dim]
+    if not -extent <= at < extent:
+        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {extent}")
+    at %= extent
+    moved = dim in x._layout.axes
+    if moved:
+        x = _cut_out(x, ((dim, at, at + 1, 1),))
+        target = lay.whole(x._layout, (dim,))
+        local, at = cut_as(site_of(machine_of(x), func), x, target, f"element of dim {dim}"), 0
+    else:
+        local, target = local_of(x), x._layout
+    order = [d for d in range(len(target.shape)) if d != dim]
+    layout = derived(x, ("element", target, dim), lambda: lay.reordered(target, order))
+    return seen_of(x, local.select(dim, at), layout, moved)
+
+
+@rule("movement", "narrow", "select")
+def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank keeps what it has of an interval; one element of a cut dimension goes to all."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "where it begins is on many ranks")
+    dim = argument(0, "dim", rest, kwargs, 0)
+    if func.__name__.startswith("select"):
+        on_shape(x).select(dim, 0)
+        return _one(func, x, dim % len(x._layout.shape), int(argument(1, "index", rest, kwargs, 0)))
+    found = func(on_shape(x), *(int(each) for each in rest), **kwargs)
+    dim %= len(x._layout.shape)
+    start = int(argument(1, "start", rest, kwargs, 0))
+    return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, found.shape[dim])
+
+
+@rule("movement", "unbind", _T.__iter__)
+def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every element of a dimension; of a cut one each goes to all ranks."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    iterates = func is _T.__iter__
+    dim = 0 if iterates else argument(0, "dim", rest, kwargs, 0)
+    on_shape(x).unbind(dim)
+    dim %= len(x._layout.shape)
+    local, layout = whole_along(site_of(machine_of(x), func), x, [dim])
+    order = [d for d in range(len(layout.shape)) if d != dim]
+    result = derived(x, ("element", layout, dim), lambda: lay.reordered(layout, order))
+    found = tuple(seen_of(x, each, result, layout is not x._layout) for each in local.unbind(dim))
+    return iter(found) if iterates else found
+
+
+def _is_index(each: Any) -> bool:
+    return isinstance(each, (torch.Tensor, list, range, np.ndarray)) or (
+        isinstance(each, tuple) and not hasattr(each, "__index__")
+    )
+
+
+def _number(each: Any) -> Any:
+    # A tensor of one integer is a number to torch as well.
+    if isinstance(each, torch.Tensor):
+        if each.dim() or each.dtype == torch.bool:
+            return each
+        return int(each._local if isinstance(each, SplitTensor) else each)
+    return int(each) if hasattr(each, "__index__") and not isinstance(each, (bool, np.ndarray)) else each
+
+
+@rule("movement", _T.__getitem__)
+def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Slices keep what each rank has; one element of a cut dimension goes to all ranks.
+
+    Dimensions that tensors of indices and masks choose from are not cut: another one is cut instead.
+    """
+    x, index = args
+    given = [_number(each) for each in (index if isinstance(index, tuple) else (index,))]
+    if not isinstance(x, SplitTensor):
+        return _looked_up(func, x, given)
+    spent = sum(
+        each.dim() if _is_mask(each) else not (each is None or each is Ellipsis)
+        for each in map(_tensor, given)
+    )
+    if spent > len(x._layout.shape):
+        raise IndexError(f"too many indices for tensor of dimension {len(x._layout.shape)}")
+    if any(each is True or each is False for each in given):
+        raise refused(func, "an index is a Python bool")
+    rest = [slice(None)] * (len(x._layout.shape) - spent)
+    if Ellipsis in [each for each in given if not _is_index(each)]:
+        at = next(n for n, each in enumerate(given) if each is Ellipsis)
+        given[at : at + 1] = rest
+    else:
+        given += rest
+    y, chosen = _basic(func, x, given)
+    return _chosen(func, y, chosen) if chosen else y
+
+
+def _tensor(each: Any) -> Any:
+    # Lists, ranges and arrays of indices as tensors.
+    return (
+        each if not _is_index(each) or isinstance(each, torch.Tensor) else torch.as_tensor(np.asarray(each))
+    )
+
+
+def _is_mask(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+
+
+def _basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
+    # What numbers, slices and None do; and the tensors of indices by the dimension of that.
+    chosen: dict[int, torch.Tensor] = {}
+    slices, numbers, news, dim, at = [], [], [], 0, 0
+    for each in map(_tensor, given):
+        if each is None:
+            news.append(at)
+            at += 1
+        elif isinstance(each, int):
+            numbers.append((dim, each))
+            dim += 1
+        elif isinstance(each, slice):
+            slices += _bounds(each, dim, x._layout.shape[dim])
+            dim, at = dim + 1, at + 1
+        elif isinstance(each, torch.Tensor):
+            chosen[at] = each
+            wide = each.dim() if _is_mask(each) else 1
+            dim, at = dim + wide, at + wide
+        else:
+            raise TypeError(f"{type(each).__name__} is no index of a tensor")
+    y = _cut_out(x, tuple(slices))
+    for dim, number in reversed(numbers):
+        y = _one(func, y, dim, number)
+    return _with_new(y, news) if news else y, chosen
+
+
+def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, int]]:
+    # A slice as dimension, start, stop and step; nothing if it is all.
+    start, stop, step = given.indices(extent)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    return [] if (start, stop, step) == (0, extent, 1) else [(dim, start, max(start, stop), step)]
+
+
+def _with_new(y: SplitTensor, news: Sequence[int]) -> SplitTensor:
+    # New dimensions of extent 1 at these places of the result.
+    order: list[int | None] = list(range(len(y._layout.shape)))
+    local = local_of(y)
+    for at in news:
+        order.insert(at, None)
+        local = local.unsqueeze(at)
+    return seen_of(y, local, derived(y, ("new", tuple(order)), lambda: lay.reordered(y._layout, order)))
+
+
+def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> SplitTensor:
+    # Elements by tensors of indices, which every rank has all of.
+    if any(isinstance(each, SplitTensor) and each.is_split for each in chosen.values()):
+        if any(_is_mask(each) for each in chosen.values()):
+            raise refused(
+                func, "no rank knows how many elements a split mask takes; torch.where keeps the shape"
+            )
+        return _chosen_by_split(func, x, chosen)
+    whole = {at: local_of(each) if isinstance(each, SplitTensor) else each for at, each in chosen.items()}
+    dims = [d for at, each in whole.items() for d in range(at, at + (each.dim() if _is_mask(each) else 1))]
+    local, layout = whole_along(site_of(machine_of(x), func), x, dims)
+    index: list[Any] = []
+    for d in range(len(layout.shape)):
+        if d in whole:
+            index.append(whole[d])
+        elif d not in dims:
+            index.append(slice(None))
+    # Out of range on one rank is so on all: what is chosen from is whole.
+    y = local[tuple(index)]
+    wide = y.dim() - (len(layout.shape) - len(dims))
+    ahead = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    kept: list[int | None] = [d for d in range(len(layout.shape)) if d not in dims]
+    kept[ahead:ahead] = [None] * wide
+    result = lay.reordered(layout, kept)
+    return SplitTensor(y, uncut(result, {d: y.shape[d] for d in range(ahead, ahead + wide)}))
+
+
+def _chosen_by_split(func: Any, x: Any, chosen: dict[int, torch.Tensor]) -> SplitTensor:
+    # One split tensor of indices chooses from the first dimension of what all ranks get.
+    if list(chosen) != [0]:
+        raise refused(func, "split indices choose from a first dimension alone")
+    (index,) = chosen.values()
+    return by_rows(func, x, index)
+
+
+def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
+    """Elements of a first dimension of what all ranks get, by split indices; cut as the indices are."""
+    layout = index._layout
+    whole = as_whole(site_of(machine_of(index), func), x, layout, "chosen from")
+    y = whole[local_of(index)]
+    order = [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)]
+    result = lay.reordered(layout, order)
+    extents = dict(enumerate(whole.shape[1:], len(layout.shape)))
+    return SplitTensor(y, uncut(result, extents))
+
+
+def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
+    # A plain tensor by split indices.
+    split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
+    if not any(each.is_split for each in split.values()):
+        return on_copies(func, (x, tuple(given)), {})
+    if any(_is_mask(each) for each in split.values()):
+        raise refused(func, "no rank knows how many elements a split mask takes; torch.where keeps the shape")
+    if list(split) != [0] or any(each is not Ellipsis and each != slice(None) for each in given[1:]):
+        raise refused(func, "split indices choose from a first dimension alone")
+    return by_rows(func, x, split[0])
+
+
+@rule("movement", _T.__setitem__)
+def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Writes a part that each rank has its piece of; what is moved to be changed is refused."""
+    x, index, value = args
+    given = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, SplitTensor):
+        raise refused(func, f"it would change a plain tensor by a split one; {_REMEDY}")
+    if any(_is_index(_number(each)) or isinstance(each, bool) for each in given):
+        raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
+    part = indexed(_T.__getitem__, (x, index), {})
+    if part._copy_of is not None:
+        raise refused(func, f"it writes what is on another rank; {_REMEDY}")
+    if isinstance(value, torch.Tensor):
+        pointwise(_T.copy_, (part, value), {})
+    else:
+        pointwise(_T.fill_, (part, value), {})
+
+
+@rule("refused", *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split())
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Writes to places that only the indices tell."""
+    if not any(x.is_split for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)):
+        return on_copies(func, args, kwargs)
+    raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
+
+
+@rule("refused", *"masked_select nonzero argwhere unique unique_consecutive take".split())
+def of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What no rank knows the shape of."""
+    if not any(x.is_split for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)):
+        return on_copies(func, args, kwargs)
+    raise refused(func, "no rank knows how many elements the result has; torch.where keeps the shape")
+
+
+@rule("movement", *"index_select index_add index_copy index_fill".split())
+def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
+    if isinstance(index, SplitTensor) and index.is_split:
+        if func.__name__ == "index_select" and dim in (0, -_dims(x)):
+            return by_rows(func, x, index)
+        raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    dim %= len(x._layout.shape)
+    site = site_of(machine_of(x), func)
+    local, layout = whole_along(site, x, [dim])
+    index = local_of(index) if isinstance(index, SplitTensor) else index
+    if func.__name__ == "index_select":
+        y = local.index_select(dim, index)
+        return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
+    other = argument(2, "source" if func.__name__ != "index_fill" else "value", rest, kwargs, None)
+    if isinstance(other, torch.Tensor) and other.dim():
+        shape = tuple(frozen(other))
+        wanted = uncut(layout, {dim: shape[dim]})
+        if shape != wanted.shape:
+            raise ShapeError(f"{site.name}: the source has the global shape {shape}, wanted {wanted.shape}")
+        other = as_part(site, other, wanted, layout, 1)
+    more = {"alpha": kwargs["alpha"]} if "alpha" in kwargs else {}
+    return SplitTensor(getattr(_T, func.__name__)(local, dim, index, other, **more), layout)
+
+
+def _dims(x: torch.Tensor) -> int:
+    return len(frozen(x))
+
+
+@rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
+def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    name = func.__name__
+    if name == "take_along_dim":
+        index, dim = argument(0, "indices", rest, kwargs, None), argument(1, "dim", rest, kwargs, None)
+        if dim is None:
+            raise refused(func, "it takes from a flattened tensor; give dim")
+    else:
+        dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
+    dim %= _dims(x)
+    source = None
+    if name.startswith("scatter"):
+        source = argument(2, "src", rest, kwargs, kwargs.get("value"))
+    operands = [each for each in (x, index, source) if isinstance(each, torch.Tensor) and _dims(each)]
+    if any(_dims(each) != _dims(x) for each in operands):
+        raise ShapeError(
+            f"{name}: shapes {' and '.join(str(frozen(each)) for each in operands)} do not go together"
+        )
+    split = next(each for each in operands if isinstance(each, SplitTensor))
+    site = site_of(machine_of(split), func)
+    # What is cut is alike in all of them; the largest of those that are split says how.
+    extents = [frozen(each) for each in operands]
+    uneven = [d for d in range(_dims(x)) if d == dim or len({shape[d] for shape in extents}) > 1]
+    base = max(
+        (each._layout for each in operands if isinstance(each, SplitTensor)),
+        key=lambda each: (
+            len([d for d in lay.cut_dims(each) if d not in uneven]),
+            Box.of_shape(each.shape).volume,
+        ),
+    )
+    work = cuts.elsewhere(base, uneven)
+
+    def part(at: int, each: torch.Tensor) -> torch.Tensor:
+        shape = frozen(each)
+        wanted = lay.with_splits(work, {d: Balanced(shape[d], 1) for d in uneven})
+        return as_part(site, each, wanted, work, at)
+
+    local, where = part(0, x), part(1, index)
+    if source is None:
+        y = local.gather(dim, where) if name == "gather" else torch.take_along_dim(local, where, dim)
+        return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
+    value = part(2, source) if isinstance(source, torch.Tensor) and _dims(source) else source
+    more = {key: each for key, each in kwargs.items() if key in ("reduce", "include_self")}
+    y = getattr(_T, name)(local, dim, where, value, *rest[3:], **more)
+    return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
+
+
+@rule("movement", *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_".split())
+def by_index_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computed as without the underscore, and copied into each rank's block."""
+    x = args[0]
+    if not isinstance(x, SplitTensor):
+        raise refused(
+            func, "it would change a plain tensor by split ones; use the form without the underscore"
+        )
+    if x._copy_of is not None:
+        raise refused(func, f"it writes what is on another rank; {_REMEDY}")
+    handler = by_index if func.__name__.startswith("scatter") else along_one
+    y = handler(getattr(_T, func.__name__[:-1]), args, kwargs)
+    local = redistributed(site_of(machine_of(x), func), y._local, y._layout, x._layout, "result")
+    local_of(x).copy_(local)
+    return x
+
+
+@rule("movement", "one_hot")
+def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank encodes its block; the largest class of all ranks counts where none is given."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    classes, local, layout = argument(0, "num_classes", rest, kwargs, -1), local_of(x), x._layout
+    if classes == -1:
+        most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
+        cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
+        ranks = lay.line(layout, cut)
+        classes = int(reduced(site_of(machine_of(x), func), most, ranks, "max", "classes")) + 1
+    count = len(layout.shape)
+    result = uncut(lay.reordered(layout, [*range(count), None]), {count: classes})
+    return SplitTensor(torch.nn.functional.one_hot(local, classes), result)

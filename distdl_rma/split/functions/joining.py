@@ -1,0 +1,119 @@
+"""Tensors put together, whose pieces move to their place, and taken apart, whose parts stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced
+from distdl_rma.split import cuts
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.indexing import narrowed
+from distdl_rma.split.functions.shapes import argument, derived, on_shape, tensor_and_rest
+from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import name_of, rule
+from distdl_rma.split.tensor import SplitTensor, composed, refused
+
+
+def _shape(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x._layout.shape) if isinstance(x, SplitTensor) else tuple(x.shape)
+
+
+@rule("movement", "cat", "concat", "concatenate")
+def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension pieces move."""
+    if kwargs.get("out") is not None:
+        raise refused(func, "out= is not supported")
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = argument(1, "dim", args, kwargs, kwargs.get("axis", 0))
+    if not any(x.is_split for x in tensors if isinstance(x, SplitTensor)):
+        return on_copies(func, args, kwargs)
+    common_partition(func, tensors)
+    # As in torch, empty vectors go with anything.
+    tensors = [x for x in tensors if _shape(x) != (0,)] or list(tensors)
+    shapes = [_shape(x) for x in tensors]
+    largest = max(
+        (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
+        key=lambda at: (tensors[at].is_split, Box.of_shape(shapes[at]).volume),
+    )
+    layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
+
+    def make() -> tuple[Decomposition, list[Decomposition]]:
+        return _places(name_of(func), tensors[largest]._layout, largest, shapes, dim)
+
+    result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
+    site = site_of(machine_of(tensors[largest]), func)
+    pieces = [
+        as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
+    ]
+    return SplitTensor(torch.cat(pieces, dim), result)
+
+
+def _places(
+    name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
+) -> tuple[Decomposition, list[Decomposition]]:
+    # Layout of a concatenation, and of each tensor as it is in it.
+    dims = len(base.shape)
+    if not -dims <= dim < dims:
+        raise IndexError(f"{name}: dim {dim} is out of range for tensors of {dims} dimensions")
+    dim %= dims
+    for number, shape in enumerate(shapes):
+        if len(shape) != dims or any(n != base.shape[d] for d, n in enumerate(shape) if d != dim):
+            raise ShapeError(
+                f"{name}: tensor {at} has the global shape {base.shape} but tensor {number} {shape}, which"
+                f" must agree but in dimension {dim}"
+            )
+    extents = [shape[dim] for shape in shapes]
+    cut = dim in base.axes
+    whole = cuts.joined(extents, at, base.splits[dim]) if cut else Balanced(sum(extents), 1)
+    result = lay.with_splits(base, {dim: whole})
+    starts = accumulate(extents, initial=0)
+    places = [cuts.sliced(whole, start, start + n, 1)[0] for start, n in zip(starts, extents, strict=False)]
+    return result, [lay.with_splits(base, {dim: place}) for place in places]
+
+
+@rule("movement", "stack")
+def stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank stacks its blocks, cut as the largest tensor is."""
+    tensors, dim = args[0] if args else kwargs["tensors"], argument(1, "dim", args, kwargs, 0)
+    return composed(torch.cat, [composed(torch.unsqueeze, x, dim) for x in tensors], dim)
+
+
+@rule("movement", *"hstack vstack dstack row_stack column_stack".split())
+def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``cat`` of tensors with more dimensions."""
+    tensors = args[0] if args else kwargs["tensors"]
+    name = func.__name__
+    if name == "column_stack":
+        wide = [composed(torch.Tensor.reshape, x, (-1, 1)) if x.dim() < 2 else x for x in tensors]
+        return composed(torch.cat, wide, 1)
+    least: Any = {"hstack": torch.atleast_1d, "dstack": torch.atleast_3d}.get(name, torch.atleast_2d)
+    more = [composed(least, x) for x in tensors]
+    dim = {"hstack": 0 if more[0].dim() == 1 else 1, "dstack": 2}.get(name, 0)
+    return composed(torch.cat, more, dim)
+
+
+@rule(
+    "movement",
+    *"split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes".split(),
+    *"hsplit vsplit dsplit".split(),
+)
+def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Parts of a tensor, of which each rank keeps what it has."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    dim = argument(1, "dim", rest, kwargs, 0)
+    dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim) % x.dim()
+    found = func(on_shape(x), *rest, **kwargs)
+    starts = accumulate((part.shape[dim] for part in found), initial=0)
+    return type(found)(
+        narrowed(x, dim, start, part.shape[dim]) for start, part in zip(starts, found, strict=False)
+    )

@@ -1,0 +1,120 @@
+"""Parts of tensors by numbers, slices, masks and tensors of indices."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import UnsupportedError
+from tests.split.against_whole import block, check
+
+
+def numbers(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+SHAPE = 3, 6, 5
+AT = torch.tensor([3, 0, 3])
+MASK = torch.tensor([True, False, True, True, False, True])
+INDEX = [
+    lambda x: x[1],
+    lambda x: x[-1, 2:],
+    lambda x: x[..., 1:],
+    lambda x: x[:, ::2],
+    lambda x: x[:, 1:-1:2, 3],
+    lambda x: x[:, 5:2],
+    lambda x: x[None, :, 4:, None],
+    lambda x: x[..., None, -1],
+    lambda x: x[:, torch.tensor(2)],
+    lambda x: x[1, 2, 3],
+    lambda x: x[:, AT],
+    lambda x: x[AT % 3],
+    lambda x: x[:, [0, 4, 4]],
+    lambda x: x[AT % 3, AT],
+    lambda x: x[AT % 3, :, AT],
+    lambda x: x[0, :, AT],
+    lambda x: x[:, AT[:, None], AT],
+    lambda x: x[:, MASK],
+    lambda x: x[1:, MASK, None, :2],
+    lambda x: x[MASK.view(3, 2, 1).expand(3, 2, 3).reshape(3, 6)],
+    lambda x: x[..., AT],
+    lambda x: x.narrow(1, 2, 3),
+    lambda x: torch.narrow(x, dim=1, start=-3, length=2),
+    lambda x: x.select(1, -2),
+    lambda x: x.index_select(1, AT),
+    lambda x: torch.index_select(x, dim=-1, index=AT),
+    lambda x: x.index_fill(1, AT, 2.0),
+    lambda x: x.gather(1, torch.arange(90).view(3, 6, 5) % 6),
+    lambda x: torch.gather(x, 2, torch.arange(36).view(3, 6, 2) % 5),
+    lambda x: torch.gather(x, 0, torch.arange(8).view(1, 4, 2) % 3),
+    lambda x: torch.take_along_dim(x, torch.arange(18).view(3, 6, 1) % 5, dim=2),
+    lambda x: x.scatter(1, torch.arange(90).view(3, 6, 5) % 2 + 1, 3.0),
+    lambda x: x.scatter_add(1, torch.arange(45).view(3, 3, 5) % 2 + 1, x[:, :3]),
+    lambda x: x.index_add(1, AT, x[:, :3]),
+    lambda x: x.clone().index_add_(1, AT, x[:, :3]).scatter_(1, torch.zeros(3, 1, 5, dtype=int), 7.0),
+    lambda x: [row.sin() for row in x],
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("at", range(len(INDEX)))
+def test_parts(P_world, at):
+    check(P_world, INDEX[at], [numbers(*SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_extents_shorter_than_the_ranks_are_many(P_world):
+    for function in (lambda x: x[:, 1], lambda x: x[:, 1:], lambda x: x[:, [1, 1, 0]], lambda x: x[1, 0]):
+        check(P_world, function, [numbers(2, 2, 2)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_by_split_indices(P_world):
+    at = torch.randint(0, 6, (4, 5))
+    check(P_world, lambda i, table: table[i], [at], [numbers(6, 3)])
+    check(P_world, lambda i, table: table.index_select(0, i.flatten()), [at], [numbers(6, 3)])
+    check(P_world, F.one_hot, [at])
+    check(P_world, lambda i: F.one_hot(i, num_classes=8), [at])
+    check(P_world, lambda x, y: x.gather(1, (y > 0).long()), [numbers(4, 5), numbers(4, 5)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+def test_writing_what_ranks_have(P_world):
+    def written(x, y):
+        z = x * 1
+        z[:, 1:4] = y[:, 1:4]
+        z[..., 0] = 0
+        z[:, :2] += 1
+        return z
+
+    check(
+        P_world,
+        written,
+        [numbers(3, 6, 5), numbers(3, 6, 5)],
+        only=[(1, P_world.size, 1), (P_world.size, 1, 1)],
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_refused(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
+    x = block(P_x, numbers(3, 6, 5).detach())
+    for function in (
+        lambda: x[x > 0],
+        lambda: x.masked_select(x > 0),
+        x.nonzero,
+        lambda: x.__setitem__((slice(None), 2), 1.0),
+        lambda: x.__setitem__(x > 0, 1.0),
+        lambda: x.index_put_((AT,), torch.tensor(1.0)),
+        lambda: torch.zeros(3, 6, 5).__setitem__(slice(None), x),
+    ):
+        with pytest.raises(UnsupportedError, match=r"torch.where|torch.cat"):
+            function()
+    with pytest.raises(IndexError):
+        x[:, 6]
+    with pytest.raises(IndexError, match="too many"):
+        x[0, 0, 0, 0]
