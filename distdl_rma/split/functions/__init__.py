@@ -1,6 +1,8 @@
 """The rules of the table, one file for each kind of function; importing them fills it."""
 
 from distdl_rma.split.functions import along as along
+from distdl_rma.split.functions import attention as attention
+from distdl_rma.split.functions import contractions as contractions
 from distdl_rma.split.functions import convolutions as convolutions
 from distdl_rma.split.functions import creation as creation
 from distdl_rma.split.functions import distances as distances

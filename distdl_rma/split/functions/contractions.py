@@ -1,0 +1,281 @@
+"""Sums of products: rows stay where they are, sums over a cut dimension are added over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.split import Balanced, Split
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.shapes import argument, derived, frozen
+from distdl_rma.split.moves import all_sum
+from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, on_copies
+from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.table import name_of, rule
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+
+_T: Any = torch.Tensor
+# A label for each dimension of an operand: equal ones go together.
+Labels = Sequence[Any]
+
+
+class Work(NamedTuple):
+    """How a contraction is cut: all its labels as dimensions of one tensor, the operands and the result."""
+
+    all: Decomposition
+    parts: list[Decomposition]
+    result: Decomposition
+    summed: tuple[int, ...]  # grid dimensions along which results are parts of sums
+
+
+def planned(
+    func: Any,
+    operands: Sequence[torch.Tensor],
+    labels: Sequence[Labels],
+    out: Labels,
+    uncut: Collection[Any] = (),
+) -> Work:
+    """Which label each dimension of the grid cuts: as in the largest operand, but none of ``uncut``.
+
+    An operand that is cut by the same dimension of the grid in another label becomes whole along it.
+    """
+    shapes = [frozen(x) for x in operands]
+    wrong = f"{name_of(func)}: global shapes {' and '.join(map(str, shapes))} do not go together"
+    extents: dict[Any, int] = {}
+    for shape, names in zip(shapes, labels, strict=True):
+        if len(shape) != len(names):
+            raise ShapeError(wrong)
+        for n, name in zip(shape, names, strict=True):
+            known = extents.setdefault(name, n)
+            if known != n and 1 not in (known, n):
+                raise ShapeError(f"{wrong}: {known} is not {n}")
+            extents[name] = n if known == 1 else known
+    order = list(extents)
+    partition = common_partition(func, operands)
+    splits: list[Split] = [Balanced(extents[name], 1) for name in order]
+    axes: list[int | None] = [None] * partition.dim
+    split = [
+        (x._layout, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, SplitTensor)
+    ]
+    for found, names in sorted(split, key=lambda each: -Box.of_shape(each[0].shape).volume):
+        for g, axis in enumerate(found.axes):
+            if axis is None or axes[g] is not None or names[axis] in uncut:
+                continue
+            at = order.index(names[axis])
+            # Of an operand a dimension that is there twice cannot be cut in both places.
+            twice = any(list(each).count(names[axis]) > 1 for each in labels)
+            if splits[at].parts == 1 and found.shape[axis] == splits[at].extent and not twice:
+                axes[g], splits[at] = at, found.splits[axis]
+    work = lay.layout(partition, splits, tuple(axes))
+
+    def part(shape: Sequence[int], names: Labels) -> Decomposition:
+        cut = [work.splits[order.index(name)] for name in names]
+        whole = [each.parts == 1 or n != each.extent for n, each in zip(shape, cut, strict=True)]
+        kept = [Balanced(n, 1) if w else each for n, each, w in zip(shape, cut, whole, strict=True)]
+        at = [
+            None if axis is None or order[axis] not in names else list(names).index(order[axis])
+            for axis in work.axes
+        ]
+        return lay.layout(partition, kept, tuple(None if d is None or whole[d] else d for d in at))
+
+    result = part([extents[name] for name in out], out)
+    summed = tuple(g for g, axis in enumerate(work.axes) if axis is not None and order[axis] not in out)
+    return Work(work, [part(*each) for each in zip(shapes, labels, strict=True)], result, summed)
+
+
+def contracted(
+    func: Any,
+    compute: Any,
+    operands: Sequence[torch.Tensor],
+    labels: Sequence[Labels],
+    out: Labels,
+    uncut: Collection[Any] = (),
+) -> SplitTensor:
+    """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
+    site, work, blocks = prepared(func, operands, labels, out, uncut)
+    y = compute(*blocks)
+    if work.summed:
+        y = all_sum(site, y, work.all, work.summed)
+    return SplitTensor(y, work.result)
+
+
+def prepared(
+    func: Any,
+    operands: Sequence[torch.Tensor],
+    labels: Sequence[Labels],
+    out: Labels,
+    uncut: Collection[Any] = (),
+) -> tuple[Site, Work, list[torch.Tensor]]:
+    """Site of a call, how it is cut, and the blocks of its operands."""
+    first = next(x for x in operands if isinstance(x, SplitTensor))
+    key = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands)
+    names = tuple(map(tuple, labels)), tuple(out), tuple(uncut)
+    work = derived(first, (func, key, names), lambda: planned(func, operands, labels, out, uncut))
+    site = site_of(machine_of(first), func)
+    blocks = [
+        as_part(site, x, part, work.all, at)
+        for at, (x, part) in enumerate(zip(operands, work.parts, strict=True))
+    ]
+    return site, work, blocks
+
+
+def _dims(x: torch.Tensor) -> int:
+    return len(frozen(x))
+
+
+def _batch(count: int) -> list[int]:
+    # Labels of dimensions that go together from the last one on.
+    return list(range(-count, 0))
+
+
+@rule("contraction", "linear")
+def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its block; sums over cut features are added over the ranks, then the bias."""
+    x, weight = argument(0, "input", args, kwargs, None), argument(1, "weight", args, kwargs, None)
+    bias = argument(2, "bias", args, kwargs, None)
+    rows = _batch(_dims(x) - 1)
+    out = [*rows, "out"] if _dims(weight) == 2 else rows
+    labels: list[Labels] = [[*rows, "in"], ["out", "in"][2 - _dims(weight) :]]
+    if bias is None:
+        return contracted(func, func, [x, weight], labels, out)
+    site, work, (block, matrix, added) = prepared(
+        func, [x, weight, bias], [*labels, out[len(out) - _dims(bias) :]], out
+    )
+    if not work.summed:
+        return SplitTensor(func(block, matrix, added), work.result)
+    y = SplitTensor(all_sum(site, func(block, matrix), work.all, work.summed), work.result)
+    return composed(torch.add, y, bias)
+
+
+@rule("contraction", *"matmul mm bmm mv dot vdot inner __matmul__ __rmatmul__".split())
+def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its blocks; sums over a cut dimension are added over the ranks."""
+    kwargs = {key: each for key, each in kwargs.items() if key != "out" or each is not None}
+    if "out" in kwargs:
+        raise refused(func, "out= is not supported")
+    a, b = (*args, *kwargs.values())
+    if func.__name__ == "__rmatmul__":
+        a, b, func = b, a, torch.matmul
+    if func.__name__ in ("dot", "vdot"):
+        return contracted(func, func, [a, b], [["k"], ["k"]], [])
+    if func.__name__ == "inner":
+        if not (_dims(a) and _dims(b)):
+            return composed(torch.mul, a, b)
+        one, two = ([(name, d) for d in range(_dims(x) - 1)] for name, x in (("a", a), ("b", b)))
+        return contracted(func, func, [a, b], [[*one, "k"], [*two, "k"]], [*one, *two])
+    first = ["k"] if _dims(a) == 1 else [*_batch(_dims(a) - 2), "m", "k"]
+    second = ["k"] if _dims(b) == 1 else [*_batch(_dims(b) - 2), "k", "n"]
+    more = max(_dims(a), _dims(b)) - 2
+    out = [*_batch(max(more, 0)), *("m" for _ in first[-2:-1]), *("n" for _ in second[-1:] if _dims(b) > 1)]
+    return contracted(func, func, [a, b], [first, second], out)
+
+
+@rule("contraction", *"addmm addmv addbmm baddbmm addr".split())
+def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product by its own rule, added by that of sums."""
+    names = {"addmv": ("mat", "vec"), "addmm": ("mat1", "mat2"), "addr": ("vec1", "vec2")}
+    one, two = names.get(func.__name__, ("batch1", "batch2"))
+    x, a, b = (argument(at, name, args, kwargs, None) for at, name in enumerate(("input", one, two)))
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    y = composed(torch.outer if func.__name__ == "addr" else torch.matmul, a, b)
+    if func.__name__ == "addbmm":
+        y = composed(torch.sum, y, 0)
+    if alpha != 1:
+        y = composed(torch.mul, y, alpha)
+    if beta == 0:
+        return y
+    return composed(torch.add, y, x if beta == 1 else composed(torch.mul, x, beta))
+
+
+@rule("contraction", "outer", "ger")
+def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its blocks of both vectors; cut alike, the second is whole on all ranks."""
+    a, b = (*args, *kwargs.values())
+    return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
+
+
+@rule("contraction", "bilinear")
+def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its blocks, whose features are whole."""
+    names = ("input1", "input2", "weight", "bias")
+    a, b, weight, bias = (argument(at, name, args, kwargs, None) for at, name in enumerate(names))
+    rows = _batch(_dims(a) - 1)
+    labels: list[Labels] = [[*rows, "i"], [*rows, "j"], ["o", "i", "j"]]
+    y = contracted(func, func, [a, b, weight], labels, [*rows, "o"])
+    return y if bias is None else composed(torch.add, y, bias)
+
+
+@rule("contraction", torch.einsum)
+def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank contracts its blocks; sums over a cut index are added over the ranks."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if len(operands) != equation.count(",") + 1:
+        raise ShapeError(f"torch.einsum: {equation!r} is not for {len(operands)} operands")
+    given, arrow, result = equation.replace(" ", "").partition("->")
+    labels = [_named(names, _dims(x)) for names, x in zip(given.split(","), operands, strict=True)]
+    if arrow:
+        most = max((sum(isinstance(name, int) for name in names) for names in labels), default=0)
+        out = _named(result, len(result.replace("...", "")) + (most if "..." in result else 0))
+    else:
+        every = [name for names in labels for name in names]
+        batch = sorted({name for name in every if isinstance(name, int)})
+        out = [
+            *batch,
+            *sorted(name for name in set(every) if isinstance(name, str) and every.count(name) == 1),
+        ]
+    return contracted(func, lambda *blocks: torch.einsum(equation, *blocks), operands, labels, out)
+
+
+def _named(names: str, dims: int) -> list[Any]:
+    # Letters, and numbers from the last one for what an ellipsis stands for.
+    ahead, dots, behind = names.partition("...")
+    if not dots:
+        return list(ahead)
+    return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
+
+
+@rule("contraction", torch.tensordot)
+def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank contracts its blocks; sums over a cut dimension are added over the ranks."""
+    a, b = argument(0, "a", args, kwargs, None), argument(1, "b", args, kwargs, None)
+    dims = argument(2, "dims", args, kwargs, 2)
+    if isinstance(dims, torch.Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        ours, theirs = list(range(_dims(a) - dims, _dims(a))), list(range(dims))
+    else:
+        ours, theirs = ([each] if isinstance(each, int) else list(each) for each in dims)
+    ours, theirs = [d % _dims(a) for d in ours], [d % _dims(b) for d in theirs]
+    first = [("sum", ours.index(d)) if d in ours else ("a", d) for d in range(_dims(a))]
+    second = [("sum", theirs.index(d)) if d in theirs else ("b", d) for d in range(_dims(b))]
+    out = [name for name in (*first, *second) if name[0] != "sum"]
+    return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
+
+
+@rule("contraction", "embedding")
+def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank looks its own indices up in the whole table; vectors are cut as the indices are."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    x, weight, padding, most, _, by_frequency, sparse = (
+        argument(at, name, args, kwargs, None) for at, name in enumerate(names)
+    )
+    if most is not None or by_frequency:
+        raise refused(func, "max_norm and scale_grad_by_freq depend on what all ranks look up")
+    split = x if isinstance(x, SplitTensor) else weight
+    if not isinstance(x, SplitTensor) or not x.is_split:
+        if isinstance(weight, SplitTensor) and weight.is_split:
+            weight = composed(SplitTensor.redistribute, weight)
+        return on_copies(func, (x, weight, padding), {"sparse": bool(sparse)})
+    site, layout = site_of(machine_of(split), func), x._layout
+    table = as_whole(site, weight, layout, "weight")
+    y = func(local_of(x), table, padding, sparse=bool(sparse))
+    count = len(layout.shape)
+    longer = lay.reordered(layout, [*range(count), None])
+    return SplitTensor(y, lay.with_splits(longer, {count: Balanced(y.shape[-1], 1)}))

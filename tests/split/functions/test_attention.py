@@ -1,0 +1,79 @@
+"""Attention over tokens, heads and samples that are split."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.split.against_whole import check
+
+
+def numbers(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+ATTENTION = F.scaled_dot_product_attention
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_attention(P_world):
+    q, k, v = numbers(2, 3, 5, 4), numbers(2, 3, 6, 4), numbers(2, 3, 6, 2)
+    check(P_world, ATTENTION, [q, k, v])
+    check(P_world, ATTENTION, [q], [k, v])
+    check(P_world, ATTENTION, [k, v.detach().repeat(1, 1, 1, 2)], [numbers(2, 3, 6, 4)])
+    check(P_world, lambda q, k, v: ATTENTION(q, k, v, is_causal=True, scale=0.3), [q, k, v])
+    check(P_world, lambda q, k, v, m: ATTENTION(q, k, v, attn_mask=m), [q, k, v], [numbers(5, 6)])
+    check(P_world, ATTENTION, [q, k, v], [numbers(2, 1, 1, 6)])
+    mask = torch.ones(5, 6, dtype=torch.bool).tril(1)
+    check(P_world, lambda q, k, v: ATTENTION(q, k, v, mask), [q, k, v])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_shared_heads_and_few_tokens(P_world):
+    check(
+        P_world,
+        lambda q, k, v: ATTENTION(q, k, v, enable_gqa=True),
+        [numbers(2, 4, 5, 3), numbers(2, 2, 5, 3), numbers(2, 2, 5, 3)],
+    )
+    check(P_world, lambda q: ATTENTION(q, q, q, is_causal=True), [numbers(1, 2, 2, 4)])
+    check(P_world, lambda q: ATTENTION(q, q, q), [numbers(3, 5, 4)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_multi_head_attention(P_world, first, weights):
+    torch.manual_seed(1)
+    module = nn.MultiheadAttention(6, 2, batch_first=first, dtype=torch.float64)
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(x, *parameters):
+        given = dict(zip(names, parameters, strict=True))
+        y, w = torch.func.functional_call(module, given, (x, x, x), {"need_weights": weights})
+        return (y, w) if weights else y
+
+    plain = [p.detach().clone().requires_grad_() for p in module.parameters()]
+    check(P_world, function, [numbers(3, 5, 6)], plain)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_a_vision_transformer_block(P_world):
+    def function(x, patches, w, proj, table):
+        tokens = x.flatten(2).transpose(1, 2)
+        tokens = torch.cat([patches.expand(x.shape[0], -1, -1), tokens], dim=1) + table
+        b, n, c = tokens.shape
+        qkv = F.linear(tokens, w).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        y = ATTENTION(q, k, v).transpose(1, 2).reshape(b, n, c)
+        return (tokens + F.linear(y, proj))[:, 0]
+
+    check(
+        P_world,
+        function,
+        [numbers(2, 6, 5, 4)],
+        [numbers(1, 1, 6), numbers(18, 6), numbers(6, 6), numbers(1, 21, 6)],
+    )

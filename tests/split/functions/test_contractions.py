@@ -1,0 +1,97 @@
+"""Sums of products."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError, UnsupportedError
+from tests.split.against_whole import block, check
+
+
+def numbers(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_linear(P_world):
+    check(P_world, F.linear, [numbers(3, 5, 4)], [numbers(6, 4), numbers(6)])
+    check(P_world, F.linear, [numbers(3, 5)], [numbers(2, 5)])
+    check(P_world, lambda x, w: F.linear(input=x, weight=w), [numbers(5)], [numbers(5)])
+    check(P_world, F.linear, [numbers(3, 2)], [numbers(1, 2), numbers(1)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_a_parameter_beside_split_and_replicated_tensors(P_world):
+    def function(x, w, b):
+        y = F.linear(x, w, b)
+        pooled = y.flatten(1)[:, :1] if not hasattr(y, "redistribute") else y.redistribute().flatten(1)[:, :1]
+        return F.linear(pooled.expand(-1, 4), w, b) + y.flatten(1)[:, :4]
+
+    check(P_world, function, [numbers(3, 5, 4)], [numbers(4, 4), numbers(4)])
+
+
+PRODUCTS = [
+    (torch.matmul, (3, 5, 4), (3, 4, 6)),
+    (torch.bmm, (3, 5, 4), (3, 4, 6)),
+    (lambda x, y: x @ y.mT, (2, 3, 5, 4), (2, 3, 6, 4)),
+    (lambda x, y: x @ y, (1, 5, 4), (3, 4, 2)),
+    (torch.mm, (5, 4), (4, 6)),
+    (torch.dot, (5,), (5,)),
+    (torch.inner, (5, 3), (4, 3)),
+    (torch.outer, (5,), (4,)),
+    (lambda x, y: torch.einsum("bij,bjk->bki", x, y), (3, 5, 4), (3, 4, 6)),
+    (lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]), (2, 3, 5, 4), (2, 3, 6, 4)),
+    (lambda x, y: torch.einsum("...i,...j->...", x, y), (3, 5, 4), (3, 5, 2)),
+    (lambda x, y: torch.einsum("ij,jk", x, y), (5, 4), (4, 3)),
+    (lambda x, y: torch.tensordot(x, y, 2), (3, 5, 4), (5, 4, 6)),
+    (lambda x, y: torch.tensordot(x, y, dims=([0, -1], [1, 0])), (3, 5, 4), (4, 3, 2)),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("at", range(len(PRODUCTS)))
+def test_products(P_world, at):
+    function, one, two = PRODUCTS[at]
+    check(P_world, function, [numbers(*one), numbers(*two)])
+    check(P_world, function, [numbers(*one)], [numbers(*two)])
+    check(P_world, lambda x, y: function(y, x), [numbers(*two)], [numbers(*one)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_vectors_and_sums(P_world):
+    check(P_world, torch.mv, [numbers(5, 4)], [numbers(4)])
+    check(P_world, lambda x, y: y @ x, [numbers(3, 5, 4)], [numbers(5)])
+    check(P_world, lambda x: torch.einsum("ii->i", x), [numbers(4, 4)])
+    check(P_world, lambda x: torch.einsum("bij->j", x), [numbers(3, 5, 4)])
+    check(P_world, torch.addmm, [numbers(5, 6), numbers(5, 4)], [numbers(4, 6)])
+    check(
+        P_world,
+        lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2),
+        [numbers(5, 6)],
+        [numbers(5, 4), numbers(4, 6)],
+    )
+    check(P_world, torch.baddbmm, [numbers(3, 5, 6), numbers(3, 5, 4)], [numbers(3, 4, 6)])
+    check(P_world, F.bilinear, [numbers(3, 5, 4), numbers(3, 5, 2)], [numbers(6, 4, 2), numbers(6)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_embedding(P_world):
+    check(P_world, F.embedding, [torch.randint(0, 7, (3, 5))], [numbers(7, 4)])
+    check(
+        P_world, lambda i, w: F.embedding(i, w, padding_idx=2), [torch.randint(0, 7, (3, 5))], [numbers(7, 4)]
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_bad_input(P_world):
+    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(5, 4))
+    with pytest.raises(ShapeError, match="go together"):
+        x @ torch.zeros(5, 4)
+    with pytest.raises(UnsupportedError, match="max_norm"):
+        F.embedding(x.long(), torch.zeros(9, 3), max_norm=1.0)
