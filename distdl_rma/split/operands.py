@@ -62,7 +62,12 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What a function changes in place it also returns.
     same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
     result = func(*mapped(change, args), **mapped(change, kwargs))
-    return mapped(lambda y: same.get(id(y)) or SplitTensor(y, lay.replicated(partition, y.shape)), result)
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        known = same.get(id(y))
+        return SplitTensor(y, lay.replicated(partition, y.shape)) if known is None else known
+
+    return mapped(split, result)
 
 
 def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tensor]:
