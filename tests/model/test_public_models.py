@@ -1,0 +1,172 @@
+"""Models of torchvision and MONAI as they are, small ones, trained on split tensors beside the same ones alone."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.model.against_alone import train_beside
+from tests.model.public import torchvision_models
+
+CLASSES = 5
+
+
+def resnet(block):
+    models = torchvision_models().resnet
+    model = models.ResNet(getattr(models, block), [1, 1, 1, 1], num_classes=CLASSES)
+    return model
+
+
+def densenet():
+    return torchvision_models().DenseNet(4, (2, 2), 8, bn_size=2, num_classes=CLASSES)
+
+
+def mobilenet():
+    models = torchvision_models().mobilenetv3
+    block = partial(models.InvertedResidualConfig, dilation=1, width_mult=0.5)
+    setting = [
+        block(8, 3, 16, 16, True, "RE", 2),
+        block(16, 5, 32, 16, True, "HS", 2),
+        block(16, 5, 48, 24, False, "HS", 1),
+    ]
+    return models.MobileNetV3(setting, last_channel=16, num_classes=CLASSES, dropout=0.0)
+
+
+def efficientnet():
+    models = torchvision_models().efficientnet
+    setting = [models.MBConvConfig(1, 3, 1, 8, 8, 1), models.MBConvConfig(4, 5, 2, 8, 16, 2)]
+    return models.EfficientNet(
+        setting, dropout=0.0, stochastic_depth_prob=0.4, num_classes=CLASSES, last_channel=16
+    )
+
+
+def convnext():
+    models = torchvision_models().convnext
+    return models.ConvNeXt(
+        [models.CNBlockConfig(8, 16, 1), models.CNBlockConfig(16, None, 1)], num_classes=CLASSES
+    )
+
+
+def segmentation(head):
+    models = torchvision_models()
+    backbone = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=2, dilation=2),
+    )
+
+    class Backbone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = backbone
+
+        def forward(self, x):
+            return {"out": self.body(x)}
+
+    if head == "deeplab":
+        made = models.segmentation.deeplabv3.DeepLabHead(8, CLASSES, atrous_rates=(2, 3, 5))
+        made[0].project[3].p = 0.0
+        return models.segmentation.DeepLabV3(Backbone(), made)
+    made = models.segmentation.fcn.FCNHead(8, CLASSES)
+    made[3].p = 0.0
+    return models.segmentation.FCN(Backbone(), made)
+
+
+def vgg():
+    models = torchvision_models().vgg
+    features = models.make_layers([4, "M", 8, 8, "M"], batch_norm=True)
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d((3, 3)), nn.Flatten(), nn.Linear(72, CLASSES))
+
+
+def vit():
+    models = torchvision_models()
+    return models.VisionTransformer(24, 4, 2, 2, 8, 16, num_classes=CLASSES)
+
+
+def swin():
+    models = torchvision_models()
+    return models.SwinTransformer(
+        [2, 2], 8, [2, 2], [2, 2], [3, 3], stochastic_depth_prob=0.0, num_classes=CLASSES
+    )
+
+
+def monai_net(name, **arguments):
+    from monai.networks import nets
+
+    return getattr(nets, name)(**arguments)
+
+
+def pooled(y):
+    """Loss of class scores."""
+    return F.cross_entropy(y, torch.arange(len(y)) % CLASSES)
+
+
+def of_pixels(y):
+    """Loss of a map of scores, which may come in a dict."""
+    y = y["out"] if isinstance(y, dict) else y
+    return y.square().mean() + y[:, 0].sigmoid().mean()
+
+
+MODELS = {
+    "ResNet": (partial(resnet, "BasicBlock"), (2, 3, 45, 38), pooled),
+    "ResNet, bottlenecks": (partial(resnet, "Bottleneck"), (2, 3, 37, 42), pooled),
+    "DenseNet": (densenet, (2, 3, 45, 38), pooled),
+    "MobileNetV3": (mobilenet, (2, 3, 45, 38), pooled),
+    "EfficientNet": (efficientnet, (2, 3, 45, 38), pooled),
+    "ConvNeXt": (convnext, (2, 3, 38, 45), pooled),
+    "DeepLabV3": (partial(segmentation, "deeplab"), (2, 3, 29, 34), of_pixels),
+    "FCN": (partial(segmentation, "fcn"), (2, 3, 29, 34), of_pixels),
+    "VGG": (vgg, (2, 3, 29, 34), pooled),
+    "ViT": (vit, (2, 3, 24, 24), pooled),
+    "Swin": (swin, (2, 3, 24, 24), pooled),
+    "3-D U-Net": (
+        partial(
+            monai_net,
+            "UNet",
+            spatial_dims=3,
+            in_channels=1,
+            out_channels=2,
+            channels=(3, 4, 6),
+            strides=(2, 2),
+            num_res_units=1,
+        ),
+        (1, 1, 12, 16, 12),
+        of_pixels,
+    ),
+    "V-Net": (
+        partial(
+            monai_net,
+            "VNet",
+            spatial_dims=3,
+            in_channels=1,
+            out_channels=2,
+        ),
+        (1, 1, 16, 32, 16),
+        of_pixels,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def grids(size):
+    """Rows, columns, and where there are as many ranks both."""
+    return [f"{size}x1", f"1x{size}", *(["2x2"] if size == 4 else [])]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_that_of_the_model_alone(comm, name):
+    made, shape, loss_fn = MODELS[name]
+    for grid in grids(comm.size):
+        torch.manual_seed(5)
+        train_beside(made(), grid, torch.randn(shape), loss_fn)
