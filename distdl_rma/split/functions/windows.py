@@ -46,6 +46,12 @@ def on_meta(func: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any, **k
     return func(torch.empty(tuple(shape), dtype=dtype, device="meta"), *args, **kwargs)
 
 
+def _widened(x: torch.Tensor, applies: bool) -> torch.Tensor:
+    # Under autocast torch computes these in float32.
+    short = x.dtype in (torch.bfloat16, torch.float16)
+    return x.float() if applies and short and torch.is_autocast_enabled("cpu") else x
+
+
 def windowed(
     site: Site,
     x: torch.Tensor,
@@ -60,6 +66,7 @@ def windowed(
     ``key`` tells its options apart, which are made, and checked, when it is.
     """
     batched = len(layout.shape) == dims + _LEADING
+    x = _widened(x, dims == _DIMS[-1] and kind is not Resizing)
 
     def make() -> tuple[Any, Decomposition]:
         options = make_options()
@@ -221,7 +228,8 @@ def averaged(
     func: Any, x: SplitTensor, size: tuple[int | None, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SplitTensor:
     """Adaptive averages of a split tensor."""
-    dims, site, local, layout = len(size), site_of(machine_of(x), func), local_of(x), x._layout
+    dims, site, layout = len(size), site_of(machine_of(x), func), x._layout
+    local = _widened(local_of(x), dims == _DIMS[-1])
 
     def check() -> bool:
         if 0 in layout.shape[-dims:]:
@@ -346,7 +354,7 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _padded(
     func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
 ) -> SplitTensor:
-    layout, local = x._layout, local_of(x)
+    layout, local = x._layout, _widened(local_of(x), mode in ("reflect", "replicate"))
     dims = len(layout.shape)
     by_dim = {dims - 1 - at: (sides[2 * at], sides[2 * at + 1]) for at in range(len(sides) // 2)}
     padded = [d for d in range(dims) if by_dim.get(d, (0, 0)) != (0, 0)]

@@ -129,3 +129,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(P_world):
         F.max_pool2d(x, 12)
     with pytest.raises((RuntimeError, ShapeError)):
         F.pad(x, (9, 0, 0, 0), mode="reflect")
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_types_under_autocast_are_torchs(P_world):
+    def pooled(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            sizes = F.pad(x, (1, 1, 0, 0, 0, 0), mode="replicate"), F.interpolate(x, scale_factor=2)
+            pools = F.avg_pool3d(x, 2), F.max_pool3d(x, 2), F.adaptive_max_pool3d(x, 2)
+            return *sizes, *pools, F.adaptive_avg_pool3d(x, 1)
+
+    x = torch.randn(1, 2, 4, 4, 6).bfloat16()
+    check(P_world, pooled, [x], gradients=False, atol=0.01)
