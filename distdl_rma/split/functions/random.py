@@ -235,8 +235,8 @@ def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return SplitTensor(torch.zeros_like(soft).scatter_(dim, top, 1.0) - soft.detach() + soft, y._layout)
 
 
-@rule("random", "multinomial", "fractional_max_pool2d", "fractional_max_pool3d")
-@rule("random", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices")
+@rule("refused", "multinomial", "fractional_max_pool2d", "fractional_max_pool3d")
+@rule("refused", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices")
 def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draws that depend on all elements: on copies only."""
     if any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):

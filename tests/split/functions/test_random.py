@@ -150,3 +150,16 @@ def test_draws_of_the_whole_are_refused(P_world):
         return
     with pytest.raises(UnsupportedError, match="multinomial"):
         torch.multinomial(x, 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_gumbel_softmax(P_world):
+    for x in split_ones(P_world, numbers()):
+        y = F.gumbel_softmax(x, 0.5, dim=1)
+        torch.testing.assert_close(y.full_tensor().sum(1), torch.ones(4, 12, 10, dtype=torch.float64))
+        y.backward(torch.ones(SHAPE, dtype=torch.float64))
+        torch.testing.assert_close(x.grad.full_tensor(), torch.zeros(SHAPE, dtype=torch.float64))
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    hard = F.gumbel_softmax(block(P_x, numbers()), hard=True, dim=1).full_tensor()
+    torch.testing.assert_close(hard.max(1).values, torch.ones(4, 12, 10, dtype=torch.float64))
