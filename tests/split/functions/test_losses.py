@@ -73,7 +73,7 @@ def test_options_of_losses_of_elements(P_world):
         P_world,
         lambda x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=p),
         [numbers(), between()],
-        [weight, positive.requires_grad_()],
+        [weight, positive],
     )
     check(P_world, torch.nn.BCEWithLogitsLoss(reduction="sum"), [numbers()], [between()])
     check(P_world, lambda x, y: F.gaussian_nll_loss(x, y, 2.0), [numbers(), numbers()])
