@@ -119,7 +119,7 @@ def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list
     return [None] * (ndim - len(rest)) + rest
 
 
-@rule("movement", *"unique unique_consecutive histc histogram bincount nonzero corrcoef cov".split())
+@rule("movement", *"unique unique_consecutive histc histogram bincount corrcoef cov".split())
 def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
     split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]

@@ -287,7 +287,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
 
 
-@rule("refused", *"masked_select nonzero argwhere unique unique_consecutive take".split())
+@rule("refused", *"masked_select nonzero argwhere take".split())
 def of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What no rank knows the shape of."""
     if not any(x.is_split for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)):

@@ -60,7 +60,6 @@ def test_of_all_elements(P_world):
     for function in (
         torch.unique,
         lambda x: torch.unique(x, return_counts=True),
-        torch.nonzero,
         lambda x: torch.histc(x.double(), 4),
     ):
         check(P_world, function, [torch.randint(0, 5, SHAPE)], gradients=False)
