@@ -157,3 +157,31 @@ class FNO2d(nn.Module):
         for spectral, plain in zip(self.spectral, self.plain, strict=True):
             x = F.gelu(spectral(x) + plain(x))
         return self.drop(x)
+
+
+class _Volume(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv3d(width, width, 5, padding=2)
+        self.norm, self.act = nn.BatchNorm3d(width), nn.PReLU(width)
+
+    def forward(self, x):
+        return self.act(x + self.norm(self.conv(x)))
+
+
+class VNet(nn.Module):
+    """V-Net: residual blocks on volumes, down and up by strided convolutions."""
+
+    def __init__(self, channels=1, classes=2, width=3):
+        super().__init__()
+        self.first = nn.Conv3d(channels, width, 5, padding=2)
+        self.left, self.right = _Volume(width), _Volume(2 * width)
+        self.down = nn.Sequential(nn.Conv3d(width, 2 * width, 2, stride=2), nn.PReLU(2 * width))
+        self.bottom = _Volume(2 * width)
+        self.up = nn.Sequential(nn.ConvTranspose3d(2 * width, width, 2, stride=2), nn.PReLU(width))
+        self.last = nn.Conv3d(2 * width, classes, 1)
+
+    def forward(self, x):
+        skip = self.left(self.first(x).add(x.repeat(1, 3, 1, 1, 1)))
+        y = self.up(self.bottom(self.down(skip)))
+        return F.softmax(self.last(self.right(torch.cat((y, skip), 1))), dim=1)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.model.against_alone import train_beside
-from tests.model.nets import EDSR, DnCNN, FNO2d, UNet
+from tests.model.nets import EDSR, DnCNN, FNO2d, UNet, VNet
 
 # Model, and the shape of its input: extents that divide badly.
 MODELS = {
@@ -15,6 +15,7 @@ MODELS = {
     "EDSR": (EDSR, (1, 3, 13, 11)),
     "RCAN": (lambda: EDSR(attention=True), (1, 3, 13, 11)),
     "FNO": (FNO2d, (2, 1, 17, 14)),
+    "V-Net": (VNet, (1, 1, 6, 14, 10)),
     "VGG": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3, padding=1),

@@ -1,4 +1,4 @@
-"""Models of torchvision and MONAI as they are, small ones, trained on split tensors beside the same ones alone."""
+"""Models of torchvision and MONAI as they are, trained on split tensors beside the same ones alone."""
 
 from functools import partial
 
@@ -134,17 +134,6 @@ MODELS = {
             num_res_units=1,
         ),
         (1, 1, 12, 16, 12),
-        of_pixels,
-    ),
-    "V-Net": (
-        partial(
-            monai_net,
-            "VNet",
-            spatial_dims=3,
-            in_channels=1,
-            out_channels=2,
-        ),
-        (1, 1, 16, 32, 16),
         of_pixels,
     ),
 }
