@@ -70,6 +70,7 @@ class _AllSum(torch.autograd.Function):
         return reduced(site, x, ranks)
 
     @staticmethod
+    @first_derivative
     def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return gradient, None, None
 
@@ -93,6 +94,7 @@ class _Once(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return gradient if ctx.first else torch.zeros_like(gradient), None
 

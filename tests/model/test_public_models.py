@@ -15,8 +15,7 @@ CLASSES = 5
 
 def resnet(block):
     models = torchvision_models().resnet
-    model = models.ResNet(getattr(models, block), [1, 1, 1, 1], num_classes=CLASSES)
-    return model
+    return models.ResNet(getattr(models, block), [1, 1, 1, 1], num_classes=CLASSES)
 
 
 def densenet():
