@@ -17,7 +17,7 @@ from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.uncompiled import uncompiled
+from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot, left_of
 from distdl_rma.sync.claims import taken
@@ -153,7 +153,7 @@ class GradientSync(Uncopyable):
         except BaseException:
             self.release()
             raise
-        drifted = [self._machine.readable(name) for name in addition.drifted]
+        drifted = [self._machine.labels.readable(name) for name in addition.drifted]
         warn_of_pitfalls(module, drifted, self._machine)
 
     @contextmanager
@@ -255,7 +255,7 @@ class GradientSync(Uncopyable):
         return chain(self._alone, *(bucket.slots for bucket in self._buckets))
 
     def _label(self, slot: GradientSlot) -> str:
-        return self._machine.readable(slot.entry.name)
+        return self._machine.labels.readable(slot.entry.name)
 
     @contextmanager
     def _readable_errors(self) -> Iterator[None]:
@@ -263,7 +263,7 @@ class GradientSync(Uncopyable):
         try:
             yield
         except DistdlError as error:
-            self._machine.make_readable(error)
+            self._machine.labels.make_readable(error)
             raise
 
     def _check_open(self) -> None:
@@ -366,7 +366,7 @@ class GradientSync(Uncopyable):
             self._refuse()
             _profiled("GradientSync", self._sum)
         except DistdlError as error:
-            self._machine.make_readable(error)
+            self._machine.labels.make_readable(error)
             raise
         finally:
             self._in_backward, self._on_the_way = False, 0

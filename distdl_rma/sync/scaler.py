@@ -11,7 +11,7 @@ import torch
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.uncompiled import uncompiled
+from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 

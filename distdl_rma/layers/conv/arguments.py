@@ -12,8 +12,8 @@ from torch import nn
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.layers.core.agreement import InputFacts
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.ops.conv.worker_grid import IN, OUT
 
 F = TypeVar("F", bound=Callable[..., None])

@@ -11,7 +11,7 @@ from torch import nn
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.conv.arguments import Extents, Options, check_dtypes, takes_arguments_of
 from distdl_rma.layers.conv.base import ConvolutionLayer
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT
 from distdl_rma.ops.core.autograd import GradientNeeds

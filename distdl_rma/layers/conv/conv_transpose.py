@@ -14,7 +14,7 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.conv.arguments import Extents, Options, check_dtypes, takes_arguments_of
 from distdl_rma.layers.conv.base import ConvolutionLayer
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
 from distdl_rma.ops.conv.worker_grid import IN
 from distdl_rma.ops.core.autograd import tells_peers

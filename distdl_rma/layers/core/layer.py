@@ -1,4 +1,4 @@
-"""What all distributed layers share."""
+"""The base of all distributed layers: construction, names, parameters, copies, ranks that stand aside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import nn
@@ -15,20 +15,35 @@ from torch.autograd import profiler
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.call_outcome import CallOutcome
 from distdl_rma.layers.core.callbacks import NAMES, AnsweringModule, Callbacks, answer
-from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
+from distdl_rma.layers.core.error_exchange import CallOutcome
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.paths import path_of
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import anchored
-from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import trouble_with
-from distdl_rma.ops.core.uncompiled import uncompiled
 
 _COPY = " (copy "
+
+
+class DeclaredTensors(NamedTuple):
+    """Who owns what of the inputs and the output of a layer; calls with others remain possible."""
+
+    inputs: tuple[Decomposition, ...]
+    output: Decomposition
+    dtype: torch.dtype
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Global shapes of the inputs."""
+        return tuple(blocks.shape for blocks in self.inputs)
+
+    def nbytes(self, rank: int) -> tuple[int, int]:
+        """Bytes of a rank's shards of all inputs, and of its shard of the output; 0 on idle ranks."""
+        before = sum(blocks.box(rank).volume for blocks in self.inputs)
+        return self.dtype.itemsize * before, self.dtype.itemsize * self.output.box(rank).volume
 
 
 class DistributedLayer(AnsweringModule):
@@ -103,9 +118,9 @@ class DistributedLayer(AnsweringModule):
                     f" {partition} do not"
                 )
         # What ranks know the layer by; its label is for people.
-        self.name = name or self.machine.layer_name(kind)
+        self.name = name or self.machine.labels.new_name(kind)
         self._named, self._label_alone = bool(name), self.name
-        self.machine.label(self.name, self)
+        self.machine.labels.register(self.name, self)
         # Rank ids of all partitions, each once: those that take part in a call.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
         # Shared with its copies, which are counted together.
@@ -130,7 +145,7 @@ class DistributedLayer(AnsweringModule):
         copy_of = f"{_COPY}{next(self._copies)})"
         twin.name = self.name.partition(_COPY)[0] + copy_of
         twin._label_alone = self.label.partition(_COPY)[0] + copy_of
-        twin.machine.label(twin.name, twin)
+        twin.machine.labels.register(twin.name, twin)
         return twin
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -345,3 +360,9 @@ def nbytes_of(tensors: Any) -> int:
     """Bytes of a tensor, or of the first of several."""
     first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
     return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
+
+
+def placeholder_shard(blocks: Decomposition, dtype: torch.dtype) -> torch.Tensor:
+    """Tensor of the shape and type of this rank's shard that takes no memory; nothing on idle ranks."""
+    P_x = blocks.partition
+    return torch.empty(1, dtype=dtype).expand(blocks.box(P_x.me).shape if P_x.active else (0,))

@@ -9,12 +9,10 @@ from typing import Any, Generic, TypeVar, Unpack
 import torch
 
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.plan_cache import PlanCache
-from distdl_rma.ops.core.autograd import GradientNeeds, anchored, tells_peers
-from distdl_rma.ops.core.idle_ranks import deliver
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, tells_peers
 from distdl_rma.ops.core.operation import Agreement, Operation
 from distdl_rma.ops.core.tensors import autocast
 
@@ -61,12 +59,12 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         raise NotImplementedError
 
     @cached_property
-    def plans(self) -> PlanCache[O] | None:
+    def agreement(self) -> ShapeAgreement[O] | None:
         """Operations by what the ranks passed; None on ranks without a part in a call."""
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None
-        return PlanCache(self, ranks, len(self.P_xs), tells=self.placements is not None)
+        return ShapeAgreement(self, ranks, len(self.P_xs), tells=self.placements is not None)
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
@@ -93,15 +91,15 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     def connect_for(self, xs: Sequence[torch.Tensor]) -> None:
         """Plan for inputs that look like these, and exchange addresses; blocking."""
         self.connect_parameters()
-        if self.plans is not None:
+        if self.agreement is not None:
             # No call: nobody outside is told what becomes of it.
             with torch.no_grad():
-                operation, _ = self.enter(self.plans, xs, list(self.parameters())).settle()
+                operation, _ = self.enter(self.agreement, xs, list(self.parameters())).settle()
             operation.connect()
 
     def enter(
         self,
-        plans: PlanCache[O],
+        plans: ShapeAgreement[O],
         xs: Sequence[torch.Tensor],
         weights: Collection[torch.Tensor] = (),
         call_arguments: tuple[int, ...] | None = None,
@@ -142,12 +140,12 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     ) -> torch.Tensor:
         """Apply the layer, called with some numbers that the plan depends on, unless there is a problem."""
         weights = {} if self.placed is None else self.placed.use()
-        if self.plans is None:
+        if self.agreement is None:
             return self.stand_aside(xs[0], (*xs[1:], *weights.values()))
         if self._casts:
             first = len(xs)
             cast = autocast(*xs, *weights.values())
             xs, weights = cast[:first], dict(zip(weights, cast[first:], strict=True))  # type: ignore[assignment,arg-type]
-        agreement = self.enter(self.plans, xs, weights.values(), call_arguments, problem)
+        agreement = self.enter(self.agreement, xs, weights.values(), call_arguments, problem)
         y, needs = self.run(agreement, xs, weights)
         return self.leave(y, xs[0], needs)

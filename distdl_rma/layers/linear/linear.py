@@ -11,12 +11,11 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.initial_weights import linear_values
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.layers.core.placement import Placement, block_placement
+from distdl_rma.layers.core.placement import Placement, block_placement, linear_values
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, IN, OUT, ROWS, LinearGrid, grid_of_workers
 from distdl_rma.ops.linear.split_linear import SplitLinear
 from distdl_rma.ops.linear.zero_linear import ShardedMatrix

@@ -13,8 +13,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.error_exchange import ErrorExchange
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.ops.core.autograd import tells_peers
-from distdl_rma.ops.core.idle_ranks import tied
+from distdl_rma.ops.core.autograd import tells_peers, tied
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.ops.loss.global_loss import MISFITS, GlobalLoss, LossArguments, Refuse, result_dtype
 from distdl_rma.ops.loss.loss_sums import LossSums

@@ -8,8 +8,7 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
-from distdl_rma.layers.core.plan_cache import PlanCache, Planner
+from distdl_rma.layers.core.agreement import InputFacts, Planner, ShapeAgreement, common_dtype, source_of
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.tensors import as_words, trouble_with
 from distdl_rma.ops.loss.class_loss import gather_classes
@@ -30,12 +29,12 @@ class SplitClasses(Planner[Movement | _StayHere]):
 
     def __init__(self, site: CallSite, P_x: Partition, dim: int, what: str) -> None:
         self._site, self._P_x, self._dim = CallSite(site.machine, f"{site.name} ({what})"), P_x, dim
-        self._plans = PlanCache(self, P_x.ranks)
+        self._agreement = ShapeAgreement(self, P_x.ranks)
 
     def __call__(self, x: torch.Tensor, problem: str) -> torch.Tensor:
         """Whole classes on the ranks that come first, a tensor without elements on the others."""
-        self._plans.begin((x,), call_arguments=_digest(x), problem=problem)
-        movement, needs = self._plans.settle()
+        self._agreement.begin((x,), call_arguments=_digest(x), problem=problem)
+        movement, needs = self._agreement.settle()
         return movement(x, needs.input) if isinstance(movement, Movement) else x
 
     @property

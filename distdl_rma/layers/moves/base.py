@@ -10,8 +10,7 @@ import torch
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.idle_ranks import deliver
+from distdl_rma.ops.core.autograd import GradientNeeds, deliver
 from distdl_rma.ops.core.operation import Operation
 
 M = TypeVar("M", bound=Operation)

@@ -11,8 +11,8 @@ from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.rank_groups import groups_along, groups_onto
+from distdl_rma.layers.core.agreement import InputFacts, input_dtype
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, input_dtype
 from distdl_rma.layers.moves.along_axes import Axes, LayerAlongAxes
 from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.moves.staged import StagedMove

@@ -7,8 +7,8 @@ from typing import Unpack
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.moves.along_axes import Axes, LayerAlongAxes
 from distdl_rma.ops.moves.redistribute import all_gather, reduce_scatter
 from distdl_rma.ops.moves.staged import StagedMove

@@ -6,8 +6,8 @@ from typing import Unpack
 
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.moves.redistribute import repartition
 from distdl_rma.ops.moves.staged import StagedMove

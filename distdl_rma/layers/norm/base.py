@@ -16,12 +16,11 @@ from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, Shap
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.split import Balanced
+from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, source_of
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, register
-from distdl_rma.layers.core.plan_cache import PlanCache
 from distdl_rma.layers.norm.sharing import StatisticsAnswer, agreed_sharing, answer_of_user
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.ops.core.operation import Agreement
@@ -145,7 +144,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def enter(
         self,
-        plans: PlanCache[Normalisation],
+        plans: ShapeAgreement[Normalisation],
         xs: Sequence[torch.Tensor],
         weights: Collection[torch.Tensor] = (),
         call_arguments: tuple[int, ...] | None = None,
@@ -165,11 +164,11 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     @property
     def statistics_told(self) -> bool:
         """Wherever this rank takes part in calls."""
-        return self.plans is not None
+        return self.agreement is not None
 
     @property
     def _last(self) -> Normalisation | None:
-        return self.plans.last if self.plans is not None else None
+        return self.agreement.last if self.agreement is not None else None
 
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.

@@ -9,8 +9,8 @@ import torch
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.windows.max_windows import MaxWindows
 from distdl_rma.ops.windows.window_operation import WindowOperation
@@ -73,6 +73,6 @@ class MaxLayer(WindowLayer):
         y = super().forward(input)
         if not self.return_indices:
             return y
-        operation = None if self.plans is None else self.plans.last
+        operation = None if self.agreement is None else self.agreement.last
         index = operation.take_indices() if isinstance(operation, MaxWindows) else None
         return y, torch.zeros(y.shape, dtype=torch.int64) if index is None else index

@@ -15,7 +15,7 @@ from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution_in_runs
 from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, check_shape
-from distdl_rma.ops.core.idle_ranks import tied
+from distdl_rma.ops.core.autograd import tied
 from distdl_rma.ops.core.movement import CallSite, movement_or_none
 from distdl_rma.ops.core.operation import GatherComputeScatter
 

@@ -16,12 +16,10 @@ from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution_in_runs
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, check_shape
-from distdl_rma.ops.core.autograd import GradientNeeds, anchor, first_derivative
-from distdl_rma.ops.core.idle_ranks import tied
+from distdl_rma.ops.core.autograd import GradientNeeds, anchor, first_derivative, tied
 from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.core.operation import Agreed, Agreement, Operation
-from distdl_rma.ops.core.result_pool import result
-from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, sum_dtype
+from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, result, sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 
 # Puts the gradient of "weight" or "bias" where it is wanted, and returns it.

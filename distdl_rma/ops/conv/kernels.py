@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.ops.core.tensors import sum_dtype
-from distdl_rma.ops.core.uncompiled import uncompiled
 
 # Types that oneDNN computes in.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)

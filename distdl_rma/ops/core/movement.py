@@ -16,8 +16,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchor, first_derivative
-from distdl_rma.ops.core.result_pool import result
-from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype, sum_dtype
+from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype, result, sum_dtype
 from distdl_rma.segments.channel import Channel
 
 

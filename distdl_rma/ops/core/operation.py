@@ -8,8 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.autograd import GradientNeeds, idle
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.tensors import no_autocast
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.ops.core.uncompiled import uncompiled
+from distdl_rma.ops.core.autograd import uncompiled
 
 Offer = Callable[[str], "torch.Tensor | None"]
 

@@ -11,8 +11,7 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.core.autograd import GradientNeeds, anchor
-from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.autograd import GradientNeeds, anchor, idle
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import no_autocast, sum_dtype

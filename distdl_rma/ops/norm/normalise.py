@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from distdl_rma.ops.core.autograd import first_derivative
-from distdl_rma.ops.core.result_pool import result_like
-from distdl_rma.ops.core.tensors import no_autocast, sum_dtype
+from distdl_rma.ops.core.tensors import no_autocast, result_like, sum_dtype
 from distdl_rma.ops.norm.row_sums import sums_and_products
 from distdl_rma.ops.norm.statistic_groups import ChannelRun
 from distdl_rma.ops.norm.statistics import Shifted, Statistics

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.result_pool import result_like
-from distdl_rma.ops.core.tensors import as_array, as_tensor
+from distdl_rma.ops.core.tensors import as_array, as_tensor, result_like
 from distdl_rma.ops.norm.row_sums import row_sums, square_sums
 from distdl_rma.ops.norm.statistic_groups import PAIR, NormAxes, StatisticGroups
 from distdl_rma.segments.collectives.all_push import AllPush

@@ -99,7 +99,7 @@ def test_momentum_may_be_set_between_calls_and_makes_no_other_operation(P_world,
         x = torch.randn(4, 6, 5, dtype=torch.float64)
         layer(shard(layer.P_x, x))
         twin(x)
-        used.add(id(layer.plans.last))
+        used.add(id(layer.agreement.last))
         start, stop = layer.store.box(comm.rank).bounds[0]
         agree(layer.running_var, twin.running_var[start:stop], "running_var")
     assert len(used) == 1
