@@ -31,11 +31,11 @@ from distdl_rma.layers.moves.broadcast_reduce import AllSumReduce as AllSumReduc
 from distdl_rma.layers.moves.broadcast_reduce import Broadcast as Broadcast
 from distdl_rma.layers.moves.broadcast_reduce import SumReduce as SumReduce
 from distdl_rma.layers.moves.concat import DistributedConcat as DistributedConcat
-from distdl_rma.layers.moves.gather_scatter import AllGather as AllGather
-from distdl_rma.layers.moves.gather_scatter import ReduceScatter as ReduceScatter
 from distdl_rma.layers.moves.halo_exchange import HaloExchange as HaloExchange
-from distdl_rma.layers.moves.repartition import DistributedTranspose as DistributedTranspose
-from distdl_rma.layers.moves.repartition import Repartition as Repartition
+from distdl_rma.layers.moves.redistribute import AllGather as AllGather
+from distdl_rma.layers.moves.redistribute import DistributedTranspose as DistributedTranspose
+from distdl_rma.layers.moves.redistribute import ReduceScatter as ReduceScatter
+from distdl_rma.layers.moves.redistribute import Repartition as Repartition
 from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm1d as DistributedBatchNorm1d
 from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm2d as DistributedBatchNorm2d
 from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm3d as DistributedBatchNorm3d

@@ -1,17 +1,61 @@
-"""All-gather and reduce-scatter along dimensions of a grid."""
+"""Tensors cut into blocks that become tensors cut otherwise: repartition, all-gather, reduce-scatter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Unpack
 
+from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.moves.along_axes import Axes, LayerAlongAxes
-from distdl_rma.ops.moves.redistribute import all_gather, reduce_scatter
-from distdl_rma.ops.moves.staged import StagedMove
+from distdl_rma.layers.moves.base import Axes, LayerAlongAxes, MovementLayer
+from distdl_rma.ops.moves.redistribute import StagedMove, all_gather, reduce_scatter, repartition
+
+
+class Repartition(MovementLayer[StagedMove]):
+    """Move a tensor from one Cartesian partition to another; the result is balanced.
+
+    As of all layers that only move data, a rank's result is memory of its own, also where it is its input.
+    The adjoint moves gradients back to where the input came from.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Input and output partition, with as many dimensions as the tensor.
+    preserve_batch
+        Whether outputs without elements keep the batch size, as shape (b, 0).
+
+    Notes
+    -----
+    Repartition document; requirement B5.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        preserve_batch: bool = True,
+        *,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        if P_x.dim != P_y.dim:
+            raise PartitionError(
+                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim}"
+                f" {P_y.shape}"
+            )
+        super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Blocks as they are to balanced ones."""
+        source, dtype = source_of(self.P_x, facts)
+        return repartition(self.site, source, self.P_y, dtype)
+
+
+# The name by which this movement is known as well.
+DistributedTranspose = Repartition
 
 
 class AllGather(LayerAlongAxes):
@@ -23,7 +67,7 @@ class AllGather(LayerAlongAxes):
     Parameters
     ----------
     P_x
-        Partition of input and output, with as many dimensions as the tensor.
+        Partition of input and output.
     axes_all_gather
         Dimensions to gather along, one or several; negative ones count from the end.
     axes_keep
@@ -57,13 +101,12 @@ class ReduceScatter(LayerAlongAxes):
     """Sum what ranks have that differ in some grid dimensions only, and cut the sum along these.
 
     Local input: whole along the scattered dimensions, equal in shape on the ranks that are summed. Local
-    output: the balanced share of the sum. The sum is taken in the order of the partition. The adjoint
-    gathers.
+    output: the balanced share of the sum, taken in the order of the partition. The adjoint gathers.
 
     Parameters
     ----------
     P_x
-        Partition of input and output, with as many dimensions as the tensor.
+        Partition of input and output.
     axes_reduce_scatter
         Dimensions to sum and cut along, one or several; negative ones count from the end.
     axes_keep
