@@ -169,8 +169,7 @@ class DistributedLayer(AnsweringModule):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call ``forward``, and remember the sizes of the local shards.
 
-        What the user of the layer says of it by callbacks is compared with what holds, and refused with a
-        ``ConfigurationError``; the other ranks hear of it.
+        ``ConfigurationError``, of which the other ranks hear, if the user's callbacks say what does not hold.
         """
         before = self.nbytes_in((*inputs, *named.values()))
         # In every call, since the user may give a callback at any time: one look for all of them.
@@ -195,11 +194,10 @@ class DistributedLayer(AnsweringModule):
         if self.placed is None:
             # Without weights any ranks of the machine will do; those that have some ask in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
-        told = () if self.statistics_told else ("get_ranks_synch_norm", "get_sizeof_norm")
+        names = () if self.statistics_told else ("get_ranks_synch_norm", "get_sizeof_norm")
+        who = f"{self.label!r} on rank {self.machine.rank}"
         try:
-            self.check_answers(
-                f"{self.label!r} on rank {self.machine.rank}", ("get_sizeof_gradients", *told), **sizes
-            )
+            self.check_answers(who, ("get_sizeof_gradients", *names), **sizes)
         except ConfigurationError as error:
             if not self.machine.closed:
                 self.machine.fail(error)
@@ -290,14 +288,6 @@ class DistributedLayer(AnsweringModule):
             outcomes[ranks] = CallOutcome.among(self.machine, self.agreeing(), ranks, self.name)
         return outcomes[ranks]
 
-    def connect_parameters(self) -> None:
-        """Exchange addresses for parameters that travel, and in training with who keeps them; blocking."""
-        if self.placed is not None:
-            self.placed.connect()
-        outcome = self.outcome()
-        if outcome is not None:
-            outcome.connect()
-
     def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
 
@@ -347,7 +337,7 @@ class DistributedLayer(AnsweringModule):
 
 
 def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:
-    """``reset_parameters`` of torch that draws, on every rank, what it draws on one machine; local."""
+    # ``reset_parameters`` of torch that draws, on every rank, what it draws on one machine.
 
     def reset_whole(layer: DistributedLayer) -> None:
         with as_whole(layer, layer.scattered):
@@ -357,7 +347,7 @@ def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[Distribute
 
 
 def nbytes_of(tensors: Any) -> int:
-    """Bytes of a tensor, or of the first of several."""
+    """Bytes of a tensor, or of the first of several; 0 of anything else."""
     first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
     return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
 

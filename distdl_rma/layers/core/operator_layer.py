@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -17,21 +18,16 @@ from distdl_rma.ops.core.operation import Agreement, Operation
 from distdl_rma.ops.core.tensors import autocast
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
+_needs_gradient = attrgetter("requires_grad")
 
 
 class OperatorLayer(DistributedLayer, Generic[O]):
     """A layer whose ranks agree on what plain tensors are parts of, and then call an operation on them.
 
     Subclasses say which operation serves which inputs (``plan``). Agreement on shapes, parameters, ranks
-    with and without work, and the backward of all of them are here.
-
-    Parameters
-    ----------
-    P_x, P_y
-        Partitions of input and output; P_y is P_x if None. Where a call passes several inputs, P_x is the
-        sequence of their partitions, and ``self.P_x`` the first one.
-    others
-        Partitions of other ranks that take part in a call.
+    with and without work, and the backward of all of them are here. P_y is P_x if None; where a call passes
+    several inputs, P_x is the sequence of their partitions, and ``self.P_x`` the first one. ``others`` are
+    partitions of other ranks that take part in a call.
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
@@ -74,23 +70,19 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         gradients, and for what a layer moves while it computes. Collective over the ranks of the layer,
         and in training over those that keep its weights, blocking. Calls with other inputs remain possible.
 
-        Parameters
-        ----------
-        shape
-            Global shape of the input, or of each subtensor where these may have any shape; may be left out
-            of a layer that was built from global parameters, else ``ProtocolError``.
-        dtype
-            Its type; that of the parameters if None.
-
-        Notes
-        -----
-        Interface document, section 3.2; requirement A8.
+        ``shape`` is the global one of the input, or that of each subtensor where these may have any; it may
+        be left out of a layer that was built from global parameters, else ``ProtocolError``. ``dtype`` is
+        that of the parameters if None. Interface document, section 3.2; requirement A8.
         """
         self.connect_for([self.expected(self.P_x, shape, dtype)])
 
     def connect_for(self, xs: Sequence[torch.Tensor]) -> None:
         """Plan for inputs that look like these, and exchange addresses; blocking."""
-        self.connect_parameters()
+        if self.placed is not None:
+            self.placed.connect()
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.connect()
         if self.agreement is not None:
             # No call: nobody outside is told what becomes of it.
             with torch.no_grad():
@@ -107,11 +99,11 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     ) -> Agreement[O]:
         """Begin to agree with the other ranks on what ``xs`` are parts of; does not wait for them."""
         # The others take part in a backward if any weight needs a gradient.
-        told = sorted(weights, key=lambda weight: not weight.requires_grad) if weights else (None,)
+        told = max(weights, key=_needs_gradient, default=None)
         if self.trouble is not None and not problem and not self._idle[0]:
             problem = self.trouble(*xs)
         numbers = self._call_arguments if call_arguments is None else call_arguments
-        plans.begin(xs, told[0], numbers, self._idle, problem)
+        plans.begin(xs, told, numbers, self._idle, problem)
         return plans
 
     def run(

@@ -65,10 +65,7 @@ IDLE_NBYTES = 1 << 28
 
 
 def numpy_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
-    """Numpy type of the words that carry a torch type between ranks.
-
-    ``UnsupportedError`` if the type has no elements of its own on a CPU; names ``what`` it was for.
-    """
+    """Numpy type of the words that carry a torch type between ranks; ``what`` it was for, for errors."""
     if dtype not in DTYPES:
         raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
     words: np.dtype[Any] = np.dtype(_WORDS[dtype.itemsize][1])
@@ -102,8 +99,7 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Numpy view of a CPU tensor; no copy, no autograd. bfloat16 becomes uint16 words."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    array: NDArray[Any] = tensor.detach().numpy()
-    return array
+    return tensor.detach().numpy()
 
 
 def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -117,8 +113,7 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
     plain = tensor.detach().resolve_conj().resolve_neg()
     word = _WORDS[plain.dtype.itemsize][0]
-    array: NDArray[Any] = (plain if plain.dtype == word else plain.view(word)).numpy()
-    return array
+    return (plain if plain.dtype == word else plain.view(word)).numpy()
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -141,15 +136,9 @@ def zero_volume_tensor(
 ) -> torch.Tensor:
     """Tensor without elements, which ranks without work pass and receive.
 
-    Parameters
-    ----------
-    b
-        Batch size; the shape is (0,) if None, else (b, 0).
-    dtype, requires_grad
-        As in torch.
+    Its shape is (b, 0) with the batch size ``b``, and (0,) if that is None; the rest as in torch.
     """
-    shape = (0,) if b is None else (b, 0)
-    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    return torch.empty((0,) if b is None else (b, 0), dtype=dtype, requires_grad=requires_grad)
 
 
 _Block = NDArray[np.uint8]

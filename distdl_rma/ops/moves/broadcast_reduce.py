@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import zip_longest
 from math import prod
 
@@ -23,41 +24,35 @@ from distdl_rma.ops.moves.redistribute import StagedMove
 Subtensors = Decomposition | Mapping[int, tuple[int, ...]]
 
 
-def broadcast(
+def _between_grids(
     site: CallSite,
     source: Subtensors,
     P_x: Partition,
     P_y: Partition,
     dtype: torch.dtype,
     flips: tuple[bool, bool] = (False, False),
+    *,
+    sums: bool,
 ) -> StagedMove:
-    """Copy subtensors from P_x to P_y, along the dimensions in which the grid of P_x is 1.
-
-    ``flips`` says of both grids whether they are transposed before.
-    """
-    groups = groups_onto(P_y, P_x, *flips[::-1])
+    # Flips say of P_x and of P_y whether they are transposed before.
+    many, few = ((P_x, flips[0]), (P_y, flips[1]))[:: 1 if sums else -1]
+    groups, roots = groups_onto(many[0], few[0], many[1], few[1]), few[0].ranks
+    alone = tuple((root,) for root in roots)
 
     def stages(lengths: list[int], node_of: NodeOf) -> list[Stage]:
-        return trees.broadcast(P_x.ranks, groups, lengths, node_of, site.machine.rank)
+        me = site.machine.rank
+        if sums:
+            return trees.reduction(groups, roots, lengths, node_of, me)
+        return trees.broadcast(roots, groups, lengths, node_of, me)
 
-    return _staged(site, source, _alone(P_x), groups, _onto(source, P_y, flips), dtype, stages)
+    givers, takers = (groups, alone) if sums else (alone, groups)
+    return _staged(site, source, givers, takers, _onto(source, P_y, flips), dtype, stages)
 
 
-def sum_reduce(
-    site: CallSite,
-    source: Subtensors,
-    P_x: Partition,
-    P_y: Partition,
-    dtype: torch.dtype,
-    flips: tuple[bool, bool] = (False, False),
-) -> StagedMove:
-    """Sum subtensors from P_x to P_y, in the order of P_x, where the grid of P_y is 1; flips as above."""
-    groups = groups_onto(P_x, P_y, *flips)
-
-    def stages(lengths: list[int], node_of: NodeOf) -> list[Stage]:
-        return trees.reduction(groups, P_y.ranks, lengths, node_of, site.machine.rank)
-
-    return _staged(site, source, groups, _alone(P_y), _onto(source, P_y, flips), dtype, stages)
+# Sum subtensors from P_x to P_y, in the order of P_x, along the dimensions in which the grid of P_y is 1.
+sum_reduce = partial(_between_grids, sums=True)
+# Copy subtensors from P_x to P_y, along the dimensions in which the grid of P_x is 1.
+broadcast = partial(_between_grids, sums=False)
 
 
 def all_sum_reduce(
@@ -71,10 +66,6 @@ def all_sum_reduce(
 
     output = source if isinstance(source, Decomposition) else None
     return _staged(site, source, groups, groups, output, dtype, stages)
-
-
-def _alone(P: Partition) -> Groups:
-    return tuple((rank,) for rank in P.ranks)
 
 
 def _onto(source: Subtensors, P_y: Partition, flips: tuple[bool, bool]) -> Decomposition | None:
