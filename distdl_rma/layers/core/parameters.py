@@ -17,7 +17,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.layers.core.placement import Placement, one_copy
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import first_derivative
-from distdl_rma.ops.core.movement import CallSite, Movement, Request
+from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -72,8 +72,13 @@ class Parameters:
             used = self._tied(kept)
         if not self._travels:
             return used
-        flights = {key: self._start(key, used[key], use) for key, use in self._travels.items()}
-        return used | {key: flight.movement.wait(flight) for key, flight in flights.items()}
+        requests = {}
+        for key, use in self._travels.items():
+            movement, values = self._movement(key, used[key].dtype, use), used[key]
+            # One of the copies travels, the others stay.
+            sent = values.flatten()[:0] if movement.forward.exchange.own.empty else values
+            requests[key] = movement.start(sent, values.requires_grad)
+        return used | {key: request.movement.wait(request) for key, request in requests.items()}
 
     def connect(self) -> None:
         """Exchange addresses for the values that travel, and for their gradients; blocking."""
@@ -180,12 +185,6 @@ class Parameters:
             movement = Movement(machine, exchange, dtype, f"{name} ({key})")
             self._movements[key, dtype] = movement
         return movement
-
-    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Request:
-        movement = self._movement(key, parameter.dtype, use)
-        # One of the copies travels, the others stay.
-        sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
-        return movement.start(sent, parameter.requires_grad)
 
 
 def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:

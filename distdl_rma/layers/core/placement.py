@@ -66,9 +66,11 @@ def register(
             layer.register_parameter(key, None)
             continue
         store = placements[key].store
-        learns = not isinstance(value, torch.Tensor) or value.requires_grad
         with torch.inference_mode(False):
-            shard = cut(store, value.detach()) if isinstance(value, torch.Tensor) else value.cut(store)
+            if isinstance(value, torch.Tensor):
+                shard, learns = cut(store, value.detach()), value.requires_grad
+            else:
+                shard, learns = value.cut(store), True
             layer.register_parameter(key, nn.Parameter(shard, learns))
 
 

@@ -74,15 +74,13 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        if _compiles() is not None:
-            return _apart(checked, ctx, *gradients)
         # Grad mode is on in a backward only under create_graph.
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
         try:
-            return backward(ctx, *gradients)
+            return backward(ctx, *gradients) if _compiles() is None else _apart(backward, ctx, *gradients)
         except Exception as error:
             # Those operations that wait for peers, or are waited for, know their machine.
             _report(getattr(ctx, "machine", None), error)
@@ -100,10 +98,10 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
 
     @wraps(forward)
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        if _compiles() is not None:
-            return _apart(watched, layer, *args, **kwargs)
         try:
-            return forward(layer, *args, **kwargs)
+            if _compiles() is None:
+                return forward(layer, *args, **kwargs)
+            return _apart(forward, layer, *args, **kwargs)
         except _ENOUGH:
             raise
         except Exception as error:
@@ -113,6 +111,7 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
     return _breaks_graph(watched)
 
 
+@uncompiled
 def _report(machine: Machine | None, error: Exception) -> None:
     # What not all ranks refuse alike is a failure of this one, which others must not wait for.
     if machine is None:
