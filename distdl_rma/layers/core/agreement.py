@@ -65,14 +65,15 @@ class InputFacts(NamedTuple):
     def about(
         cls,
         xs: Sequence[torch.Tensor],
-        weight: torch.Tensor | None,
-        call_arguments: tuple[int, ...],
-        idle: Sequence[bool],
-        problem: str,
+        weight: torch.Tensor | None = None,
+        call_arguments: tuple[int, ...] = (),
+        idle: Sequence[bool] = (False,),
+        problem: str = "",
     ) -> InputFacts:
-        """Facts about a call, as :meth:`ShapeAgreement.begin` takes it.
+        """Facts about local tensors, a weight that the layer will use, and numbers it was called with.
 
-        Where a rank has no part of an input, all tensors without elements are the same.
+        ``idle`` says of which inputs this rank has no part: there all tensors without elements are the same.
+        What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
         """
         given = len(xs)
         problem = problem or _trouble(xs, given, call_arguments)
@@ -236,21 +237,8 @@ class ShapeAgreement(Generic[P]):
         self._said: tuple[InputFacts, NDArray[np.int64], object] | None = None
         self._settled: tuple[bytes, tuple[P, GradientNeeds]] | None = None
 
-    def begin(
-        self,
-        xs: Sequence[torch.Tensor],
-        weight: torch.Tensor | None = None,
-        call_arguments: tuple[int, ...] = (),
-        idle: Sequence[bool] = (False,),
-        problem: str = "",
-    ) -> None:
-        """Tell the other ranks about ``xs``, and find the guess. Waits for them in the first call only.
-
-        What are no tensors that can move, and any other ``problem`` with the call on this rank, all ranks
-        refuse. ``weight`` is one that the layer will use, ``call_arguments`` are numbers that it was called
-        with, ``idle`` says of which inputs this rank has no part.
-        """
-        mine = InputFacts.about(xs, weight, call_arguments, idle, problem)
+    def begin(self, mine: InputFacts) -> None:
+        """Tell the other ranks about a call, and find the guess. Waits for them in the first call only."""
         # Asked for now: within an operation of autograd grad mode is off.
         self._outcome = self._asked().outcome() if self._tells else None
         if self._said is None or self._said[0] != mine:

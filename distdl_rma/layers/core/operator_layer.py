@@ -103,7 +103,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         if self.trouble is not None and not problem and not self._idle[0]:
             problem = self.trouble(*xs)
         numbers = self._call_arguments if call_arguments is None else call_arguments
-        plans.begin(xs, told, numbers, self._idle, problem)
+        plans.begin(InputFacts.about(xs, told, numbers, self._idle, problem))
         return plans
 
     def run(

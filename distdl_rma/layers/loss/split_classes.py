@@ -33,7 +33,7 @@ class SplitClasses(Planner[Movement | _StayHere]):
 
     def __call__(self, x: torch.Tensor, problem: str) -> torch.Tensor:
         """Whole classes on the ranks that come first, a tensor without elements on the others."""
-        self._agreement.begin((x,), call_arguments=_digest(x), problem=problem)
+        self._agreement.begin(InputFacts.about((x,), None, _digest(x), problem=problem))
         movement, needs = self._agreement.settle()
         return movement(x, needs.input) if isinstance(movement, Movement) else x
 

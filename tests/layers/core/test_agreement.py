@@ -34,7 +34,7 @@ class Layer:
 
 
 def agree(plans, x, problem=""):
-    plans.begin((x,), problem=problem)
+    plans.begin(InputFacts.about((x,), problem=problem))
     return plans.settle()
 
 
@@ -46,12 +46,12 @@ def test_a_plan_comes_back_and_a_wrong_guess_is_given_up(P_world, comm):
     assert first.shapes == dict.fromkeys(P_world.ranks, (1,))
     # One rank alone sees the change; the others start on what they had.
     x = torch.ones(2 if comm.rank == comm.size - 1 else 1)
-    plans.begin((x,))
+    plans.begin(InputFacts.about((x,)))
     assert plans.guess is (None if len(x) == 2 else first)
     second, needs = plans.settle()
     assert second is not first and not needs.any
     assert first.voided == 1
-    plans.begin((torch.ones(1),))
+    plans.begin(InputFacts.about((torch.ones(1),)))
     assert plans.settle()[0] is first
     assert second.voided == 1
 
