@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 from mpi4py import MPI
 
@@ -256,14 +257,10 @@ class _Use(SharedByCopies):
         self._over = True
 
 
-_keys: list[int] = []
-
-
+@cache
 def _machine_key() -> int:
     # The communicator itself remembers its machine; the key is made on first use, not at import.
-    if not _keys:
-        _keys.append(MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget))
-    return _keys[0]
+    return MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget)
 
 
 def _forget(_comm: MPI.Comm, _key: int, machine: Machine) -> None:

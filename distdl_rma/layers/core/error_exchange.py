@@ -110,9 +110,8 @@ class CallOutcome:
         meeting.close()
         layer, _ = views[machine.rank]
         listeners = [rank for rank in sorted(holders) if views[rank] == (layer, False)]
-        if not listeners or machine.rank not in (inside[0], *listeners):
-            return None
-        return cls(machine, inside[0], listeners, name)
+        concerned = listeners and machine.rank in (inside[0], *listeners)
+        return cls(machine, inside[0], listeners, name) if concerned else None
 
     def connect(self) -> None:
         """Exchange addresses, once; blocking."""

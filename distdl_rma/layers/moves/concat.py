@@ -121,10 +121,9 @@ class DistributedConcat(MovementLayer[Concat]):
             if problem:
                 raise self._refuse(problem)
         try:
-            _, dtype = joined([tuple(x.shape) for x in inputs], [x.dtype for x in inputs], self.P_y.dim)
+            return joined([tuple(x.shape) for x in inputs], [x.dtype for x in inputs], self.P_y.dim)[1]
         except ShapeError as error:
             raise self._refuse(str(error)) from None
-        return dtype
 
     def _refuse(self, problem: str) -> ShapeError:
         # Nobody else is asked: what is wrong here may be right elsewhere, and the others would wait.
