@@ -24,7 +24,6 @@ from distdl_rma.segments.uncopyable import SharedByCopies
 from distdl_rma.trace import Recording
 
 
-
 class Machine(SharedByCopies):
     """The ordered list of ranks M that work together, this rank, and their segment manager.
 
