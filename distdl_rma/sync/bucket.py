@@ -12,9 +12,9 @@ from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
+from distdl_rma.segments.collectives.allgather import gather_said
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.claims import ParameterEntry, taken
-from distdl_rma.sync.consensus import gather_words
 
 
 class BucketKind(NamedTuple):
@@ -223,7 +223,7 @@ class BucketMaker:
             failure = [type(error).__name__, str(error)]
             # What the ranks say to each other needs memory too.
             self._discard(made)
-        failures = gather_words(self._machine, failure, f"GradientSync (memory {self._attempts})")
+        failures = gather_said(self._machine.segments, failure, f"GradientSync (memory {self._attempts})")
         for rank, said in failures.items():
             if said:
                 self._numbers = numbers

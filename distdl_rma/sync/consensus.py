@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import index as as_int
@@ -14,7 +13,7 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm.base import DistributedNorm
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.gather_bytes import gather_bytes
+from distdl_rma.segments.collectives.allgather import gather_said
 from distdl_rma.sync.claims import Claim
 
 # What JSON can carry: of a claim, see ``statement``.
@@ -27,14 +26,6 @@ _OTHERS = tuple(
     if name not in ("get_ranks_synch_weights", "get_sizeof_gradients")
 )
 _HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
-
-
-def gather_words(machine: Machine, words: Any, title: str) -> dict[int, Any]:
-    """What every rank of the machine says, by rank id in its order; collective, blocking."""
-    said: dict[int, Any] = {}
-    for text, ranks in gather_bytes(machine.segments, json.dumps(words).encode(), title).items():
-        said |= dict.fromkeys(ranks, json.loads(text))
-    return {rank: said[rank] for rank in machine.ranks}
 
 
 def agree(
@@ -58,7 +49,7 @@ def agree(
         "claims": [statement(claim) for claim in claims],
         "generator": generator,
     }
-    said = gather_words(machine, mine, title)
+    said = gather_said(machine.segments, mine, title)
     first, expected = next(iter(said.items()))
     for rank, words in said.items():
         if words["refusal"]:

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+from numpy.typing import DTypeLike
 
-from distdl_rma.segments.collectives.engine.collective import Collective
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
+from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
@@ -27,8 +26,6 @@ class Bcast(Collective):
 
     Parameters
     ----------
-    manager, ranks, name
-        As for every :class:`Collective`.
     count
         Number of elements; 0 is legal.
     dtype
@@ -46,7 +43,7 @@ class Bcast(Collective):
         manager: SegmentManager,
         ranks: Sequence[int],
         count: int,
-        dtype: npt.DTypeLike = np.float32,
+        dtype: DTypeLike = np.float32,
         root: int | None = None,
         name: str = "broadcast",
     ) -> None:
