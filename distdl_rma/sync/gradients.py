@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -19,11 +20,11 @@ from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot, left_of
-from distdl_rma.sync.claims import taken
+from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets
+from distdl_rma.sync.claims import synchronised
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.plain_modules import warn_of_pitfalls
-from distdl_rma.sync.registry import Options, Registry
+from distdl_rma.sync.registry import Registry, SyncOptions
 
 _BUCKET_NBYTES = 1 << 20
 
@@ -88,9 +89,11 @@ class GradientSync(Uncopyable):
     ) -> None:
         self._machine = Machine.of(machine)
         self._paused = self._closed = self._in_backward = False
-        self._registry = Registry(self._machine, Options(reduction, replicas, bucket_nbytes))
-        self._maker = BucketMaker(self._machine, bucket_nbytes)
+        self._options = SyncOptions(reduction, replicas, bucket_nbytes)
+        self._registry = Registry(self._machine, self._options)
         self._buckets: list[Bucket] = []
+        # How many buckets of each kind were made so far.
+        self._numbers: Counter[BucketKind] = Counter()
         # Parameters that no other rank holds.
         self._alone: list[GradientSlot] = []
         self._norms = GradientNorms(self._machine)
@@ -135,26 +138,34 @@ class GradientSync(Uncopyable):
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
         refusal = "register between steps, with no gradients from no_sync left" if busy else ""
-        with self._readable_errors(), self._registry.adding(module, name, callbacks, refusal) as addition:
-            moved, slots = addition.moved, addition.slots()
-            leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
-            made = self._maker.make(left_of(leaving, moved), [each for each in slots if each[0].travels])
+        machine = self._machine
+        try:
+            with self._registry.adding(module, name, callbacks, refusal) as addition:
+                moved, slots = addition.moved, addition.slots(self._options)
+                leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
+                rows = left_of(leaving, moved), [each for each in slots if each[0].kind.travels]
+                title = f"GradientSync (memory {addition.number})"
+                made = make_buckets(machine, rows, self._options.bucket_nbytes, self._numbers, title)
+        except DistdlError as error:
+            # Layers are called by their paths, whoever raises.
+            machine.labels.make_readable(error)
+            raise
         self._buckets += made
         try:
-            addition.equalise()
+            addition.equalise(machine)
             self._drop(leaving, moved)
             for bucket in made:
-                bucket.connect()
+                # All in one order: they may be complete in another.
+                bucket.allreduce.connect()
                 for slot in bucket.slots:
                     self._take_over(slot, bucket)
             for slot in chain.from_iterable(slots):
-                if not slot.travels:
+                if not slot.kind.travels:
                     self._take_over(slot, None)
         except BaseException:
             self.release()
             raise
-        drifted = [self._machine.labels.readable(name) for name in addition.drifted]
-        warn_of_pitfalls(module, drifted, self._machine)
+        warn_of_pitfalls(module, list(map(machine.labels.readable, addition.drifted)), machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,20 +268,11 @@ class GradientSync(Uncopyable):
     def _label(self, slot: GradientSlot) -> str:
         return self._machine.labels.readable(slot.entry.name)
 
-    @contextmanager
-    def _readable_errors(self) -> Iterator[None]:
-        # Layers are called by their paths, whoever raises.
-        try:
-            yield
-        except DistdlError as error:
-            self._machine.labels.make_readable(error)
-            raise
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("GradientSync: already closed")
 
-    def _drop(self, leaving: Sequence[Bucket], moved: set[int]) -> None:
+    def _drop(self, leaving: list[Bucket], moved: set[int]) -> None:
         for bucket in leaving:
             bucket.close()
             self._buckets.remove(bucket)
@@ -281,7 +283,7 @@ class GradientSync(Uncopyable):
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
-        taken[parameter] = True
+        synchronised[parameter] = True
         if bucket is None:
             self._alone.append(slot)
             slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
@@ -322,9 +324,9 @@ class GradientSync(Uncopyable):
         # Runs with the gradient of this backward complete and not yet accumulated.
         self._check_open()
         gradient = slot.parameter.grad
-        if slot.parameter.dtype != slot.dtype:
+        if slot.parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
-                f"{self._label(slot)!r} was {slot.dtype} when its GradientSync was made"
+                f"{self._label(slot)!r} was {slot.kind.dtype} when its GradientSync was made"
                 f" and is now {slot.parameter.dtype}; make a new one"
             )
         if gradient is None:
@@ -382,8 +384,7 @@ class GradientSync(Uncopyable):
 
     def _refuse(self) -> None:
         # A gradient is never silently local.
-        change = self._registry.later_change()
-        if change:
+        if change := self._registry.watch.later_change():
             raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
         if self._on_the_way:
             raise ProtocolError(
