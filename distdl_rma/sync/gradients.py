@@ -26,8 +26,6 @@ from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.plain_modules import warn_of_pitfalls
 from distdl_rma.sync.registry import Registry, SyncOptions
 
-_BUCKET_NBYTES = 1 << 20
-
 
 class GradientSync(Uncopyable):
     """Makes the gradients of a training loop right: one line added to the loop.
@@ -38,18 +36,16 @@ class GradientSync(Uncopyable):
     which weights the modules say by ``get_ranks_synch_weights()``: layers of this library do, others may,
     and :meth:`register` gives a module the callback. Any other module counts as copied on all ranks of the
     machine. Parameters and buffers of all but the layers of this library are made equal at construction,
-    the first of their ranks counts.
+    the first of their ranks counts. Parameters that are frozen then are left alone.
 
     A gradient lies in the segment, where the layers of this library put it themselves. It stays valid until
-    the next but one backward, or ``close()``; clone it to keep it longer.
-
-    Collective to construct over the machine; every rank runs the same backwards, idle ranks included.
-    Parameters that are frozen at construction are left alone. A context manager: leaving it closes it.
+    the next but one backward, or ``close()``; clone it to keep it longer. Collective to construct over the
+    machine; every rank runs the same backwards, idle ranks included. A context manager: leaving it closes it.
 
     Parameters
     ----------
     model
-        The model, alike on all ranks that hold its parts; None if everything is to be registered.
+        Alike on all ranks that hold its parts; None if everything is to be registered.
     machine
         The machine, or a partition of its ranks such as ``P_world``; all ranks of the machine take part.
     reduction
@@ -59,8 +55,7 @@ class GradientSync(Uncopyable):
         What a mean divides by instead: the number of data-parallel replicas of the model, where each of
         them is split over several ranks and has a loss of its own.
     bucket_nbytes
-        Gradients of consecutive layers travel together up to this many bytes; 0 for one allreduce per
-        layer.
+        Gradients of consecutive layers travel together up to this many bytes; 0: one allreduce per layer.
 
     Raises
     ------
@@ -74,8 +69,7 @@ class GradientSync(Uncopyable):
 
     Notes
     -----
-    Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; architecture of gradients:
-    ``docs/concepts.md``.
+    Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; ``docs/concepts.md``.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class GradientSync(Uncopyable):
         *,
         reduction: str = "sum",
         replicas: int | None = None,
-        bucket_nbytes: int = _BUCKET_NBYTES,
+        bucket_nbytes: int = 1 << 20,
     ) -> None:
         self._machine = Machine.of(machine)
         self._paused = self._closed = self._in_backward = False
@@ -116,7 +110,8 @@ class GradientSync(Uncopyable):
         """Synchronise a module from now on, by its callbacks or those given; collective over the machine.
 
         A module that belongs to the model already moves to the ranks that its callback now gives; its
-        parameters become those of the first of them.
+        parameters become those of the first of them. Raises as construction does, and if gradients of
+        ``no_sync`` wait to be summed on some rank; nothing has changed then.
 
         Parameters
         ----------
@@ -126,14 +121,6 @@ class GradientSync(Uncopyable):
             What its parameters are called in messages, alike on its ranks.
         callbacks
             Answers in place of the module's own, for all plain modules in it. They stay with the module.
-
-        Raises
-        ------
-        ConfigurationError
-            As at construction, or if gradients of ``no_sync`` wait to be summed on some rank; nothing has
-            changed then.
-        SegmentError
-            On all ranks, if the gradients do not fit into the segment of one; nothing has changed then.
         """
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
@@ -153,7 +140,12 @@ class GradientSync(Uncopyable):
         self._buckets += made
         try:
             addition.equalise(machine)
-            self._drop(leaving, moved)
+            for bucket in leaving:
+                bucket.close()
+                self._buckets.remove(bucket)
+            for slot in [slot for slot in self._alone if id(slot.parameter) in moved]:
+                slot.release()
+                self._alone.remove(slot)
             for bucket in made:
                 # All in one order: they may be complete in another.
                 bucket.allreduce.connect()
@@ -183,12 +175,8 @@ class GradientSync(Uncopyable):
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of all gradients together, each counted once however many ranks hold or share it.
 
-        Collective over the machine, blocking; the same number on all ranks, float64.
-
-        Parameters
-        ----------
-        norm_type
-            Any positive order, ``inf`` included.
+        Of any positive order, ``inf`` included. Collective over the machine, blocking; the same number on all
+        ranks, float64.
         """
         self._check_open()
         if any(slot.unsummed for slot in self._slots):
@@ -206,11 +194,6 @@ class GradientSync(Uncopyable):
 
         As ``torch.nn.utils.clip_grad_norm_`` on one machine, also where layers keep parts of their weights
         on several ranks. Collective over the machine, blocking.
-
-        Raises
-        ------
-        RuntimeError
-            On all ranks, if the norm is not finite and ``error_if_nonfinite`` is set.
         """
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -271,14 +254,6 @@ class GradientSync(Uncopyable):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("GradientSync: already closed")
-
-    def _drop(self, leaving: list[Bucket], moved: set[int]) -> None:
-        for bucket in leaving:
-            bucket.close()
-            self._buckets.remove(bucket)
-        for slot in [slot for slot in self._alone if id(slot.parameter) in moved]:
-            slot.release()
-            self._alone.remove(slot)
 
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
@@ -365,7 +340,13 @@ class GradientSync(Uncopyable):
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.
         try:
-            self._refuse()
+            # A gradient is never silently local.
+            if change := self._registry.watch.later_change():
+                raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
+            if self._on_the_way:
+                raise ProtocolError(
+                    "GradientSync: torch.autograd.grad would return local gradients; use backward()"
+                )
             _profiled("GradientSync", self._sum)
         except DistdlError as error:
             self._machine.labels.make_readable(error)
@@ -381,15 +362,6 @@ class GradientSync(Uncopyable):
                 _profiled(f"GradientSync: start {bucket.name}", bucket.start)
         for bucket in self._buckets:
             _profiled(f"GradientSync: wait {bucket.name}", bucket.wait)
-
-    def _refuse(self) -> None:
-        # A gradient is never silently local.
-        if change := self._registry.watch.later_change():
-            raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
-        if self._on_the_way:
-            raise ProtocolError(
-                "GradientSync: torch.autograd.grad would return local gradients; use backward()"
-            )
 
 
 def _profiled(title: str, act: Callable[[], None]) -> None:

@@ -25,14 +25,8 @@ class Allgather(Collective):
     """Every rank's vector to all: ``result`` holds those of all ranks, one behind the other, in their order.
 
     ``active`` is this rank's own part of the coming result. On a node every rank loads the others' vectors
-    itself; across nodes MPI's ``Iallgatherv`` combines what one rank of each node has.
-
-    Parameters
-    ----------
-    count
-        Elements of every rank's vector, or a sequence with one number for each of ``ranks``, in their order.
-    dtype
-        Any type of numpy without Python objects.
+    itself; across nodes MPI's ``Iallgatherv`` combines what one rank of each node has. ``count`` is that of
+    every rank's vector, or a sequence with one number for each of ``ranks``, in their order.
     """
 
     def __init__(

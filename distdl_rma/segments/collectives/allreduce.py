@@ -31,8 +31,6 @@ class Allreduce(Collective):
 
     Parameters
     ----------
-    count
-        Number of elements; 0 is legal.
     dtype
         float16 to 64, complex64 or 128, int8 to 64, uint8 to 64, bool, or the text ``"bfloat16"``:
         ``active`` and ``result`` are then uint16 arrays that hold the bits.

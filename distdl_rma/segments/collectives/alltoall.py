@@ -28,18 +28,9 @@ class Alltoall(Collective):
     nodes some ranks of each hand on those of a share of its ranks, by MPI's ``Ialltoallv``, and store what
     comes to the ranks of their node.
 
-    Parameters
-    ----------
-    count
-        Elements of every block; or, for every rank, a sequence with the elements of its blocks for each,
-        alike on all ranks. The memory is that of the longest operand and the longest result, on all ranks.
-    dtype
-        Any type of numpy without Python objects.
-
-    Attributes
-    ----------
-    sends, receives
-        Elements of the blocks in ``active`` and in ``result``.
+    ``count`` is that of every block; or, for every rank, a sequence with the elements of its blocks for each,
+    alike on all ranks. The memory is that of the longest operand and the longest result, on all ranks.
+    ``sends`` and ``receives`` are the elements of the blocks in ``active`` and in ``result``.
     """
 
     def __init__(

@@ -22,20 +22,7 @@ class Bcast(Collective):
 
     On a node every rank loads the vector from its source itself; across nodes MPI's ``Ibcast`` carries it to
     one rank of each. A step is complete at the root once the ranks of its node have it. What others than
-    the root write to ``active`` is overwritten.
-
-    Parameters
-    ----------
-    count
-        Number of elements; 0 is legal.
-    dtype
-        Any type of numpy without Python objects.
-    root
-        Rank id of the root; the first of ``ranks`` if None.
-
-    Notes
-    -----
-    Requirement A15, for one direction of the reduction.
+    the root write to ``active`` is overwritten. Requirement A15, for one direction of the reduction.
     """
 
     def __init__(

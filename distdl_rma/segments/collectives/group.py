@@ -89,11 +89,7 @@ class Group(SharedByCopies):
         return Reducescatter(self._manager, self.ranks, count, dtype, op, name)
 
     def broadcast(
-        self,
-        count: int,
-        dtype: DTypeLike = np.float32,
-        root: int | None = None,
-        name: str = "broadcast",
+        self, count: int, dtype: DTypeLike = np.float32, root: int | None = None, name: str = "broadcast"
     ) -> Bcast:
         """Make a :class:`Bcast` of the group from a rank id; local."""
         return Bcast(self._manager, self.ranks, count, dtype, root, name)
@@ -110,10 +106,7 @@ class Group(SharedByCopies):
         return Reduce(self._manager, self.ranks, count, dtype, op, root, name)
 
     def alltoall(
-        self,
-        count: int | Sequence[Sequence[int]],
-        dtype: DTypeLike = np.float32,
-        name: str = "alltoall",
+        self, count: int | Sequence[Sequence[int]], dtype: DTypeLike = np.float32, name: str = "alltoall"
     ) -> Alltoall:
         """Make an :class:`Alltoall` of the group; local."""
         return Alltoall(self._manager, self.ranks, count, dtype, name)

@@ -21,14 +21,8 @@ class Reducescatter(Collective):
 
     The parts lie one behind the other in the order of the ranks. Bitwise what :class:`Allreduce` gives on
     one node; across nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce`` where one
-    node gets all.
-
-    Parameters
-    ----------
-    count
-        Elements of the whole vector, cut into balanced parts; or a sequence with the elements of each part.
-    dtype, op
-        As for :class:`Allreduce`.
+    node gets all. ``count`` is that of the whole vector, cut into balanced parts, or a sequence with the
+    elements of each part; ``op`` is as for :class:`Allreduce`.
     """
 
     def __init__(
@@ -60,15 +54,6 @@ class Reduce(Reducescatter):
     The reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
     the root, or for a tree of MPI's ``Ireduce`` that leads to the root's node. ``result`` has no elements
     on other ranks. Bitwise the same from run to run, and on one node what :class:`Allreduce` gives.
-
-    Parameters
-    ----------
-    count
-        Number of elements; 0 is legal.
-    dtype, op
-        As for :class:`Allreduce`.
-    root
-        Rank id of the root; the first of ``ranks`` if None.
     """
 
     def __init__(

@@ -74,9 +74,11 @@ class Collective:
     the collective, and make it anew on all ranks.
 
     Every collective is made with the segment ``manager`` of a machine, ``ranks`` (rank ids, this one
-    included) and a ``name`` for messages, alike on all ranks. Making one raises ``PartitionError`` if ranks
-    are listed twice, are not of the machine or lack this one or the root, ``ShapeError`` if a number of
-    elements or a dtype is none, and ``ArgumentError`` for an operation that is unknown.
+    included) and a ``name`` for messages, alike on all ranks. ``count`` is a number of elements, which may
+    be 0, ``dtype`` any type of numpy without Python objects, for reductions those of ``Allreduce``, and
+    ``root`` a rank id, the first of ``ranks`` if None. Making one raises ``PartitionError`` if ranks are
+    listed twice, are not of the machine or lack this one or the root, ``ShapeError`` if a number of elements
+    or a dtype is none, and ``ArgumentError`` for an operation that is unknown.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
