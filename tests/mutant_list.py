@@ -50,7 +50,8 @@ _COLLECTIVE, _REMOTE = (
     _on(3, "segments/collectives/engine/test_collective.py"),
     _on(2, "segments/memory/test_remote_buffer.py"),
 )
-_NORM, _SYNC = _on(3, "layers/norm/test_batch_instance_group.py"), _on(3, "sync/test_gradients.py")
+_NORM = _on(3, "layers/norm/test_batch_instance_group.py")
+_SYNC = _on(3, "sync/test_gradients.py", "sync/test_accumulation.py")
 _NOTIFY = _on(2, "segments/memory/test_notifications.py")
 
 _GEOMETRY = [

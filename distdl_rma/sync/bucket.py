@@ -34,7 +34,7 @@ class GradientSlot:
     """A parameter, its number in a bucket, and what is known of its gradient."""
 
     def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
-        self.entry, self.kind, self.parameter = entry, kind, entry.parameter
+        self.entry, self.kind, self.parameter, self.nbytes = entry, kind, entry.parameter, entry.nbytes
         self.number = 0
         # In the running backward: whether a layer was offered the place, whether the gradient is there, and
         # what .grad held before, to which it is added.
@@ -123,10 +123,10 @@ class Bucket:
         gradient, place = slot.parameter.grad, self._places()[0][slot.number]
         if gradient is not None:
             if gradient.data_ptr() == place.data_ptr():
-                self.in_place_nbytes += slot.entry.nbytes
+                self.in_place_nbytes += slot.nbytes
             else:
                 place.copy_(gradient)
-                self.copied_nbytes += slot.entry.nbytes
+                self.copied_nbytes += slot.nbytes
         slot.ready = True
         self._missing -= 1
         return not self._missing
@@ -237,7 +237,7 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
     for slots in reversed(row):
         kind = slots[0].kind
         last = unfilled.get(kind)
-        if last and sum(slot.entry.nbytes for slot in (*last, *slots)) <= limit:
+        if last and sum(slot.nbytes for slot in (*last, *slots)) <= limit:
             last.extend(slots)
         else:
             unfilled[kind] = list(slots)
