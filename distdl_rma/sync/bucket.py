@@ -12,7 +12,7 @@ from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
-from distdl_rma.segments.collectives.allgather import gather_said
+from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.claims import ParameterEntry, synchronised
 
@@ -80,10 +80,7 @@ class GradientSlot:
 
 
 class Bucket:
-    """Gradients of one kind that travel together in one double-buffered allreduce; local to make.
-
-    The name is alike on the ranks of the bucket.
-    """
+    """Gradients of one kind that travel together in one allreduce, its name alike on its ranks; local."""
 
     def __init__(self, machine: Machine, name: str, slots: Sequence[GradientSlot]) -> None:
         self.kind, self.name, self.slots = slots[0].kind, name, slots
@@ -218,7 +215,7 @@ def make_buckets(
         failure = [type(error).__name__, str(error)]
         # What the ranks say to each other needs memory too.
         discard()
-    for rank, said in gather_said(machine.segments, failure, title).items():
+    for rank, said in gather_words(machine.segments, failure, title).items():
         if said:
             discard()
             raise vars(errors).get(said[0], ConfigurationError)(f"GradientSync: on rank {rank}: {said[1]}")
@@ -247,11 +244,6 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
 
 def left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlot]]:
     """Slots to put together anew: what travelled with parameters, by ``id``, that move elsewhere."""
-    rest: list[list[GradientSlot]] = []
-    for bucket in leaving:
-        kept = [
-            GradientSlot(slot.entry, slot.kind) for slot in bucket.slots if id(slot.parameter) not in moved
-        ]
-        # The first to come in a backward is the last of the model.
-        rest = [*([kept] if kept else []), *rest]
-    return rest
+    # The first to come in a backward is the last of the model.
+    kept = [[s for s in bucket.slots if id(s.parameter) not in moved] for bucket in reversed(leaving)]
+    return [[GradientSlot(slot.entry, slot.kind) for slot in slots] for slots in kept if slots]

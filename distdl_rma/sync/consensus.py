@@ -14,7 +14,7 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm.base import DistributedNorm
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.allgather import gather_said
+from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.sync.claims import Claim
 
 # What JSON can carry: of a claim, see ``statement``.
@@ -48,7 +48,7 @@ def agree(
         "claims": [statement(claim) for claim in claims],
         "generator": generator,
     }
-    said = gather_said(machine.segments, mine, title)
+    said = gather_words(machine.segments, mine, title)
     first, expected = next(iter(said.items()))
     for rank, words in said.items():
         if words["refusal"]:

@@ -77,10 +77,11 @@ class Addition(NamedTuple):
         found = []
         for claim in self.new:
             for entries in claim.by_module():
-                kind = BucketKind(claim.ranks, entries[0].parameter.dtype, options.divisor(claim))
                 learning = [entry for entry in entries if entry.parameter.requires_grad and entry.nbytes]
-                found.append([GradientSlot(entry, kind) for entry in learning])
-        return [slots for slots in found if slots]
+                kind = BucketKind(claim.ranks, entries[0].parameter.dtype, options.divisor(claim))
+                if learning:
+                    found.append([GradientSlot(entry, kind) for entry in learning])
+        return found
 
     def equalise(self, machine: Machine) -> None:
         """Make parameters and buffers those of the first of their ranks; collective, blocking.

@@ -42,7 +42,7 @@ class Allgather(Collective):
         super().__init__(_ByNodes(site, self.counts, self.dtype))
 
 
-def gather_said(manager: SegmentManager, words: Any, name: str) -> dict[int, Any]:
+def gather_words(manager: SegmentManager, words: Any, name: str) -> dict[int, Any]:
     """What every rank of the machine says, in words that JSON can carry, by rank id in its order.
 
     Collective over the machine, blocking, for set-up; ``name`` is for messages, alike on all ranks. Only
