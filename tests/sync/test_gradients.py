@@ -210,7 +210,7 @@ def test_finished_work_is_forgotten(P_world, comm):
     for _ in range(5):
         model.zero_grad()
         criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
-    assert not segments._work._steps
+    assert not segments.waiter._steps
     sync.close()
 
 
