@@ -50,7 +50,7 @@ _COLLECTIVE, _REMOTE = (
     _on(3, "segments/collectives/engine/test_collective.py"),
     _on(2, "segments/memory/test_remote_buffer.py"),
 )
-_NORM = _on(3, "layers/norm/test_batch_instance_group.py")
+_NORM = _on(3, "layers/norm/test_norm.py")
 _SYNC = _on(3, "sync/test_gradients.py", "sync/test_accumulation.py")
 _NOTIFY = _on(2, "segments/memory/test_notifications.py")
 

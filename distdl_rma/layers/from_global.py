@@ -24,7 +24,7 @@ from distdl_rma.layers.conv import conv
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.moves.concat import DistributedConcat
-from distdl_rma.layers.norm import batch_instance_group as norm
+from distdl_rma.layers.norm import norm
 from distdl_rma.machine import Machine
 
 _CONVS = conv.DistributedConv1d, conv.DistributedConv2d, conv.DistributedConv3d

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from distdl_rma.ops.core.autograd import first_derivative
 from distdl_rma.ops.core.tensors import no_autocast, result_like, sum_dtype
-from distdl_rma.ops.norm.row_sums import sums_and_products
 from distdl_rma.ops.norm.statistic_groups import ChannelRun
-from distdl_rma.ops.norm.statistics import Shifted, Statistics
+from distdl_rma.ops.norm.statistics import Shifted, Statistics, sums_and_products
 
 # Puts the gradient of a parameter, by name, where it is wanted.
-Fill = Callable[[str, torch.Tensor], torch.Tensor]
+Fill = Callable[[str, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class NormCall:
+class NormCall(NamedTuple):
     """One call of a normalisation: by what mean and variance, in float64, and what its backward does."""
 
     statistics: Statistics
-    mean: torch.Tensor
-    variance: torch.Tensor
+    mean: Tensor
+    variance: Tensor
     eps: float
     # Whether mean and variance are those of the input, and some rank needs its gradient.
     depends: bool
     fill: Fill | None
 
 
-class Normalise(torch.autograd.Function):
+class LocalNorm(torch.autograd.Function):
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
 
     The backward knows that mean and variance depend on the input: one exchange of two sums per group. Where
@@ -41,13 +39,13 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        _anchor: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        _anchor: Tensor | None,
         call: NormCall,
         shifted: Shifted | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Output of the local tensor; local."""
         ctx.save_for_backward(x, weight)
         statistics = call.statistics
@@ -67,7 +65,7 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         """Gradients; blocking where those of the input depend on other ranks."""
         (x, weight), call, runs = ctx.saved_tensors, ctx.call, ctx.runs
         statistics, fill = call.statistics, call.fill
@@ -82,10 +80,13 @@ class Normalise(torch.autograd.Function):
                         part.write_sums(pair)
             arrive = statistics.sum(pair) if call.depends else None
             with phase("scale"):
-                of_parameters: list[torch.Tensor | None] = [None, None]
+                of_parameters: list[Tensor | None] = [None, None]
                 for at, name in enumerate(("weight", "bias")):
                     if ctx.needs_input_grad[1 + at]:
-                        whole = _joined([part.of_parameter(name) for part in gradients], weight)
+                        # Runs are channels side by side.
+                        parts = [part.of_parameter(name) for part in gradients]
+                        whole = parts[0] if len(parts) == 1 else torch.cat([weight.new_empty(0), *parts])
+                        whole = whole.to(weight.dtype)
                         of_parameters[at] = whole if fill is None else fill(name, whole)
                 d_x = result_like(wide) if ctx.needs_input_grad[0] else None
                 if d_x is not None:
@@ -100,12 +101,6 @@ class Normalise(torch.autograd.Function):
         return None if d_x is None else d_x.to(x.dtype), *of_parameters, None, None, None
 
 
-def _joined(parts: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    # Runs are channels side by side.
-    whole = parts[0] if len(parts) == 1 else torch.cat([weight.new_empty(0), *parts])
-    return whole.to(weight.dtype)
-
-
 class _Run:
     """What forward and backward both need of one run: values per group and per channel.
 
@@ -115,12 +110,7 @@ class _Run:
     """
 
     def __init__(
-        self,
-        call: NormCall,
-        run: ChannelRun,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        shift: torch.Tensor | None,
+        self, call: NormCall, run: ChannelRun, x: Tensor, weight: Tensor | None, shift: Tensor | None
     ) -> None:
         self.run, self.axes, self.centred = run, call.statistics.axes, call.statistics.centred
         self.shape, self.dtype = run.of(x).shape, x.dtype
@@ -136,16 +126,16 @@ class _Run:
             self.factor = self.inverse * self.weight
         self.rounded_factor = self.factor.to(self.dtype)
 
-    def column(self, parameter: torch.Tensor) -> torch.Tensor:
+    def column(self, parameter: Tensor) -> Tensor:
         """Parameter shaped to broadcast to the view of the run."""
         values = self.run.of(parameter, 0).to(self.dtype if self.elementwise else torch.float64)
         return values.reshape([n if d in self.axes.weighted else 1 for d, n in enumerate(self.shape)])
 
-    def shifted(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def shifted(self, x: Tensor, out: Tensor) -> Tensor:
         """Elements without the shift, in ``out`` if there is one."""
         return torch.sub(x, self.shift, out=out) if self.centred else x
 
-    def standardise(self, x: torch.Tensor, out: torch.Tensor, offset: torch.Tensor | None = None) -> None:
+    def standardise(self, x: Tensor, out: Tensor, offset: Tensor | None = None) -> None:
         """Write shifted elements, with mean 0 and times the factor, plus an offset."""
         if self.centred:
             rest = self.rest * self.factor
@@ -154,7 +144,7 @@ class _Run:
         if offset is not None:
             out.add_(offset.to(self.dtype))
 
-    def scale(self, x: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
         """Write the output of the run, where the shifted input is if that is not given."""
         out = self.run.of(y)
         view = out if x is None else self.shifted(self.run.of(x), out)
@@ -181,7 +171,7 @@ class _RunGradient:
     and of ``d_y * xhat`` along which the weight is the same; all of the elements if it is elementwise.
     """
 
-    def __init__(self, run: _Run, x: torch.Tensor, d_y: torch.Tensor) -> None:
+    def __init__(self, run: _Run, x: Tensor, d_y: Tensor) -> None:
         self.run, self.x, self.d_y = run, run.run.of(x), run.run.of(d_y)
         if run.elementwise:
             xhat = torch.empty_like(self.x)
@@ -191,7 +181,7 @@ class _RunGradient:
             self.total, product = sums_and_products(self.d_y, self.x, run.shift, run.axes.uniform)
             self.product = product.addcmul_(run.rest, self.total, value=-1).mul_(run.inverse)
 
-    def of_parameter(self, name: str) -> torch.Tensor:
+    def of_parameter(self, name: str) -> Tensor:
         """Gradient of ``weight`` or ``bias``."""
         rows, run = self.product if name == "weight" else self.total, self.run
         instances = run.axes.instances(rows.dim())
@@ -199,7 +189,7 @@ class _RunGradient:
         extents = [run.shape[d] for d in run.axes.weighted]
         return values.reshape(extents if run.run.channels is None else -1)
 
-    def write_sums(self, pair: torch.Tensor) -> None:
+    def write_sums(self, pair: Tensor) -> None:
         """The sums of ``g`` and of ``g * xhat`` over the local part of each group."""
         run = self.run
         dims = [d for d in run.axes.reduced if d in run.axes.weighted]
@@ -208,7 +198,7 @@ class _RunGradient:
             total = weighted.sum(dims, keepdim=True, dtype=torch.float64) if dims else weighted
             run.run.of_groups(sums).copy_(total)
 
-    def prepare(self, d_x: torch.Tensor, depends: bool) -> None:
+    def prepare(self, d_x: Tensor, depends: bool) -> None:
         """Write ``x`` without its shift; ``inv * g`` if mean and variance are constants, which is all."""
         run, out = self.run, self.run.run.of(d_x)
         if depends:
@@ -218,7 +208,7 @@ class _RunGradient:
         if run.elementwise and run.weight is not None:
             out.mul_(run.weight)
 
-    def finish(self, d_x: torch.Tensor, means: torch.Tensor) -> None:
+    def finish(self, d_x: Tensor, means: Tensor) -> None:
         """Make the gradient of the input of that, of ``d_y``, and of ``mean(g)`` and ``mean(g * xhat)``.
 
         ``x - mean = shifted - rest``, so that ``d_x = factor * d_y + slope * shifted - (inv * mean(g) +
