@@ -9,8 +9,8 @@ from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.intervals import Balanced, Listed, Split, meeting
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed, Split, meeting
 
 
 @dataclass(frozen=True)

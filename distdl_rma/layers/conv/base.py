@@ -12,9 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.core.agreement import InputFacts
 from distdl_rma.layers.core.arguments import PlacedOptions, chosen_placement, show_arguments_of
 from distdl_rma.layers.core.callbacks import callbacks_among

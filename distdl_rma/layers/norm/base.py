@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from distdl_rma.errors import ArgumentError, MismatchError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
 from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, source_of
 from distdl_rma.layers.core.arguments import PlacedOptions, chosen_placement, show_arguments_of
 from distdl_rma.layers.core.callbacks import Callbacks

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Unpack
 from torch import nn
 
 from distdl_rma.errors import ArgumentError
+from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.core.arguments import per_dim
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.windows.base import MaxLayer, WindowLayer

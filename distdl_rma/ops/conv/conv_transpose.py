@@ -11,9 +11,9 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Split
-from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.ops.conv.convolution import GridConvolution
 from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import tied

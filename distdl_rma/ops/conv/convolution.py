@@ -12,8 +12,8 @@ from torch import Tensor
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out

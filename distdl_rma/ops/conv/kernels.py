@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.ops.core.tensors import sum_dtype
 

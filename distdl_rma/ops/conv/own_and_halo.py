@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.exchange import Piece
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution, convolution_adjoint
 
 Slices = tuple[slice, ...]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.intervals import Balanced, Grouped, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Grouped, Split
-from distdl_rma.geometry.stencil import Stencil
 
 # Grid dimensions of the ranks that compute; the spatial ones follow.
 BATCH, OUT, IN = 0, 1, 2

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed
 
 # Dimensions of the grid: data-parallel blocks, and the rows and columns of the weight.
 BLOCKS, ROWS, COLUMNS = range(3)

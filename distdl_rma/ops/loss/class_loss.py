@@ -9,8 +9,8 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, Refuse, TorchLoss, wide
 from distdl_rma.ops.loss.loss_sums import LossSums

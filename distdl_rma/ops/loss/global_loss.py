@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.ops.loss.loss_sums import LossSums

@@ -6,7 +6,7 @@ import torch
 
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.stencil import Stencil, Window, WindowSplit
+from distdl_rma.geometry.halo import Stencil, Window, WindowSplit
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite, movements_through
 from distdl_rma.ops.moves.redistribute import StagedMove

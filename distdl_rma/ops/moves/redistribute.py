@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite, Movement, movements_through
 from distdl_rma.ops.core.operation import Operation

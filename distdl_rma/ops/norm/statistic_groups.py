@@ -12,8 +12,8 @@ from torch import Tensor
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Split
 
 # Dimension of the channels where they form groups.
 _CHANNELS = 1

@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.stencil import ReadersSplit, TableWindow
+from distdl_rma.geometry.halo import ReadersSplit, TableWindow
 from distdl_rma.ops.core.movement import movement_or_none
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.windows.max_windows import Coordinates, MaxWindows, argmax_windows

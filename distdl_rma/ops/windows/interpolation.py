@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.geometry.stencil import TableWindow
+from distdl_rma.geometry.halo import TableWindow
 
 # Mode to the number of spatial dimensions that it is for.
 MODES: dict[str, tuple[int, ...]] = {

@@ -9,7 +9,7 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.window_gather import WindowGather
 from distdl_rma.ops.windows.window_operation import WindowOperation
 

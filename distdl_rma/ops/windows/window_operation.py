@@ -10,8 +10,8 @@ import torch
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import TableWindow, WindowSplit
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.stencil import TableWindow, WindowSplit
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import GatherComputeScatter
 

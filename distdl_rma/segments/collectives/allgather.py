@@ -11,7 +11,7 @@ from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.geometry.split import Listed
+from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array

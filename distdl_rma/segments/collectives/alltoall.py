@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike
 
-from distdl_rma.geometry.split import Listed
+from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from tests.geometry.strategies import partitions, splits, unbalanced

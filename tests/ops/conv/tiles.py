@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from tests.geometry.strategies import extents_for, windows
 

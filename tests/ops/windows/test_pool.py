@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
-from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, outer_product
 from tests.layers.random_shards import cut
 from tests.ops.windows.known_input import equals_sequential, operation_on, rows

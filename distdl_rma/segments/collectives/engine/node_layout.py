@@ -8,8 +8,8 @@ from functools import cached_property
 from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.rank_groups import Groups, grouped, leaders, share_holders
-from distdl_rma.geometry.split import Balanced, Listed
 
 
 @dataclass(frozen=True)

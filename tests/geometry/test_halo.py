@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.split import Balanced, Listed, meeting
-from distdl_rma.geometry.stencil import Stencil, Window, WindowSplit
+from distdl_rma.geometry.halo import Stencil, Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced, Listed, meeting
 from tests.geometry.counting import Counting
 from tests.geometry.strategies import splits, windows
 

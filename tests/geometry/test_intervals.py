@@ -1,4 +1,4 @@
-"""Splits: one dimension in consecutive parts, and the parts that meet an interval."""
+"""Intervals of one dimension: consecutive parts, and the parts that meet an interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl_rma.errors import PartitionError
-from distdl_rma.geometry.split import Balanced, Listed, Section, meeting
+from distdl_rma.geometry.intervals import Balanced, Listed, Section, meeting
 from tests.geometry.counting import Counting
 
 some = settings(max_examples=60)

@@ -1,4 +1,4 @@
-"""One dimension cut into parts, and the search for the parts that meet an interval."""
+"""One dimension cut into intervals, one per part, and the search for the parts that meet an interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which inputs the outputs of windows read: sliding ones (convolution, pooling), and those of a table."""
+"""How wide a halo is: which inputs the outputs of windows read, sliding ones and those of a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.split import Mapped, Split
+from distdl_rma.geometry.intervals import Mapped, Split
 
 
 @dataclass(frozen=True)
