@@ -26,6 +26,12 @@ class Callbacks(TypedDict, total=False):
     get_sizeof_output_tensor: Callable[[], int]
 
 
+class LayerOptions(Callbacks, total=False):
+    """What every layer takes by name: what messages call it, and callbacks."""
+
+    name: str | None
+
+
 NAMES = frozenset(Callbacks.__annotations__)
 
 

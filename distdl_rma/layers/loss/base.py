@@ -10,7 +10,7 @@ import torch
 
 from distdl_rma.errors import ArgumentError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.error_exchange import ErrorExchange
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.ops.core.autograd import GradientNeeds, tells_peers, tied
@@ -36,15 +36,9 @@ class DistributedLoss(DistributedLayer):
     reduction: str
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str,
-        arguments: Mapping[str, Any],
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, reduction: str, arguments: Mapping[str, Any], **options: Unpack[LayerOptions]
     ) -> None:
-        kind, given = type(self).__name__, dict[str, Any](callbacks)
+        kind, given = type(self).__name__, dict[str, Any](options)
         for key in _LEGACY:
             if given.pop(key, None) is not None:
                 raise UnsupportedError(
@@ -52,7 +46,7 @@ class DistributedLoss(DistributedLayer):
                 )
         if reduction not in self._reductions:
             raise ArgumentError(f"{kind}: reduction is one of {self._reductions}, got {reduction!r}")
-        super().__init__(P_x, name=name, **given)
+        super().__init__(P_x, **given)
         self.P_x, self.reduction = P_x, reduction
         self._arguments = tuple(key for key in arguments if key not in self._weights)
         for key, value in arguments.items():
@@ -91,7 +85,7 @@ class DistributedLoss(DistributedLayer):
         return LossOptions(type(self)._function, self.reduction, arguments)
 
     @property
-    def weights(self) -> dict[str, torch.Tensor | None]:
+    def loss_weights(self) -> dict[str, torch.Tensor | None]:
         """The tensors that the loss is called with besides its two, of the global ones."""
         return {key: getattr(self, key) for key in self._weights}
 
@@ -122,7 +116,7 @@ class DistributedLoss(DistributedLayer):
 
     def extra_repr(self) -> str:
         """One line for ``print(loss)``."""
-        shapes = {key: tuple(weight.shape) for key, weight in self.weights.items() if weight is not None}
+        shapes = {key: tuple(weight.shape) for key, weight in self.loss_weights.items() if weight is not None}
         words = {"reduction": self.reduction, **self.options.arguments, **shapes, "P_x": self.P_x.shape}
         return ", ".join(f"{key}={value}" for key, value in words.items())
 
@@ -145,7 +139,7 @@ class DistributedLoss(DistributedLayer):
         if not self.P_x.active:
             return self._idle(input, target)
         operation, needs = self.agree(input, target)
-        return operation(needs, input, target, **self.weights)
+        return operation(needs, input, target, **self.loss_weights)
 
     def _idle(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         problem = trouble_with(input) or trouble_with(target, "target")

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.loss.class_loss import ClassLoss, class_dim
@@ -27,20 +27,14 @@ class _ClassLoss(DistributedLoss):
     weight: torch.Tensor | None
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str,
-        arguments: Mapping[str, Any],
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, reduction: str, arguments: Mapping[str, Any], **options: Unpack[LayerOptions]
     ) -> None:
         kind = type(self).__name__
         if not P_x.dim:
             raise PartitionError(f"{kind}: P_x has no dimension for the classes")
         if reduction == "none" and P_x.shape[class_dim(P_x.dim)] > 1:
             raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
-        super().__init__(P_x, reduction, arguments, name=name, **callbacks)
+        super().__init__(P_x, reduction, arguments, **options)
 
     @property
     def _tells_numbers(self) -> bool:
@@ -55,7 +49,7 @@ class _ClassLoss(DistributedLoss):
         """The operation for local shards, and what any rank needs."""
         if self.agreement is None:
             return super().agree(input, target)
-        problem = self.operation.trouble(input, target, self.weights)
+        problem = self.operation.trouble(input, target, self.loss_weights)
         self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
         operation, needs = self.agreement.settle()
         # An argument may have been changed since this was planned.
@@ -128,11 +122,10 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         arguments = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        super().__init__(P_x, reduction, arguments, name=name, **callbacks)
+        super().__init__(P_x, reduction, arguments, **options)
 
 
 class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
@@ -150,9 +143,6 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
         *,
         ignore_index: int = -100,
         reduction: str = "mean",
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, name=name, **callbacks
-        )
+        super().__init__(P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, **options)
