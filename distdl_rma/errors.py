@@ -63,18 +63,12 @@ class ExchangeTimeout(DistdlError, TimeoutError):
 class PeerFailedError(DistdlError, RuntimeError):
     """A rank that this one waits for will not come: it raised an exception, was killed, or left.
 
-    Attributes
-    ----------
-    rank
-        Rank id of the rank that failed.
-    cause
-        What happened to it.
+    ``rank`` is its rank id, ``cause`` what happened to it.
     """
 
     def __init__(self, message: str, rank: int, cause: str) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.cause = cause
+        self.rank, self.cause = rank, cause
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.rank, self.cause)

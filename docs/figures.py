@@ -23,7 +23,7 @@ from distdl_rma.geometry.rank_groups import groups_along, groups_onto, transpose
 from distdl_rma.geometry.trees import all_reduction, broadcast, reduction
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo
 from distdl_rma.ops.norm.statistic_groups import NormAxes
-from distdl_rma.ops.windows.interpolation import Interpolation, Resize
+from distdl_rma.ops.windows.resize import Interpolation, Resize
 from sheet import FRAME, GREY, HATCHED, STAYS, SUM, Canvas, Plane, Point, svg
 
 __all__ = ["FIGURES", "drawn"]

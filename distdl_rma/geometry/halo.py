@@ -17,25 +17,14 @@ class Window:
     """Sliding window of one dimension.
 
     Output ``j`` reads the inputs ``j * stride - left + t * dilation`` for ``t`` in ``range(kernel)``.
-
-    Parameters
-    ----------
-    kernel
-        Number of taps, at least 1.
-    stride, dilation
-        Steps between outputs and between taps, at least 1.
-    left, right
-        Padding at the two ends of the dimension, in elements; a negative padding crops.
-    ceil
-        Whether a last window that sticks out of the padding counts, if it begins before it.
     """
 
-    kernel: int
-    stride: int = 1
-    dilation: int = 1
-    left: int = 0
+    kernel: int  # number of taps, at least 1
+    stride: int = 1  # step between outputs
+    dilation: int = 1  # step between taps
+    left: int = 0  # padding at the two ends of the dimension; a negative one crops
     right: int = 0
-    ceil: bool = False
+    ceil: bool = False  # whether a last window that sticks out of the padding counts, if it begins before it
 
     def __post_init__(self) -> None:
         if min(self.kernel, self.stride, self.dilation) < 1:
@@ -185,12 +174,8 @@ class Stencil:
         """Stencil from one tuple per parameter; ``padding`` has a (left, right) pair per dimension."""
         if min((side for sides in padding for side in sides), default=0) < 0:
             raise ShapeError(f"padding must be at least 0, got {padding}")
-        return cls(
-            tuple(
-                Window(k, s, d, left, right, ceil)
-                for k, s, d, (left, right) in zip(kernel, stride, dilation, padding, strict=True)
-            )
-        )
+        each = zip(kernel, stride, dilation, padding, strict=True)
+        return cls(tuple(Window(k, s, d, left, right, ceil) for k, s, d, (left, right) in each))
 
     def with_halo(self, outputs: Sequence[Split], shape: Sequence[int]) -> tuple[WindowSplit, ...]:
         """What each part of the outputs reads of an input of the given shape, dimension by dimension.

@@ -12,7 +12,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.ops.windows.max_windows import MaxWindows
+from distdl_rma.ops.windows.pool import MaxWindows
 from distdl_rma.ops.windows.window_operation import WindowOperation
 
 

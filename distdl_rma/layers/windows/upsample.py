@@ -11,8 +11,7 @@ from distdl_rma.errors import ArgumentError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import each_dim, per_dim
 from distdl_rma.layers.windows.base import WindowLayer, WindowOptions
-from distdl_rma.ops.windows.interpolation import MODES
-from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
+from distdl_rma.ops.windows.resize import MODES, ResizeOptions, Resizing
 
 
 class DistributedUpsample(WindowLayer, nn.Upsample):
