@@ -253,7 +253,7 @@ def _workers(kind: str, P: Partition, dim: int) -> Partition:
 
 
 def _checked_grid(kind: str, P_x: Partition, P_y: Partition, P_W: Partition) -> tuple[int, ...]:
-    for name, P in (("P_x", P_x), ("P_y", P_y), ("P_W", P_W)):
+    for name, P in {"P_x": P_x, "P_y": P_y, "P_W": P_W}.items():
         _check_partition(kind, name, P)
     if P_x.dim != P_y.dim or P_x.dim == 0:
         raise PartitionError(
