@@ -1,4 +1,4 @@
-"""Tensors cut into blocks that become tensors cut otherwise: repartition, all-gather, reduce-scatter."""
+"""The layers Repartition, AllGather, ReduceScatter: tensors in blocks that become tensors cut otherwise."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class AllGather(LayerAlongAxes):
 
     A tensor that P_x cuts along all grid dimensions becomes one that it cuts along the others only. Local
     output: whole along the gathered dimensions. The adjoint sums and scatters, along the cuts of the input.
+    Flat vectors are gathered, without gradients, by the collective :class:`distdl_rma.segments.Allgather`.
 
     Parameters
     ----------
@@ -101,7 +102,8 @@ class ReduceScatter(LayerAlongAxes):
     """Sum what ranks have that differ in some grid dimensions only, and cut the sum along these.
 
     Local input: whole along the scattered dimensions, equal in shape on the ranks that are summed. Local
-    output: the balanced share of the sum, taken in the order of the partition. The adjoint gathers.
+    output: the balanced share of the sum, taken in the order of the partition. The adjoint gathers. Of flat
+    vectors, without gradients: the collective :class:`distdl_rma.segments.Reducescatter`.
 
     Parameters
     ----------

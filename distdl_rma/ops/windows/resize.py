@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +61,9 @@ class Interpolation:
     @classmethod
     def of(cls, mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
         """Taps of a mode, for tensors of ``dims`` spatial dimensions, computed in the given type."""
-        make = _RULES.get(mode)
-        return _nearest(mode, dims, resize, dtype) if make is None else make(resize, dtype)
+        if mode.startswith("nearest"):
+            return _nearest(mode, dims, resize, dtype)
+        return (_cubic if mode == "bicubic" else _linear)(resize, dtype)
 
     @property
     def window(self) -> TableWindow:
@@ -102,9 +103,8 @@ def _linear(resize: Resize, dtype: torch.dtype) -> Interpolation:
         # As torch, whatever the factor.
         return Interpolation(torch.arange(resize.outputs).view(1, -1))
     index, fraction = _split(resize.positions(dtype).clamp(min=0), resize.extent)
-    return Interpolation(
-        torch.stack([index, (index + 1).clamp(max=resize.extent - 1)]), torch.stack([1 - fraction, fraction])
-    )
+    taps = [index, (index + 1).clamp(max=resize.extent - 1)]
+    return Interpolation(torch.stack(taps), torch.stack([1 - fraction, fraction]))
 
 
 def _cubic(resize: Resize, dtype: torch.dtype) -> Interpolation:
@@ -127,14 +127,6 @@ def _near(d: torch.Tensor) -> torch.Tensor:
 def _far(d: torch.Tensor) -> torch.Tensor:
     # Weight of an input at a distance from 1 to 2.
     return ((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC
-
-
-_RULES: dict[str, Callable[[Resize, torch.dtype], Interpolation]] = {
-    "linear": _linear,
-    "bilinear": _linear,
-    "trilinear": _linear,
-    "bicubic": _cubic,
-}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Double-buffered all-gathers: every rank's vector, or at set-up what every rank says, to all ranks."""
+"""The collective Allgather, double-buffered: flat vectors of all ranks to all; a layer gathers tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Double-buffered reductions of which every rank gets a part, or one of them all."""
+"""The collective Reducescatter, double-buffered: reductions of flat vectors; a layer scatters tensors."""
 
 from __future__ import annotations
 
