@@ -1,20 +1,5 @@
 """Errors of the library; each is also the standard error that it resembles most."""
 
-__all__ = [
-    "ArgumentError",
-    "ClosedError",
-    "ConfigurationError",
-    "DistdlError",
-    "ExchangeTimeout",
-    "MismatchError",
-    "PartitionError",
-    "PeerFailedError",
-    "ProtocolError",
-    "SegmentError",
-    "ShapeError",
-    "UnsupportedError",
-]
-
 
 class DistdlError(Exception):
     """Base of every error that the library raises on its own account."""
@@ -72,3 +57,6 @@ class PeerFailedError(DistdlError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.rank, self.cause)
+
+
+__all__ = [name for name in sorted(globals()) if name[0].isupper()]

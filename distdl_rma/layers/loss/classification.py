@@ -35,10 +35,7 @@ class _ClassLoss(DistributedLoss):
         if reduction == "none" and P_x.shape[class_dim(P_x.dim)] > 1:
             raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
         super().__init__(P_x, reduction, arguments, **options)
-
-    @property
-    def _tells_numbers(self) -> bool:
-        return self.P_x.shape[class_dim(self.P_x.dim)] > 1
+        self._tells_numbers = P_x.shape[class_dim(P_x.dim)] > 1
 
     @cached_property
     def agreement(self) -> ShapeAgreement[ClassLoss] | None:

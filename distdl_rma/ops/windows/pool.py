@@ -32,6 +32,10 @@ class AvgPoolOptions:
     count_include_pad: bool = True
     divisor_override: int | None = None
 
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output."""
+        return self.stencil.outputs(extents_to_pool(shape))
+
 
 @dataclass(frozen=True)
 class MaxPoolOptions:
@@ -40,12 +44,22 @@ class MaxPoolOptions:
     stencil: Stencil
     return_indices: bool = False
 
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output; also a ``ShapeError`` if a window reads nothing but padding."""
+        extents = extents_to_pool(shape)
+        outputs = self.stencil.outputs(extents)
+        for window, n, m in zip(self.stencil.windows, extents, outputs, strict=True):
+            for output in range(m):
+                if _first_input(window, output) >= min(n, window.reads(output, output + 1)[1]):
+                    raise ShapeError(
+                        f"output {output} of {m} reads nothing but padding of the global input {extents}:"
+                        f" {window}"
+                    )
+        return outputs
+
 
 class AvgPooling(WindowOperation[AvgPoolOptions]):
     """Sums of the windows by torch, divided by the number of elements that count."""
-
-    def _outputs(self, shape: tuple[int, ...], options: AvgPoolOptions) -> tuple[int, ...]:
-        return options.stencil.outputs(extents_to_pool(shape))
 
     def _prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
         windows = options.stencil.windows
@@ -151,18 +165,6 @@ def gather_at(x: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
 
 class MaxPooling(MaxWindows[MaxPoolOptions]):
     """The largest elements of sliding windows over a padding of minus infinity."""
-
-    def _outputs(self, shape: tuple[int, ...], options: MaxPoolOptions) -> tuple[int, ...]:
-        extents = extents_to_pool(shape)
-        outputs = options.stencil.outputs(extents)
-        for window, n, m in zip(options.stencil.windows, extents, outputs, strict=True):
-            for output in range(m):
-                if _first_input(window, output) >= min(n, window.reads(output, output + 1)[1]):
-                    raise ShapeError(
-                        f"output {output} of {m} reads nothing but padding of the global input {extents}:"
-                        f" {window}"
-                    )
-        return outputs
 
     def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
         stencil, padding = options.stencil, float("-inf")

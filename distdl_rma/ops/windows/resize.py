@@ -152,12 +152,13 @@ class ResizeOptions:
         corners = bool(self.align_corners)
         return [Resize(*numbers, corners) for numbers in zip(extents, sizes, scales, strict=True)]
 
+    def outputs(self, shape: tuple[int, ...]) -> list[int]:
+        """Spatial extents of the output."""
+        return [resize.outputs for resize in self.resizes(shape[LEADING:])]
+
 
 class Resizing(WindowOperation[ResizeOptions]):
     """Weighted sums of neighbours, by torch's rules and from the global extents."""
-
-    def _outputs(self, shape: tuple[int, ...], options: ResizeOptions) -> list[int]:
-        return [resize.outputs for resize in options.resizes(shape[LEADING:])]
 
     def _prepare(self, source: Decomposition, options: ResizeOptions) -> None:
         wide, dims = sum_dtype(self.dtype), len(self.extents)
