@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 from distdl_rma.errors import PartitionError
@@ -65,10 +66,7 @@ class Listed:
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
-        cuts = [0]
-        for length in self.lengths:
-            cuts.append(cuts[-1] + length)
-        return tuple(cuts)
+        return tuple(accumulate(self.lengths, initial=0))
 
     @property
     def parts(self) -> int:

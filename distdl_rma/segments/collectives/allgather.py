@@ -1,4 +1,4 @@
-"""The collective Allgather, double-buffered: flat vectors of all ranks to all; a layer gathers tensors."""
+"""The collective Allgather, of flat vectors, double-buffered; and at set-up, what every rank says to all."""
 
 from __future__ import annotations
 

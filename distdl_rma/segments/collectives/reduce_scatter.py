@@ -1,4 +1,4 @@
-"""The collective Reducescatter, double-buffered: reductions of flat vectors; a layer scatters tensors."""
+"""Reducescatter and Reduce, collectives of flat vectors, double-buffered: a part for each, or all for one."""
 
 from __future__ import annotations
 
