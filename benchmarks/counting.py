@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from benchmarks.traffic import Traffic, allreduce_traffic, broadcast_traffic, exchange_traffic
 from distdl_rma import Partition
 from distdl_rma.geometry import Decomposition, Exchange
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Window, WindowSplit
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 
 # Ranks, ranks per node, and the grid of the halo exchange.

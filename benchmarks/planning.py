@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from benchmarks.measure import REPETITIONS, Row, summary
 from distdl_rma import Machine, Partition
 from distdl_rma.geometry import Decomposition, Exchange, Window
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import WindowSplit
+from distdl_rma.geometry.halo import WindowSplit
+from distdl_rma.geometry.intervals import Balanced
 
 BUDGET_US = 10_000.0
 GRIDS = ((4096,), (64, 64), (16, 16, 16))

@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.measure import COMM, Row, compare
 from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition, Exchange, Window
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import WindowSplit
+from distdl_rma.geometry.halo import WindowSplit
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments import Channel
 
 # Bytes, name, ratio to reach, round trips per sample.

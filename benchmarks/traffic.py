@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distdl_rma.geometry.exchange import Exchange, by_peer
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
-from distdl_rma.segments.collectives.engine.alltoall_blocks import AlltoallBlocks
+from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.counters import Counters
 

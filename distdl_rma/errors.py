@@ -1,20 +1,5 @@
 """Errors of the library; each is also the standard error that it resembles most."""
 
-__all__ = [
-    "ArgumentError",
-    "ClosedError",
-    "ConfigurationError",
-    "DistdlError",
-    "ExchangeTimeout",
-    "MismatchError",
-    "PartitionError",
-    "PeerFailedError",
-    "ProtocolError",
-    "SegmentError",
-    "ShapeError",
-    "UnsupportedError",
-]
-
 
 class DistdlError(Exception):
     """Base of every error that the library raises on its own account."""
@@ -63,18 +48,15 @@ class ExchangeTimeout(DistdlError, TimeoutError):
 class PeerFailedError(DistdlError, RuntimeError):
     """A rank that this one waits for will not come: it raised an exception, was killed, or left.
 
-    Attributes
-    ----------
-    rank
-        Rank id of the rank that failed.
-    cause
-        What happened to it.
+    ``rank`` is its rank id, ``cause`` what happened to it.
     """
 
     def __init__(self, message: str, rank: int, cause: str) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.cause = cause
+        self.rank, self.cause = rank, cause
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.rank, self.cause)
+
+
+__all__ = [name for name in sorted(globals()) if name[0].isupper()]

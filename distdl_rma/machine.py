@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
+from distdl_rma.labels import Labels
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.lifecycle.meeting import meet, refuse
 from distdl_rma.segments.lifecycle.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.uncopyable import SharedByCopies
-from distdl_rma.trace import Recording, Tracer
-
-# As ``layer_name`` makes them, and copies of layers have them.
-_LAYER_NAME = re.compile(r"\b[A-Za-z_]\w*#\d+(?: \(copy \d+\))?")
-
-
-class Labelled(Protocol):
-    """What people call by another name than the ranks do."""
-
-    @property
-    def label(self) -> str:
-        """Name for people."""
+from distdl_rma.trace import Recording
 
 
 class Machine(SharedByCopies):
@@ -91,8 +80,7 @@ class Machine(SharedByCopies):
         self.rank: int = base.rank
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._uses = 0
-        self._layers = 0
-        self._labelled: weakref.WeakValueDictionary[str, Labelled] = weakref.WeakValueDictionary()
+        self.labels = Labels()
         # What upper floors keep as long as the machine is open, each under a name of its own.
         self.kept: dict[str, Any] = {}
         self._process = os.getpid()
@@ -104,6 +92,8 @@ class Machine(SharedByCopies):
         finally:
             # The manager has one of its own.
             comm.Free()
+        # What layers and collectives tell what they do, for ``record``.
+        self.trace = self.segments.trace
         atexit.register(self._close_at_exit)
         tell_peers_of_uncaught_errors(self.segments)
 
@@ -160,36 +150,6 @@ class Machine(SharedByCopies):
         chosen = None if ranks is None else integers(ranks, "ranks of a group")
         return Group(self.segments, chosen, name)
 
-    def layer_name(self, kind: str) -> str:
-        """Name for the next layer, the same on all ranks that build the same layers in order."""
-        self._layers += 1
-        return f"{kind}#{self._layers}"
-
-    def label(self, name: str, owner: Labelled) -> None:
-        """Have ``readable`` call a name from ``layer_name``, or a copy of it, as its owner says; local."""
-        self._labelled[name] = owner
-
-    def readable(self, text: str) -> str:
-        """Text for people, who know layers by their paths in the model rather than by kinds and numbers.
-
-        Ranks match what they exchange by the names themselves: their models may be wrapped in other ways.
-        """
-        return _LAYER_NAME.sub(self._label_of, text)
-
-    def make_readable(self, error: BaseException) -> None:
-        """Have the text of an error call layers by their paths."""
-        if error.args and isinstance(error.args[0], str):
-            error.args = (self.readable(error.args[0]), *error.args[1:])
-
-    def _label_of(self, found: re.Match[str]) -> str:
-        owner = self._labelled.get(found[0])
-        return found[0] if owner is None else owner.label
-
-    @property
-    def trace(self) -> Tracer:
-        """What layers and collectives tell what they do, for ``record``."""
-        return self.segments.trace
-
     @contextmanager
     def record(self) -> Iterator[Recording]:
         """Context in which what this rank does, and what travels meanwhile, is recorded.
@@ -206,7 +166,9 @@ class Machine(SharedByCopies):
                 yield recording
             finally:
                 self.trace.end()
-                recording.events[:] = [replace(e, name=self.readable(e.name)) for e in recording.events]
+                recording.events[:] = [
+                    replace(e, name=self.labels.readable(e.name)) for e in recording.events
+                ]
         finally:
             everyone.close()
 
@@ -299,14 +261,10 @@ class _Use(SharedByCopies):
         self._over = True
 
 
-_keys: list[int] = []
-
-
+@cache
 def _machine_key() -> int:
     # The communicator itself remembers its machine; the key is made on first use, not at import.
-    if not _keys:
-        _keys.append(MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget))
-    return _keys[0]
+    return MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget)
 
 
 def _forget(_comm: MPI.Comm, _key: int, machine: Machine) -> None:

@@ -13,7 +13,6 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.placement import as_whole, one_copy
-from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import gather_whole
 
 
@@ -46,11 +45,15 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
     -----
     Requirements C, and the weight partitions of the layer documents.
     """
-    state = {key: _own(value) for key, value in module.state_dict().items()}
+    held = module.state_dict().items()
+    state = {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in held}
     scattered = _scattered(module)
     if not scattered and rank is None:
         return state
-    machine = _machine(module)
+    machines = {id(layer.machine): layer.machine for _, layer in _layers(module)}
+    if len(machines) != 1:
+        raise PartitionError(f"the layers of the model belong to {len(machines)} machines instead of one")
+    (machine,) = machines.values()
     takers = machine.partition()
     if rank is not None:
         if rank not in machine.ranks:
@@ -64,26 +67,9 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
 def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
     """Load the state of the sequential model into a distributed one: each rank takes its part.
 
-    Local: every rank passes the same global state.
-
-    Parameters
-    ----------
-    module
-        A distributed layer, or a model with some.
-    state
-        Keys and global shapes of the sequential model, in any order.
-    strict
-        As in ``torch.nn.Module.load_state_dict``.
-
-    Returns
-    -------
-    NamedTuple
-        Missing and unexpected keys, as ``load_state_dict`` does.
-
-    Raises
-    ------
-    ShapeError
-        If a tensor does not have the global shape; nothing is loaded then.
+    Local: every rank passes the same global state, with the keys and global shapes of the sequential model.
+    As ``torch.nn.Module.load_state_dict``, and returns what that does. ``ShapeError`` if a tensor does not
+    have the global shape; nothing is loaded then.
     """
     mine = dict(state)
     for key, blocks in _scattered(module).items():
@@ -91,9 +77,8 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: 
         if whole is None:
             continue
         if tuple(whole.shape) != blocks.shape:
-            raise ShapeError(
-                f"{key!r} has shape {tuple(whole.shape)}, the model's global shape is {blocks.shape}"
-            )
+            shape = tuple(whole.shape)
+            raise ShapeError(f"{key!r} has shape {shape}, the model's global shape is {blocks.shape}")
         mine[key] = whole[blocks.slices()] if blocks.partition.active else whole.new_empty(0)
     return module.load_state_dict(mine, strict=strict)
 
@@ -109,20 +94,11 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
 
     Elements that other ranks keep are zero at first. Nothing may be computed with the model meanwhile, whose
     parameters take the memory of the whole ones.
-
-    Parameters
-    ----------
-    module
-        A distributed layer, or a model with some.
     """
     with ExitStack() as stack:
         for _, layer in _layers(module):
             stack.enter_context(as_whole(layer, layer.scattered))
         yield
-
-
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, DistributedLayer]]:
@@ -135,11 +111,3 @@ def _scattered(module: nn.Module) -> dict[str, Decomposition]:
     # Who keeps which part, of everything in the state that is not whole on every rank.
     layers = _layers(module)
     return {prefix + key: blocks for prefix, layer in layers for key, blocks in layer.scattered.items()}
-
-
-def _machine(module: nn.Module) -> Machine:
-    machines = {id(layer.machine): layer.machine for _, layer in _layers(module)}
-    if len(machines) != 1:
-        raise PartitionError(f"the layers of the model belong to {len(machines)} machines instead of one")
-    (machine,) = machines.values()
-    return machine

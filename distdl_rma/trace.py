@@ -94,9 +94,7 @@ class Tracer:
     def phases(self, name: str, backward: bool = False) -> Callable[[str], AbstractContextManager[object]]:
         """Contexts of what a layer does one after the other, by kind."""
         recording = self.recording
-        if recording is None:
-            return _no_phase
-        return lambda kind: _Span(recording, kind, name, backward)
+        return _no_phase if recording is None else lambda kind: _Span(recording, kind, name, backward)
 
     def awaited(self, items: Iterator[T], name: str, backward: bool = False) -> Iterator[T]:
         """The same items, with a ``wait`` for each time that the next one is asked for."""
@@ -153,19 +151,20 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(slots=True)
 class _Span:
-    __slots__ = ("_backward", "_begin", "_kind", "_name", "_recording")
-
-    def __init__(self, recording: Recording, kind: str, name: str, backward: bool) -> None:
-        self._recording, self._kind, self._name, self._backward = recording, kind, name, backward
-        self._begin = 0.0
+    recording: Recording
+    kind: str
+    name: str
+    backward: bool
+    begin: float = 0.0
 
     def __enter__(self) -> None:
-        self._begin = self._recording.now
+        self.begin = self.recording.now
 
     def __exit__(self, *_error: object) -> None:
-        recording = self._recording
-        recording.events.append(Event(self._kind, self._name, self._begin, recording.now, self._backward))
+        event = Event(self.kind, self.name, self.begin, self.recording.now, self.backward)
+        self.recording.events.append(event)
 
 
 def chrome_trace(recordings: Iterable[Recording]) -> str:

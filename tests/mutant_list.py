@@ -42,7 +42,7 @@ def _on(ranks: int, *files: str) -> tuple[str, ...]:
     return (str(ranks), *(f"tests/{file}" for file in files))
 
 
-_SPLIT, _STENCIL = _plain("geometry/test_split.py"), _plain("geometry/test_stencil.py")
+_INTERVALS, _HALO = _plain("geometry/test_intervals.py"), _plain("geometry/test_halo.py")
 _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_movements.py")
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
 _CONV = _on(3, "layers/conv/test_conv.py")
@@ -50,44 +50,45 @@ _COLLECTIVE, _REMOTE = (
     _on(3, "segments/collectives/engine/test_collective.py"),
     _on(2, "segments/memory/test_remote_buffer.py"),
 )
-_NORM, _SYNC = _on(3, "layers/norm/test_batch_instance_group.py"), _on(3, "sync/test_gradients.py")
+_NORM = _on(3, "layers/norm/test_norm.py")
+_SYNC = _on(3, "sync/test_gradients.py", "sync/test_accumulation.py")
 _NOTIFY = _on(2, "segments/memory/test_notifications.py")
 
 _GEOMETRY = [
     Mutant(
         "blocks are not balanced",
-        "distdl_rma/geometry/split.py",
+        "distdl_rma/geometry/intervals.py",
         "start + quotient + (part < longer)",
         "start + quotient + (part <= longer)",
-        _SPLIT,
+        _INTERVALS,
     ),
     Mutant(
         "the last part that meets an interval is forgotten",
-        "distdl_rma/geometry/split.py",
+        "distdl_rma/geometry/intervals.py",
         "return range(first, max(first, last))",
         "return range(first, max(first, last - 1))",
-        _SPLIT,
+        _INTERVALS,
     ),
     Mutant(
         "windows read without dilation",
-        "distdl_rma/geometry/stencil.py",
+        "distdl_rma/geometry/halo.py",
         "(stop - 1) * self.stride - self.left + self.span",
         "(stop - 1) * self.stride - self.left + self.kernel",
-        _STENCIL,
+        _HALO,
     ),
     Mutant(
         "the last reader of an input is forgotten",
-        "distdl_rma/geometry/stencil.py",
+        "distdl_rma/geometry/halo.py",
         "(stop - 1 + self.left) // self.stride + 1",
         "(stop - 1 + self.left) // self.stride",
-        _STENCIL,
+        _HALO,
     ),
     Mutant(
         "a window may begin behind the input",
-        "distdl_rma/geometry/stencil.py",
+        "distdl_rma/geometry/halo.py",
         "(count - 1) * self.stride >= extent + self.left",
         "(count - 1) * self.stride > extent + self.left",
-        _STENCIL,
+        _HALO,
     ),
     Mutant(
         "the adjoint of the adjoint is the adjoint",

@@ -12,7 +12,7 @@ from house import between, drawn, floors, imports, levels
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-FLOORS = ["state", "sync", "layers", "ops", "machine", "segments", "geometry", "trace", "errors"]
+FLOORS = ["state", "sync", "layers", "ops", "machine", "segments", "geometry", "labels", "trace", "errors"]
 
 
 def test_the_picture_is_what_the_imports_say():

@@ -48,8 +48,8 @@ def test_the_package_alone_brings_only_the_standard_library(module):
         "distdl_rma.geometry.decomposition",
         "distdl_rma.geometry.exchange",
         "distdl_rma.geometry.partition",
-        "distdl_rma.geometry.split",
-        "distdl_rma.geometry.stencil",
+        "distdl_rma.geometry.intervals",
+        "distdl_rma.geometry.halo",
     ],
 )
 def test_geometry_needs_only_the_standard_library(module):

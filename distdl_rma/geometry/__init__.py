@@ -4,7 +4,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.exchange import Exchange, Piece
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.stencil import Stencil, Window
 
 __all__ = ["Box", "Decomposition", "Distribution", "Exchange", "Partition", "Piece", "Stencil", "Window"]

@@ -84,13 +84,7 @@ class Box:
         return Box((*self.bounds[:dim], (start, stop), *self.bounds[dim + 1 :]))
 
     def slices(self, origin: Box) -> tuple[slice, ...]:
-        """Slices that select this box in an array that holds ``origin``.
-
-        Raises
-        ------
-        ShapeError
-            If this box is not contained in ``origin``.
-        """
+        """Slices that select this box in an array that holds ``origin``; ``ShapeError`` if it sticks out."""
         known = self._last_slices
         if known and known[0][0] is origin:
             return known[0][1]

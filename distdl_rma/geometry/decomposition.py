@@ -9,8 +9,8 @@ from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.intervals import Balanced, Listed, Split, meeting
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed, Split, meeting
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class Decomposition:
                 f"axes {self.axes} must name each of {len(self.splits)} tensor dimensions at most once"
             )
         for d, split in enumerate(self.splits):
-            grid = self.axes.index(d) if d in self.axes else None
-            places = 1 if grid is None else self.partition.shape[grid]
+            places = self.partition.shape[self.axes.index(d)] if d in self.axes else 1
             if split.parts != places:
                 raise PartitionError(
                     f"tensor dimension {d} is cut into {split.parts} parts but grid"
@@ -80,10 +79,7 @@ class Decomposition:
     ) -> Decomposition:
         """Blocks of the sizes that the ranks really have, by rank id; as :meth:`balanced`.
 
-        Raises
-        ------
-        ShapeError
-            If two ranks with the same index in a grid dimension differ in its extent; names both.
+        ``ShapeError`` if two ranks with the same index in a grid dimension differ in its extent; names both.
         """
         first_seen: dict[tuple[int, int], int] = {}
         lengths = [[0] * (1 if d in replicate else p) for d, p in enumerate(partition.shape)]
@@ -136,9 +132,7 @@ class Decomposition:
         if rank not in self.partition:
             return ()
         index = self.partition.index_of(rank)
-        return self.partition.slab(
-            {d: index[d] for d, axis in enumerate(self.axes) if axis is not None}
-        ).ranks
+        return self.partition.slab({d: i for d, i in enumerate(index) if self.axes[d] is not None}).ranks
 
     def slices(self, rank: int | None = None) -> tuple[slice, ...]:
         """Slices that cut a rank's shard out of the global tensor; of this process if None."""
@@ -166,6 +160,4 @@ class Decomposition:
 def _simplest(lengths: tuple[int, ...]) -> Split:
     # Balanced lengths become the balanced split, so that equal decompositions compare equal.
     balanced = Balanced(sum(lengths), len(lengths))
-    listed = Listed(lengths)
-    same = all(balanced.interval(part) == listed.interval(part) for part in range(len(lengths)))
-    return balanced if same else listed
+    return balanced if balanced.lengths == lengths else Listed(lengths)

@@ -48,13 +48,6 @@ class Distribution:
         Extents of the box of ranks that the instances lie in: (N~, C~, P~), or one number per dimension,
         whose spatial ones multiply to P~. Tight if None.
 
-    Attributes
-    ----------
-    shape
-        The instances of all dimensions.
-    strides
-        (N~, C~, P~).
-
     Raises
     ------
     PartitionError
@@ -66,8 +59,8 @@ class Distribution:
     Interface document, chapters 1, 3 and 4; requirements A2 to A6.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, int, int]
+    shape: tuple[int, ...]  # instances of all dimensions
+    strides: tuple[int, int, int]  # (N~, C~, P~)
 
     def __init__(self, n: int, c: int, *spatial: int, strides: Sequence[int] | None = None) -> None:
         shape = _counts("instances", (n, c, *spatial))
@@ -143,8 +136,7 @@ class Distribution:
     def rank_of(self, coords: Sequence[int], machine: Ranked) -> int:
         """Rank id of the process at (n, c, *spatial); a ``PartitionError`` if there is no such place."""
         place = integers(coords, f"{self}: coordinates")
-        inside = len(place) == self.dim and all(0 <= i < n for i, n in zip(place, self.shape, strict=True))
-        if not inside:
+        if len(place) != self.dim or not all(0 <= i < n for i, n in zip(place, self.shape, strict=True)):
             raise PartitionError(f"{self}: there are no coordinates {place}")
         return self._checked(machine)[self._index(place)]
 

@@ -18,21 +18,11 @@ _COMPARED = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of global indices that travels between this rank and a peer.
+    """A box of global indices that travels between this rank and a peer."""
 
-    Parameters
-    ----------
-    peer
-        Rank id of the peer.
-    box
-        Where the elements are in this rank's tensor: in ``x`` if they are sent or stay, else in ``y``.
-    there
-        Where they are in the other tensor, if an image of ``x`` puts them somewhere else.
-    """
-
-    peer: int
-    box: Box
-    there: Box | None = None
+    peer: int  # rank id
+    box: Box  # where the elements are in this rank's tensor: in x if they are sent or stay, else in y
+    there: Box | None = None  # where they are in the other tensor, if an image of x puts them elsewhere
 
     @property
     def target(self) -> Box:
@@ -48,24 +38,14 @@ class Exchange:
     somebody needs: owners that overlap are summed, needs that overlap are copied, what nobody owns stays
     zero. The adjoint is the same movement read from right to left, ``exchange.T``.
 
-    A periodic ``x`` has several images: with ``images`` it is ``y[box] += x[box - shift]`` for every shift.
-
-    Parameters
-    ----------
-    rank
-        Rank id of this process.
-    source, target
-        Who owns what, and who needs what.
-    transposed
-        Whether sends and receives are swapped: data flows from target to source.
-    images
-        Shifts at which ``x`` appears, one number per dimension; just where it is if there are none.
+    A periodic ``x`` has several images: with ``images``, shifts of one number per dimension, it is
+    ``y[box] += x[box - shift]`` for every shift.
     """
 
-    rank: int
-    source: Decomposition
-    target: Decomposition
-    transposed: bool = False
+    rank: int  # rank id of this process
+    source: Decomposition  # who owns what
+    target: Decomposition  # who needs what
+    transposed: bool = False  # whether data flows from target to source
     images: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -86,10 +66,8 @@ class Exchange:
     @cached_property
     def _forward(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         back = tuple(tuple(-step for step in shift) for shift in self.images)
-        return (
-            self._pieces(self.source, self.target, self.images),
-            self._pieces(self.target, self.source, back),
-        )
+        sent = self._pieces(self.source, self.target, self.images)
+        return sent, self._pieces(self.target, self.source, back)
 
     def _pieces(
         self, mine: Decomposition, theirs: Decomposition, shifts: Sequence[tuple[int, ...]]

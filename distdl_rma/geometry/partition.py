@@ -25,30 +25,18 @@ class Partition:
     """Ranks of a machine on a Cartesian grid, in row-major order.
 
     A value without a communicator: every rank, member or not, can hold it, compare it and compute with
-    it. Two partitions are equal when they put the same ranks on the same grid.
-
-    Parameters
-    ----------
-    ranks
-        Rank ids of the machine, unique, in row-major order of the grid.
-    shape
-        Extents of the grid; their product is the number of ranks.
-    me
-        Rank id of the process that looks at the partition; need not be a member. Its position is ``rank``.
-    home
-        The machine that the ranks belong to, if there is one.
-    opened
-        What ``deactivate`` closes; None unless making it opened something, as ``MPIPartition`` does.
-
-    Notes
-    -----
-    Implements the partitions that all layer documents use (``P_x``, ``P_y``, ``P_w``).
+    it. Two partitions are equal when they put the same ranks on the same grid. They are the ``P_x``, ``P_y``
+    and ``P_w`` of all layer documents.
     """
 
+    # Rank ids of the machine, unique, in row-major order of the grid; and the extents of the grid.
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
+    # Rank id of the process that looks at the partition; need not be a member. Its position is ``rank``.
     me: int = field(compare=False)
+    # The machine that the ranks belong to, if there is one.
     home: Home | None = field(default=None, compare=False, repr=False)
+    # What ``deactivate`` closes; None unless making it opened something, as ``MPIPartition`` does.
     opened: Home | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -124,19 +112,9 @@ class Partition:
         return (self.rank_at(index) for index in product(*ranges))
 
     def create_partition_inclusive(self, ranks: Iterable[int]) -> Partition:
-        """One-dimensional partition of some members, named by their position in this partition.
+        """One-dimensional partition of the members at some positions, in the order wanted; local.
 
-        Not collective: nothing is communicated.
-
-        Parameters
-        ----------
-        ranks
-            Positions in this partition, in the order wanted; a numpy array works.
-
-        Raises
-        ------
-        PartitionError
-            If a position is no integer, out of range or listed twice.
+        ``PartitionError`` if a position is no integer, out of range or listed twice.
         """
         positions = integers(ranks, "ranks of a partition")
         for position in positions:
@@ -150,26 +128,18 @@ class Partition:
         return Partition(tuple(self.ranks[p] for p in positions), (len(positions),), self.me, self.home)
 
     def create_cartesian_topology_partition(self, shape: Iterable[int]) -> Partition:
-        """Same ranks on a Cartesian grid of the given shape, row-major.
+        """Same ranks on a Cartesian grid of the given shape, row-major; local.
 
-        Not collective: nothing is communicated.
-
-        Raises
-        ------
-        PartitionError
-            If the grid does not have as many places as there are ranks, or an extent is no integer.
+        ``PartitionError`` if the grid has not as many places as there are ranks, or an extent is no integer.
         """
         return Partition(self.ranks, integers(shape, "extents of a grid"), self.me, self.home)
 
     def slab(self, fixed: dict[int, int]) -> Partition:
         """Members whose grid index has the given values in some dimensions; these keep extent 1."""
-        ranges = [
-            range(fixed[d], fixed[d] + 1) if d in fixed else range(extent)
-            for d, extent in enumerate(self.shape)
-        ]
-        return Partition(
-            tuple(self.ranks_in(ranges)), tuple(len(places) for places in ranges), self.me, self.home
-        )
+        ranges = [range(n) for n in self.shape]
+        for d, i in fixed.items():
+            ranges[d] = range(i, i + 1)
+        return Partition(tuple(self.ranks_in(ranges)), tuple(map(len, ranges)), self.me, self.home)
 
     def deactivate(self) -> None:
         """Close what was opened for this partition, idempotent; the partition stays the value that it is.
@@ -177,12 +147,8 @@ class Partition:
         ``MPIPartition`` opens the machine of a communicator, or takes part in it where it is open already:
         deactivating the last of the partitions that it returned closes the machine, collectively over all
         its ranks. Deactivating one before the last is local, and so is deactivating a partition made from
-        another one, which opened nothing: the machine stays for the others.
-
-        Raises
-        ------
-        ExchangeTimeout
-            If it closes the machine and not all ranks do in time; call it again.
+        another one, which opened nothing: the machine stays for the others. ``ExchangeTimeout`` if it closes
+        the machine and not all ranks do in time; call it again.
         """
         if self.opened is not None:
             self.opened.close()

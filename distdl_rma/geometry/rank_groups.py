@@ -46,15 +46,7 @@ def groups_onto(many: Partition, few: Partition, transpose_many: bool, transpose
 
     The grid of ``few`` is extended to the left with ones; then each of its dimensions is as large as that
     of ``many``, or 1. A transposition comes first. Within a group the ranks are in the order of ``many``.
-
-    Raises
-    ------
-    PartitionError
-        If the grids do not fit together; names both.
-
-    Notes
-    -----
-    Sum-reduce document, reduction rules; requirement B3.
+    ``PartitionError`` if the grids do not fit together. Sum-reduce document, reduction rules; requirement B3.
     """
     above = transposed(many) if transpose_many else many
     below = transposed(few) if transpose_few else few

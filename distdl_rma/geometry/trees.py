@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Copies, Listed, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.rank_groups import Groups, grouped, leaders, share_holders
-from distdl_rma.geometry.split import Balanced, Copies, Listed, Split
 
 # Source and target of one movement.
 Stage = tuple[Decomposition, Decomposition]

@@ -3,9 +3,9 @@
 from distdl_rma.layers.conv.conv import DistributedConv1d as DistributedConv1d
 from distdl_rma.layers.conv.conv import DistributedConv2d as DistributedConv2d
 from distdl_rma.layers.conv.conv import DistributedConv3d as DistributedConv3d
-from distdl_rma.layers.conv.conv_transpose import DistributedConvTranspose1d as DistributedConvTranspose1d
-from distdl_rma.layers.conv.conv_transpose import DistributedConvTranspose2d as DistributedConvTranspose2d
-from distdl_rma.layers.conv.conv_transpose import DistributedConvTranspose3d as DistributedConvTranspose3d
+from distdl_rma.layers.conv.conv import DistributedConvTranspose1d as DistributedConvTranspose1d
+from distdl_rma.layers.conv.conv import DistributedConvTranspose2d as DistributedConvTranspose2d
+from distdl_rma.layers.conv.conv import DistributedConvTranspose3d as DistributedConvTranspose3d
 from distdl_rma.layers.embedding import DistributedEmbedding as DistributedEmbedding
 from distdl_rma.layers.from_global import Concat as Concat
 from distdl_rma.layers.from_global import Conv as Conv
@@ -31,20 +31,20 @@ from distdl_rma.layers.moves.broadcast_reduce import AllSumReduce as AllSumReduc
 from distdl_rma.layers.moves.broadcast_reduce import Broadcast as Broadcast
 from distdl_rma.layers.moves.broadcast_reduce import SumReduce as SumReduce
 from distdl_rma.layers.moves.concat import DistributedConcat as DistributedConcat
-from distdl_rma.layers.moves.gather_scatter import AllGather as AllGather
-from distdl_rma.layers.moves.gather_scatter import ReduceScatter as ReduceScatter
 from distdl_rma.layers.moves.halo_exchange import HaloExchange as HaloExchange
-from distdl_rma.layers.moves.repartition import DistributedTranspose as DistributedTranspose
-from distdl_rma.layers.moves.repartition import Repartition as Repartition
-from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm1d as DistributedBatchNorm1d
-from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm2d as DistributedBatchNorm2d
-from distdl_rma.layers.norm.batch_instance_group import DistributedBatchNorm3d as DistributedBatchNorm3d
-from distdl_rma.layers.norm.batch_instance_group import DistributedGroupNorm as DistributedGroupNorm
-from distdl_rma.layers.norm.batch_instance_group import DistributedInstanceNorm1d as DistributedInstanceNorm1d
-from distdl_rma.layers.norm.batch_instance_group import DistributedInstanceNorm2d as DistributedInstanceNorm2d
-from distdl_rma.layers.norm.batch_instance_group import DistributedInstanceNorm3d as DistributedInstanceNorm3d
-from distdl_rma.layers.norm.layer_rms import DistributedLayerNorm as DistributedLayerNorm
-from distdl_rma.layers.norm.layer_rms import DistributedRMSNorm as DistributedRMSNorm
+from distdl_rma.layers.moves.redistribute import AllGather as AllGather
+from distdl_rma.layers.moves.redistribute import DistributedTranspose as DistributedTranspose
+from distdl_rma.layers.moves.redistribute import ReduceScatter as ReduceScatter
+from distdl_rma.layers.moves.redistribute import Repartition as Repartition
+from distdl_rma.layers.norm.norm import DistributedBatchNorm1d as DistributedBatchNorm1d
+from distdl_rma.layers.norm.norm import DistributedBatchNorm2d as DistributedBatchNorm2d
+from distdl_rma.layers.norm.norm import DistributedBatchNorm3d as DistributedBatchNorm3d
+from distdl_rma.layers.norm.norm import DistributedGroupNorm as DistributedGroupNorm
+from distdl_rma.layers.norm.norm import DistributedInstanceNorm1d as DistributedInstanceNorm1d
+from distdl_rma.layers.norm.norm import DistributedInstanceNorm2d as DistributedInstanceNorm2d
+from distdl_rma.layers.norm.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
+from distdl_rma.layers.norm.norm import DistributedLayerNorm as DistributedLayerNorm
+from distdl_rma.layers.norm.norm import DistributedRMSNorm as DistributedRMSNorm
 from distdl_rma.layers.windows.adaptive_pool import (
     DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d,
 )

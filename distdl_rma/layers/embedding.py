@@ -10,9 +10,9 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.arguments import chosen_placement
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import whole_placement
 from distdl_rma.ops.core.tensors import trouble_with
@@ -70,21 +70,18 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         P_y: Partition | None = None,
         placement: str | None = None,
         weights: str | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         kind = type(self).__name__
         _check(kind, P_x, P_y, max_norm, sparse)
         placement = chosen_placement(kind, placement, weights, ("replicated", "root"))
-        options: dict[str, Any] = {"scale_grad_by_freq": scale_grad_by_freq, "device": device, "dtype": dtype}
+        sizes = num_embeddings, embedding_dim, padding_idx
         try:
-            like = nn.Embedding(
-                num_embeddings, embedding_dim, padding_idx, _weight=_weight, _freeze=_freeze, **options
-            )
+            like = nn.Embedding(*sizes, _weight=_weight, _freeze=_freeze, device=device, dtype=dtype)
         except (AssertionError, RuntimeError) as error:
             raise ArgumentError(f"{kind}: {error}") from None
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
-        super().__init__(P_x, vectors if P_y is None else P_y, name=name, **callbacks)
+        super().__init__(P_x, vectors if P_y is None else P_y, **options)
         self._target, self.placement, self.weights = P_y, placement, placement
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = like.padding_idx, max_norm, norm_type

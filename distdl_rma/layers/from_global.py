@@ -4,7 +4,7 @@ Local inputs and output are the balanced shards of the global tensors, without e
 global shape is announced, not prescribed: calls with another batch or image size remain possible. ``machine``
 is M, or a partition of its ranks in the order of M, such as ``P_world``. A distribution that does not fit the
 dimensions or the machine is a ``PartitionError``, which quotes the inequality; extents out of range are a
-``ShapeError``. Everything else is as of :class:`DistributedLayer`.
+``ShapeError``. What is named as in torch is as in torch, and everything else as of :class:`DistributedLayer`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distdl_rma.layers.conv import conv
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.moves.concat import DistributedConcat
-from distdl_rma.layers.norm import batch_instance_group as norm
+from distdl_rma.layers.norm import norm
 from distdl_rma.machine import Machine
 
 _CONVS = conv.DistributedConv1d, conv.DistributedConv2d, conv.DistributedConv3d
@@ -56,19 +56,13 @@ def Conv(  # noqa: N802
 
     Parameters
     ----------
-    machine
-        M; or a partition of its ranks in the order of M, such as ``P_world``.
     extents
         (N, C, F, H, W), or with one or three spatial extents: batch, input channels, filters, image.
     input, output
         Distribution of the tensors, over C and over F; the output as the input if None.
-    kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        As in torch.
     placement, weights
         ``"replicated"``, the only pattern of the interface document: weights are on all ranks of the machine.
         Others are an ``UnsupportedError``.
-    name, callbacks
-        As of :class:`DistributedLayer`.
 
     Notes
     -----
@@ -123,16 +117,10 @@ def InstanceNorm(  # noqa: N802
 
     Parameters
     ----------
-    machine
-        M; or a partition of its ranks in the order of M, such as ``P_world``.
     extents
         (N, C, H, W), or with one or three spatial extents.
     distribution
         Distribution of input and output.
-    eps, momentum, affine, track_running_stats, device, dtype, bias
-        As in torch.
-    name, callbacks
-        As of :class:`DistributedLayer`.
 
     Notes
     -----
@@ -162,8 +150,6 @@ def Concat(  # noqa: N802
 
     Parameters
     ----------
-    machine
-        M; or a partition of its ranks in the order of M, such as ``P_world``.
     extents
         (N, (C1, C2, ...), H, W), or with one or three spatial extents: the channels of each input.
     inputs
@@ -172,8 +158,6 @@ def Concat(  # noqa: N802
         Distribution of the output; that of the first input if None.
     dtype
         Type of the tensors that is announced; torch's default if None.
-    name, callbacks
-        As of :class:`DistributedLayer`.
 
     Notes
     -----
@@ -189,15 +173,12 @@ def Concat(  # noqa: N802
     try:
         inputs = tuple(inputs)
     except TypeError:
-        raise PartitionError(
-            f"{who}: inputs are a sequence, a Distribution for each input, got {inputs!r}"
-        ) from None
+        wanted = "inputs are a sequence, a Distribution for each input"
+        raise PartitionError(f"{who}: {wanted}, got {inputs!r}") from None
     if len(inputs) != len(parts) or not parts or min(parts) < 0:
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r} for {len(inputs)} distributions")
-    P_xs = [
-        _partition_for(f"{who}: input {at}", machine, distribution, INPUT, len(space))
-        for at, distribution in enumerate(inputs)
-    ]
+    numbered = enumerate(inputs)
+    P_xs = [_partition_for(f"{who}: input {at}", machine, each, INPUT, len(space)) for at, each in numbered]
     chosen = inputs[0] if output is None else output
     P_y = _partition_for(f"{who}: output", machine, chosen, OUTPUT, len(space))
     layer = DistributedConcat(P_xs, P_y, name=name, **callbacks)

@@ -13,7 +13,7 @@ from torch import nn
 from distdl_rma.errors import ConfigurationError, PartitionError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.uncompiled import uncompiled
+from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.split import site
 from distdl_rma.split.entry import alike_on_all_ranks, grid_for
 from distdl_rma.split.shard import Grid, shard

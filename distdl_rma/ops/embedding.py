@@ -11,8 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.core.autograd import first_derivative
 from distdl_rma.ops.core.movement import CallSite, movement_or_none
 from distdl_rma.ops.core.operation import GatherComputeScatter

@@ -9,8 +9,8 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, fingerprint
+from distdl_rma.geometry.intervals import Listed, meeting
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Listed, meeting
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import Movement
 from distdl_rma.ops.core.tensors import as_tensor, numpy_dtype

@@ -15,24 +15,10 @@ from distdl_rma.ops.core.tensors import zero_volume_tensor
 def shard(P_x: Partition, x: Any) -> torch.Tensor:
     """This rank's balanced shard of a global tensor, of the same dtype and in memory of its own; local.
 
-    Parameters
-    ----------
-    P_x
-        Partition with as many dimensions as the tensor.
-    x
-        The tensor, or what is sliced as one: a numpy array, a memory-mapped file, a dataset of HDF5. Of these
-        only the shard is read.
-
-    Returns
-    -------
-    torch.Tensor
-        The shard, outside of any graph; on ranks outside of P_x one without elements, of shape (b, 0) where
-        ``x`` has b rows.
-
-    Raises
-    ------
-    PartitionError
-        If the dimensions differ in number.
+    ``x`` is the tensor, or what is sliced as one: a numpy array, a memory-mapped file, a dataset of HDF5; of
+    these only the shard is read. The shard is outside of any graph; ranks outside of P_x get one without
+    elements, of shape (b, 0) where ``x`` has b rows. ``PartitionError`` if P_x has another number of
+    dimensions than the tensor.
     """
     blocks = Decomposition.balanced(P_x, x.shape)
     outside = not P_x.active

@@ -9,8 +9,8 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Split
-from distdl_rma.geometry.stencil import InnerSplit, Stencil
+from distdl_rma.geometry.halo import InnerSplit, Stencil
+from distdl_rma.geometry.intervals import Split
 from distdl_rma.ops.core.movement import CallSite, movement_or_none
 
 # How torch calls the ways to make up padding.

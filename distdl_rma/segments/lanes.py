@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned

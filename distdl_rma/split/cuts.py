@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import gcd, prod
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced, Listed, Split
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import product
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed, Split
 from distdl_rma.machine import Machine
 
 # So many layouts are remembered.

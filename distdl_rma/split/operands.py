@@ -10,8 +10,8 @@ import torch
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Split
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.split import layout as lay

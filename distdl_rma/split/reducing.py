@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import machine_of

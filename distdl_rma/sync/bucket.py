@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,9 @@ from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
+from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.sync.claims import ParameterEntry, taken
-from distdl_rma.sync.consensus import gather_words
+from distdl_rma.sync.claims import ParameterEntry, synchronised
 
 
 class BucketKind(NamedTuple):
@@ -24,13 +24,17 @@ class BucketKind(NamedTuple):
     dtype: torch.dtype
     divisor: int
 
+    @property
+    def travels(self) -> bool:
+        """Whether other ranks sum the gradients too."""
+        return len(self.ranks) > 1
+
 
 class GradientSlot:
     """A parameter, its number in a bucket, and what is known of its gradient."""
 
     def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
-        self.entry, self.kind = entry, kind
-        self.parameter, self.dtype, self.nbytes = entry.parameter, entry.parameter.dtype, entry.nbytes
+        self.entry, self.kind, self.parameter, self.nbytes = entry, kind, entry.parameter, entry.nbytes
         self.number = 0
         # In the running backward: whether a layer was offered the place, whether the gradient is there, and
         # what .grad held before, to which it is added.
@@ -41,11 +45,6 @@ class GradientSlot:
         # The view of the segment that .grad was made last.
         self.in_segment: torch.Tensor | None = None
         self.handles: list[Any] = []
-
-    @property
-    def travels(self) -> bool:
-        """Whether other ranks sum the gradient too."""
-        return len(self.kind.ranks) > 1
 
     @property
     def pending(self) -> bool:
@@ -69,7 +68,7 @@ class GradientSlot:
         self.handles.clear()
         for placed, key in self.entry.placed:
             placed.let_go(key)
-        taken.pop(self.parameter, None)
+        synchronised.pop(self.parameter, None)
         self.move_out()
 
     def move_out(self) -> None:
@@ -81,10 +80,7 @@ class GradientSlot:
 
 
 class Bucket:
-    """Gradients of one kind that travel together in one double-buffered allreduce; local to make.
-
-    The name is alike on the ranks of the bucket.
-    """
+    """Gradients of one kind that travel together in one allreduce, its name alike on its ranks; local."""
 
     def __init__(self, machine: Machine, name: str, slots: Sequence[GradientSlot]) -> None:
         self.kind, self.name, self.slots = slots[0].kind, name, slots
@@ -102,18 +98,13 @@ class Bucket:
         # Behind the gradients one flag per parameter: on how many ranks it had a gradient at all.
         self._counts.append(len(slots))
         self._counts.append(-sum(self._counts) % words)
-        element, op = reduction_dtype(self._dtype), "sum" if divisor == 1 else "mean"
-        self.allreduce = Allreduce(
-            machine.segments, ranks, sum(self._counts), element, op, name, divisor=divisor
-        )
+        count, element = sum(self._counts), reduction_dtype(self._dtype)
+        op = "sum" if divisor == 1 else "mean"
+        self.allreduce = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
         self._missing = len(slots)
         # Views of the gradients and of the flags, by ``id`` of the buffer: there are few, and they stay.
         self._views: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._written: tuple[list[torch.Tensor], torch.Tensor] | None = None
-
-    def connect(self) -> None:
-        """Meet the other ranks; blocking. All buckets in one order: they may be complete in another."""
-        self.allreduce.connect()
 
     def offer(self, slot: GradientSlot) -> torch.Tensor | None:
         """Place for a layer to write a gradient to, once per backward; None if it lies elsewhere already."""
@@ -122,11 +113,11 @@ class Bucket:
             return None
         slot.offered = True
         # A tensor of its own: torch makes .grad of what nobody else has, and a copy of anything else.
-        return self._active()[0][slot.number].detach()
+        return self._places()[0][slot.number].detach()
 
     def put(self, slot: GradientSlot) -> bool:
         """Make sure that a gradient lies in the active buffer; return whether it was the last one."""
-        gradient, place = slot.parameter.grad, self._active()[0][slot.number]
+        gradient, place = slot.parameter.grad, self._places()[0][slot.number]
         if gradient is not None:
             if gradient.data_ptr() == place.data_ptr():
                 self.in_place_nbytes += slot.nbytes
@@ -139,7 +130,7 @@ class Bucket:
 
     def start(self) -> None:
         """Start the allreduce; gradients that did not come count as zero."""
-        places, flags = self._active()
+        places, flags = self._places()
         for slot in self.slots if self._missing else ():
             if not slot.ready and slot.pending:
                 # Accumulated under no_sync, and not touched by this backward.
@@ -152,7 +143,7 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait, and hand the sums to the parameters."""
-        gradients, flags = self._in(self.allreduce.wait())
+        gradients, flags = self._views_of(self.allreduce.wait())
         for slot, gradient, ranks_with_gradient in zip(self.slots, gradients, flags.tolist(), strict=True):
             parameter = slot.parameter
             if not ranks_with_gradient:
@@ -179,13 +170,13 @@ class Bucket:
         self._views, self._written = {}, None
         self.allreduce.close()
 
-    def _active(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _places(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         # Where this backward writes; the buffer changes with each allreduce.
         if self._written is None:
-            self._written = self._in(self.allreduce.active)
+            self._written = self._views_of(self.allreduce.active)
         return self._written
 
-    def _in(self, buffer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _views_of(self, buffer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         views = self._views.get(id(buffer))
         if views is None:
             *parts, flags, _ = torch.split(as_tensor(buffer, self._dtype), self._counts)
@@ -196,46 +187,40 @@ class Bucket:
         return views
 
 
-class BucketMaker:
-    """Makes the buckets of one ``GradientSync``, on all ranks or on none."""
+def make_buckets(
+    machine: Machine,
+    rows: Iterable[Sequence[Sequence[GradientSlot]]],
+    limit: int,
+    numbers: Counter[BucketKind],
+    title: str,
+) -> list[Bucket]:
+    """Buckets of lists that travel as a whole, row by row, with their memory; collective, blocking.
 
-    def __init__(self, machine: Machine, bucket_nbytes: int) -> None:
-        self._machine, self._bucket_nbytes = machine, bucket_nbytes
-        # Buckets are counted per kind: what is alike on their ranks.
-        self._numbers: Counter[BucketKind] = Counter()
-        self._attempts = 0
+    ``numbers`` counts those of each kind that there were: what is alike on their ranks. Nothing is taken from
+    the layers yet, and the ranks of a bucket have not met in it. If some rank cannot make its own, all raise
+    its error, and nothing has changed.
+    """
+    counted, made, failure = numbers.copy(), list[Bucket](), list[str]()
 
-    def make(self, *rows: Sequence[Sequence[GradientSlot]]) -> list[Bucket]:
-        """Buckets of lists that travel as a whole, row by row, with their memory; collective, blocking.
-
-        Nothing is taken from the layers yet, and the ranks of a bucket have not met in it. If some rank
-        cannot make its own, all raise its error, and nothing has changed.
-        """
-        self._attempts += 1
-        numbers, made, failure = self._numbers.copy(), list[Bucket](), list[str]()
-        try:
-            for row in rows:
-                for slots in bucketed(row, self._bucket_nbytes):
-                    kind = slots[0].kind
-                    made.append(Bucket(self._machine, f"gradients {self._numbers[kind]}", slots))
-                    self._numbers[kind] += 1
-        except Exception as error:  # noqa: BLE001 - all ranks hear of it
-            failure = [type(error).__name__, str(error)]
-            # What the ranks say to each other needs memory too.
-            self._discard(made)
-        failures = gather_words(self._machine, failure, f"GradientSync (memory {self._attempts})")
-        for rank, said in failures.items():
-            if said:
-                self._numbers = numbers
-                self._discard(made)
-                kind_of_error = vars(errors).get(said[0], ConfigurationError)
-                raise kind_of_error(f"GradientSync: on rank {rank}: {said[1]}")
-        return made
-
-    @staticmethod
-    def _discard(buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
+    def discard() -> None:
+        for bucket in made:
             bucket.allreduce.close()
+
+    try:
+        for slots in (slots for row in rows for slots in bucketed(row, limit)):
+            kind = slots[0].kind
+            made.append(Bucket(machine, f"gradients {counted[kind]}", slots))
+            counted[kind] += 1
+    except Exception as error:  # noqa: BLE001 - all ranks hear of it
+        failure = [type(error).__name__, str(error)]
+        # What the ranks say to each other needs memory too.
+        discard()
+    for rank, said in gather_words(machine.segments, failure, title).items():
+        if said:
+            discard()
+            raise vars(errors).get(said[0], ConfigurationError)(f"GradientSync: on rank {rank}: {said[1]}")
+    numbers.update(bucket.kind for bucket in made)
+    return made
 
 
 def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[GradientSlot]]:
@@ -259,11 +244,6 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
 
 def left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlot]]:
     """Slots to put together anew: what travelled with parameters, by ``id``, that move elsewhere."""
-    rest: list[list[GradientSlot]] = []
-    for bucket in leaving:
-        kept = [
-            GradientSlot(slot.entry, slot.kind) for slot in bucket.slots if id(slot.parameter) not in moved
-        ]
-        # The first to come in a backward is the last of the model.
-        rest = [*([kept] if kept else []), *rest]
-    return rest
+    # The first to come in a backward is the last of the model.
+    kept = [[s for s in bucket.slots if id(s.parameter) not in moved] for bucket in reversed(leaving)]
+    return [[GradientSlot(slot.entry, slot.kind) for slot in slots] for slots in kept if slots]

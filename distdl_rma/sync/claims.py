@@ -5,7 +5,8 @@ Layers that no ``GradientSync`` has taken over ask themselves: ``Parameters.summ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import index as as_int
 
@@ -19,7 +20,7 @@ from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine
 
 # Parameters that some GradientSync has, which others refuse: two of them would sum twice.
-taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+synchronised: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -53,12 +54,12 @@ class ParameterEntry:
 class Claim:
     """Parameters for which one module decides over which ranks their gradients are summed.
 
-    The module is None where nobody decides, for plain modules: then they count as copied on ``everyone``, the
-    ranks of the machine.
+    The module is None where nobody decides, for plain modules: then they count as copied on ``everyone``.
     """
 
     module: nn.Module | None
     name: str
+    # The ranks of the machine.
     everyone: tuple[int, ...]
     entries: list[ParameterEntry] = field(default_factory=list)
     # What modules in it use, but others count as their own.
@@ -116,18 +117,18 @@ class Claim:
                 for key, buffer in part.named_buffers(recurse=False):
                     yield under(path, key), buffer
 
-    def without(self, parameters: set[int]) -> Claim:
+    def without(self, parameters: Collection[int]) -> Claim:
         """What is left without some parameters, given by ``id``; no longer new."""
         left = [entry for entry in self.entries if id(entry.parameter) not in parameters]
         partly = self.partly or len(left) < len(self.entries)
         return replace(self, entries=left, partly=partly, new=False, complaint="")
 
-    def by_module(self) -> Iterator[Sequence[ParameterEntry]]:
+    def by_module(self) -> Iterable[list[ParameterEntry]]:
         """Entries that belong to the same module and have the same dtype, in order."""
-        groups: dict[tuple[int, torch.dtype], list[ParameterEntry]] = {}
+        groups: dict[tuple[int, torch.dtype], list[ParameterEntry]] = defaultdict(list)
         for entry in self.entries:
-            groups.setdefault((id(entry.uses[0][0]), entry.parameter.dtype), []).append(entry)
-        yield from groups.values()
+            groups[id(entry.uses[0][0]), entry.parameter.dtype].append(entry)
+        return groups.values()
 
 
 def claims_of(module: nn.Module, name: str, machine: Machine, known: Mapping[int, str]) -> list[Claim]:
@@ -146,22 +147,20 @@ def claims_of(module: nn.Module, name: str, machine: Machine, known: Mapping[int
         part, path, above = ahead.pop()
         where = part.name if isinstance(part, DistributedLayer) else path
         decides = any(hasattr(part, callback) for callback in Callbacks.__annotations__)
-        if decides or above is None:
+        claim = above
+        if decides or claim is None:
             claim = Claim(part if decides else None, where or type(part).__name__, machine.ranks)
             claims.append(claim)
-        else:
-            claim = above
         claim.parts.append((where, part))
         for key, parameter in part.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                owner, entry = seen[id(parameter)]
-                entry.uses.append((part, key))
-                if owner is not claim:
-                    claim.shared.append((owner, entry))
-                continue
-            entry = ParameterEntry(parameter, known.get(id(parameter), under(where, key)), [(part, key)])
-            seen[id(parameter)] = claim, entry
-            claim.entries.append(entry)
+            if id(parameter) not in seen:
+                entry = ParameterEntry(parameter, known.get(id(parameter), under(where, key)), [])
+                seen[id(parameter)] = claim, entry
+                claim.entries.append(entry)
+            owner, entry = seen[id(parameter)]
+            entry.uses.append((part, key))
+            if owner is not claim:
+                claim.shared.append((owner, entry))
         below = claim if decides else above
         ahead += reversed([(child, under(path, key), below) for key, child in part.named_children()])
     for claim in claims:

@@ -21,19 +21,13 @@ class GradientNorms:
         self._totals: dict[float, Allreduce] = {}
 
     def of(self, gradients: Sequence[torch.Tensor | None], norm_type: float) -> torch.Tensor:
-        """Norm of the given tensors of all ranks together; collective over the machine, blocking.
-
-        Raises
-        ------
-        ConfigurationError
-            If the order is not positive.
-        """
+        """Norm of the given tensors of all ranks together; collective over the machine, blocking."""
         order = float(norm_type)
         if not order > 0:
             raise ConfigurationError(f"norm_type must be positive, got {norm_type!r}")
         mine = [gradient.detach() for gradient in gradients if gradient is not None and gradient.numel()]
         # As torch, of the magnitudes of complex numbers.
-        mine = [gradient.abs() if gradient.is_complex() else gradient for gradient in mine]
+        mine = [g.abs() if g.is_complex() else g for g in mine]
         norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
         if order == math.inf:
             # A maximum might lose what is no number.

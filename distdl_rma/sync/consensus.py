@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import index as as_int
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,27 +14,17 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm.base import DistributedNorm
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.gather_bytes import gather_bytes
+from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.sync.claims import Claim
 
 # What JSON can carry: of a claim, see ``statement``.
 Words = dict[str, Any]
+Ranks = tuple[int, ...]
 
 _NORM = "get_ranks_synch_norm"
-_OTHERS = tuple(
-    name
-    for name in Callbacks.__annotations__
-    if name not in ("get_ranks_synch_weights", "get_sizeof_gradients")
-)
+_COMPARED = ("get_ranks_synch_weights", "get_sizeof_gradients")
+_OTHERS = [name for name in Callbacks.__annotations__ if name not in _COMPARED]
 _HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
-
-
-def gather_words(machine: Machine, words: Any, title: str) -> dict[int, Any]:
-    """What every rank of the machine says, by rank id in its order; collective, blocking."""
-    said: dict[int, Any] = {}
-    for text, ranks in gather_bytes(machine.segments, json.dumps(words).encode(), title).items():
-        said |= dict.fromkeys(ranks, json.loads(text))
-    return {rank: said[rank] for rank in machine.ranks}
 
 
 def agree(
@@ -58,14 +48,13 @@ def agree(
         "claims": [statement(claim) for claim in claims],
         "generator": generator,
     }
-    said = gather_words(machine, mine, title)
+    said = gather_words(machine.segments, mine, title)
     first, expected = next(iter(said.items()))
     for rank, words in said.items():
         if words["refusal"]:
             raise ConfigurationError(f"GradientSync: on rank {rank}: {words['refusal']}")
         for key, value in expected["options"].items():
-            other = words["options"][key]
-            if other != value:
+            if (other := words["options"][key]) != value:
                 raise ConfigurationError(
                     f"GradientSync: {key} is {value} on rank {first} but {other} on rank {rank}"
                 )
@@ -77,25 +66,28 @@ def agree(
 
 def statement(claim: Claim) -> Words:
     """What a rank tells the others of a claim."""
-    complaint = claim.complaint
+    complaint, nbytes, module = claim.complaint, claim.nbytes, cast(Any, claim.module)
     for other, entry in claim.shared:
         if other.ranks != claim.ranks:
             complaint = complaint or (
                 f"{entry.name!r} is shared with {other.name!r} and summed over {list(other.ranks)} there"
                 f" but over {list(claim.ranks)} here"
             )
+    stated, answers = nbytes, dict[str, Any]()
     try:
-        said_nbytes, answers = _said_nbytes(claim), _answers(claim)
+        # Of a module that some parameters left, its callback does not know.
+        if not claim.partly and hasattr(module, "get_sizeof_gradients"):
+            stated = as_int(module.get_sizeof_gradients())
+        answers = _answers(claim)
     except Exception as error:  # noqa: BLE001 - the user's function; all ranks hear of it
-        said_nbytes, answers = 0, {}
-        complaint = complaint or f"a callback gives no such thing: {error!r}"
+        stated, complaint = 0, complaint or f"a callback gives no such thing: {error!r}"
     parameters = {e.name: [*_form(e.parameter), e.parameter.requires_grad] for e in claim.entries}
     return {
         "name": claim.name,
         # Short for the usual: a copy on all.
         "ranks": None if claim.ranks == claim.everyone else claim.ranks,
         "holders": None if claim.holders == claim.everyone else claim.holders,
-        "nbytes": [said_nbytes, claim.nbytes],
+        "nbytes": [stated, nbytes],
         "answers": answers,
         "complaint": complaint,
         "new": claim.new,
@@ -107,15 +99,7 @@ def _form(tensor: torch.Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _said_nbytes(claim: Claim) -> int:
-    # Of a module that some parameters left, its callback does not know.
-    module: Any = claim.module
-    if claim.partly or not hasattr(module, "get_sizeof_gradients"):
-        return claim.nbytes
-    return as_int(module.get_sizeof_gradients())
-
-
-def _answers(claim: Claim) -> dict[str, list[Any]]:
+def _answers(claim: Claim) -> dict[str, Any]:
     # Of the other callbacks what the user's say, and what holds as far as it is known.
     given = {} if claim.module is None else vars(claim.module)
     known = {name: _known(claim, name) for name in _OTHERS if name in given}
@@ -143,22 +127,22 @@ def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
     """What does not fit together in the statements of each rank, in the same order on all ranks."""
     everyone = tuple(said)
     # Which ranks say which list of each parameter, and which parameters a rank sums over a list, in order.
-    lists_of: dict[str, dict[tuple[int, ...], list[int]]] = {}
-    orders: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    lists_of: dict[str, dict[Ranks, list[int]]] = defaultdict(lambda: defaultdict(list))
+    orders: dict[Ranks, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     claims: dict[tuple[str, int], Words] = {}
-    norms: dict[str, dict[int, list[list[int]]]] = {}
+    norms: dict[str, dict[int, list[list[int]]]] = defaultdict(dict)
     for rank, theirs in said.items():
         for claim in theirs:
             ranks = everyone if claim["ranks"] is None else tuple(claim["ranks"])
             for problem in (*_of_ranks(rank, claim, ranks, everyone), *_of_sizes(rank, claim)):
                 yield f"{claim['name']!r}: {problem}"
             if _NORM in claim["answers"]:
-                norms.setdefault(claim["name"], {})[rank] = claim["answers"][_NORM]
+                norms[claim["name"]][rank] = claim["answers"][_NORM]
             for parameter in claim["parameters"]:
                 if (parameter, rank) in claims:
                     yield f"two modules on rank {rank} have a parameter {parameter!r}: give them other names"
-                lists_of.setdefault(parameter, {}).setdefault(ranks, []).append(rank)
-                orders.setdefault(ranks, {}).setdefault(rank, []).append(parameter)
+                lists_of[parameter][ranks].append(rank)
+                orders[ranks][rank].append(parameter)
                 claims[parameter, rank] = claim
     for parameter, lists in lists_of.items():
         yield from _of_parameter(parameter, lists, claims)
@@ -168,7 +152,7 @@ def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
         yield from _of_statistics(name, answers)
 
 
-def _of_ranks(rank: int, claim: Words, ranks: tuple[int, ...], everyone: tuple[int, ...]) -> Iterator[str]:
+def _of_ranks(rank: int, claim: Words, ranks: Ranks, everyone: Ranks) -> Iterator[str]:
     # What one rank says of its ranks, without looking at the others.
     if claim["complaint"]:
         yield f"on rank {rank}, {claim['complaint']}"
@@ -196,12 +180,10 @@ def _of_sizes(rank: int, claim: Words) -> Iterator[str]:
         if name != _NORM:
             if theirs != ours:
                 yield f"{name}() gave {theirs} on rank {rank}, it is {ours}"
-        elif not isinstance(theirs, list) or (theirs and not _fits(theirs, rank, {*ours, rank})):
+        elif not isinstance(theirs, list) or (
+            theirs and not (len(set(theirs)) == len(theirs) and {rank} <= set(theirs) <= {*ours, rank})
+        ):
             yield f"{name}() gave {theirs} on rank {rank}, the ranks that share its statistics are {ours}"
-
-
-def _fits(ranks: Sequence[int], rank: int, among: Collection[int]) -> bool:
-    return len(set(ranks)) == len(ranks) and rank in ranks and set(ranks) <= set(among)
 
 
 def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) -> Iterator[str]:
@@ -218,7 +200,7 @@ def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) ->
 
 
 def _of_parameter(
-    parameter: str, lists: Mapping[tuple[int, ...], Sequence[int]], claims: Mapping[tuple[str, int], Words]
+    parameter: str, lists: Mapping[Ranks, Sequence[int]], claims: Mapping[tuple[str, int], Words]
 ) -> Iterator[str]:
     # What ranks say of one parameter: those that one of them lists must say the same.
     who_says = {rank: ranks for ranks, sayers in lists.items() for rank in sayers}
@@ -228,10 +210,8 @@ def _of_parameter(
         # Without a list each layer of this library has been asked about its copies already.
         of_library = first["holders"] is None or first["holders"]
         if not ranks and len(who_says) > 1 and not of_library:
-            yield (
-                f"{name}: no callback covers it, but ranks {sorted(who_says)} hold it and would drift"
-                f" apart; {_HOW}"
-            )
+            holding = f"ranks {sorted(who_says)} hold it and would drift apart"
+            yield f"{name}: no callback covers it, but {holding}; {_HOW}"
         for rank in ranks:
             if rank not in who_says:
                 yield (
@@ -239,25 +219,21 @@ def _of_parameter(
                     " register it on the ranks that do, with get_ranks_synch_weights"
                 )
             elif who_says[rank] != ranks:
-                yield (
-                    f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {sayers[0]} but"
-                    f" {list(who_says[rank])} on rank {rank}"
-                )
+                theirs = f"{list(who_says[rank])} on rank {rank}"
+                yield f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {sayers[0]} but {theirs}"
             else:
                 here, there = _text(first, parameter), _text(claims[parameter, rank], parameter)
                 if here != there:
                     yield f"{name}: is {here} on rank {sayers[0]} but {there} on rank {rank}"
 
 
-def _of_order(ranks: tuple[int, ...], names: Mapping[int, Sequence[str]]) -> Iterator[str]:
+def _of_order(ranks: Ranks, names: Mapping[int, Sequence[str]]) -> Iterator[str]:
     # Gradients that travel together lie one behind the other, in the order of the modules.
     for first, rank in pairwise(rank for rank in ranks if rank in names):
         for mine, theirs in zip(names[first], names[rank], strict=False):
             if mine != theirs:
-                yield (
-                    f"{mine!r} on rank {first} comes where {theirs!r} does on rank {rank}: build and register"
-                    " modules in the same order"
-                )
+                how = "build and register modules in the same order"
+                yield f"{mine!r} on rank {first} comes where {theirs!r} does on rank {rank}: {how}"
                 break
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -17,15 +18,13 @@ from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.uncompiled import uncompiled
+from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.sync.bucket import Bucket, BucketMaker, GradientSlot, left_of
-from distdl_rma.sync.claims import taken
+from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets
+from distdl_rma.sync.claims import synchronised
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.plain_modules import warn_of_pitfalls
-from distdl_rma.sync.registry import Options, Registry
-
-_BUCKET_NBYTES = 1 << 20
+from distdl_rma.sync.registry import Registry, SyncOptions
 
 
 class GradientSync(Uncopyable):
@@ -37,18 +36,16 @@ class GradientSync(Uncopyable):
     which weights the modules say by ``get_ranks_synch_weights()``: layers of this library do, others may,
     and :meth:`register` gives a module the callback. Any other module counts as copied on all ranks of the
     machine. Parameters and buffers of all but the layers of this library are made equal at construction,
-    the first of their ranks counts.
+    the first of their ranks counts. Parameters that are frozen then are left alone.
 
     A gradient lies in the segment, where the layers of this library put it themselves. It stays valid until
-    the next but one backward, or ``close()``; clone it to keep it longer.
-
-    Collective to construct over the machine; every rank runs the same backwards, idle ranks included.
-    Parameters that are frozen at construction are left alone. A context manager: leaving it closes it.
+    the next but one backward, or ``close()``; clone it to keep it longer. Collective to construct over the
+    machine; every rank runs the same backwards, idle ranks included. A context manager: leaving it closes it.
 
     Parameters
     ----------
     model
-        The model, alike on all ranks that hold its parts; None if everything is to be registered.
+        Alike on all ranks that hold its parts; None if everything is to be registered.
     machine
         The machine, or a partition of its ranks such as ``P_world``; all ranks of the machine take part.
     reduction
@@ -58,8 +55,7 @@ class GradientSync(Uncopyable):
         What a mean divides by instead: the number of data-parallel replicas of the model, where each of
         them is split over several ranks and has a loss of its own.
     bucket_nbytes
-        Gradients of consecutive layers travel together up to this many bytes; 0 for one allreduce per
-        layer.
+        Gradients of consecutive layers travel together up to this many bytes; 0: one allreduce per layer.
 
     Raises
     ------
@@ -73,8 +69,7 @@ class GradientSync(Uncopyable):
 
     Notes
     -----
-    Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; architecture of gradients:
-    ``docs/concepts.md``.
+    Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; ``docs/concepts.md``.
     """
 
     def __init__(
@@ -84,13 +79,15 @@ class GradientSync(Uncopyable):
         *,
         reduction: str = "sum",
         replicas: int | None = None,
-        bucket_nbytes: int = _BUCKET_NBYTES,
+        bucket_nbytes: int = 1 << 20,
     ) -> None:
         self._machine = Machine.of(machine)
         self._paused = self._closed = self._in_backward = False
-        self._registry = Registry(self._machine, Options(reduction, replicas, bucket_nbytes))
-        self._maker = BucketMaker(self._machine, bucket_nbytes)
+        self._options = SyncOptions(reduction, replicas, bucket_nbytes)
+        self._registry = Registry(self._machine, self._options)
         self._buckets: list[Bucket] = []
+        # How many buckets of each kind were made so far.
+        self._numbers: Counter[BucketKind] = Counter()
         # Parameters that no other rank holds.
         self._alone: list[GradientSlot] = []
         self._norms = GradientNorms(self._machine)
@@ -113,7 +110,8 @@ class GradientSync(Uncopyable):
         """Synchronise a module from now on, by its callbacks or those given; collective over the machine.
 
         A module that belongs to the model already moves to the ranks that its callback now gives; its
-        parameters become those of the first of them.
+        parameters become those of the first of them. Raises as construction does, and if gradients of
+        ``no_sync`` wait to be summed on some rank; nothing has changed then.
 
         Parameters
         ----------
@@ -123,38 +121,43 @@ class GradientSync(Uncopyable):
             What its parameters are called in messages, alike on its ranks.
         callbacks
             Answers in place of the module's own, for all plain modules in it. They stay with the module.
-
-        Raises
-        ------
-        ConfigurationError
-            As at construction, or if gradients of ``no_sync`` wait to be summed on some rank; nothing has
-            changed then.
-        SegmentError
-            On all ranks, if the gradients do not fit into the segment of one; nothing has changed then.
         """
         self._check_open()
         busy = self._in_backward or any(slot.unsummed for slot in self._slots)
         refusal = "register between steps, with no gradients from no_sync left" if busy else ""
-        with self._readable_errors(), self._registry.adding(module, name, callbacks, refusal) as addition:
-            moved, slots = addition.moved, addition.slots()
-            leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
-            made = self._maker.make(left_of(leaving, moved), [each for each in slots if each[0].travels])
+        machine = self._machine
+        try:
+            with self._registry.adding(module, name, callbacks, refusal) as addition:
+                moved, slots = addition.moved, addition.slots(self._options)
+                leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
+                rows = left_of(leaving, moved), [each for each in slots if each[0].kind.travels]
+                title = f"GradientSync (memory {addition.number})"
+                made = make_buckets(machine, rows, self._options.bucket_nbytes, self._numbers, title)
+        except DistdlError as error:
+            # Layers are called by their paths, whoever raises.
+            machine.labels.make_readable(error)
+            raise
         self._buckets += made
         try:
-            addition.equalise()
-            self._drop(leaving, moved)
+            addition.equalise(machine)
+            for bucket in leaving:
+                bucket.close()
+                self._buckets.remove(bucket)
+            for slot in [slot for slot in self._alone if id(slot.parameter) in moved]:
+                slot.release()
+                self._alone.remove(slot)
             for bucket in made:
-                bucket.connect()
+                # All in one order: they may be complete in another.
+                bucket.allreduce.connect()
                 for slot in bucket.slots:
                     self._take_over(slot, bucket)
             for slot in chain.from_iterable(slots):
-                if not slot.travels:
+                if not slot.kind.travels:
                     self._take_over(slot, None)
         except BaseException:
             self.release()
             raise
-        drifted = [self._machine.readable(name) for name in addition.drifted]
-        warn_of_pitfalls(module, drifted, self._machine)
+        warn_of_pitfalls(module, list(map(machine.labels.readable, addition.drifted)), machine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,12 +175,8 @@ class GradientSync(Uncopyable):
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of all gradients together, each counted once however many ranks hold or share it.
 
-        Collective over the machine, blocking; the same number on all ranks, float64.
-
-        Parameters
-        ----------
-        norm_type
-            Any positive order, ``inf`` included.
+        Of any positive order, ``inf`` included. Collective over the machine, blocking; the same number on all
+        ranks, float64.
         """
         self._check_open()
         if any(slot.unsummed for slot in self._slots):
@@ -195,11 +194,6 @@ class GradientSync(Uncopyable):
 
         As ``torch.nn.utils.clip_grad_norm_`` on one machine, also where layers keep parts of their weights
         on several ranks. Collective over the machine, blocking.
-
-        Raises
-        ------
-        RuntimeError
-            On all ranks, if the norm is not finite and ``error_if_nonfinite`` is set.
         """
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -255,33 +249,16 @@ class GradientSync(Uncopyable):
         return chain(self._alone, *(bucket.slots for bucket in self._buckets))
 
     def _label(self, slot: GradientSlot) -> str:
-        return self._machine.readable(slot.entry.name)
-
-    @contextmanager
-    def _readable_errors(self) -> Iterator[None]:
-        # Layers are called by their paths, whoever raises.
-        try:
-            yield
-        except DistdlError as error:
-            self._machine.make_readable(error)
-            raise
+        return self._machine.labels.readable(slot.entry.name)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("GradientSync: already closed")
 
-    def _drop(self, leaving: Sequence[Bucket], moved: set[int]) -> None:
-        for bucket in leaving:
-            bucket.close()
-            self._buckets.remove(bucket)
-        for slot in [slot for slot in self._alone if id(slot.parameter) in moved]:
-            slot.release()
-            self._alone.remove(slot)
-
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
-        taken[parameter] = True
+        synchronised[parameter] = True
         if bucket is None:
             self._alone.append(slot)
             slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
@@ -322,9 +299,9 @@ class GradientSync(Uncopyable):
         # Runs with the gradient of this backward complete and not yet accumulated.
         self._check_open()
         gradient = slot.parameter.grad
-        if slot.parameter.dtype != slot.dtype:
+        if slot.parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
-                f"{self._label(slot)!r} was {slot.dtype} when its GradientSync was made"
+                f"{self._label(slot)!r} was {slot.kind.dtype} when its GradientSync was made"
                 f" and is now {slot.parameter.dtype}; make a new one"
             )
         if gradient is None:
@@ -363,10 +340,16 @@ class GradientSync(Uncopyable):
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.
         try:
-            self._refuse()
+            # A gradient is never silently local.
+            if change := self._registry.watch.later_change():
+                raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
+            if self._on_the_way:
+                raise ProtocolError(
+                    "GradientSync: torch.autograd.grad would return local gradients; use backward()"
+                )
             _profiled("GradientSync", self._sum)
         except DistdlError as error:
-            self._machine.make_readable(error)
+            self._machine.labels.make_readable(error)
             raise
         finally:
             self._in_backward, self._on_the_way = False, 0
@@ -379,16 +362,6 @@ class GradientSync(Uncopyable):
                 _profiled(f"GradientSync: start {bucket.name}", bucket.start)
         for bucket in self._buckets:
             _profiled(f"GradientSync: wait {bucket.name}", bucket.wait)
-
-    def _refuse(self) -> None:
-        # A gradient is never silently local.
-        change = self._registry.later_change()
-        if change:
-            raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
-        if self._on_the_way:
-            raise ProtocolError(
-                "GradientSync: torch.autograd.grad would return local gradients; use backward()"
-            )
 
 
 def _profiled(title: str, act: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -60,19 +60,12 @@ def shortsighted(model: nn.Module) -> str:
     modules may be meant for that, and nothing is said. Local.
     """
     layers = [part for part in model.modules() if isinstance(part, DistributedLayer)]
-    splits = [split for layer in layers for split in _splits_of(layer)]
-    if not splits or not all(splits):
+    sides = [getattr(layer, name, None) for layer in layers for name in ("P_x", "P_y")]
+    images = [side for side in sides if side is not None and side.dim > LEADING]
+    if not images or any(max(image.shape[LEADING:]) == 1 for image in images):
         return ""
     plain = ((path, part) for path, part in model.named_modules() if not isinstance(part, DistributedLayer))
     return ", ".join(f"{path!r} ({type(part).__name__})" for path, part in plain if _looks_around(part))
-
-
-def _splits_of(layer: DistributedLayer) -> Iterator[bool]:
-    # Of images that the layer takes and returns, whether they are split in space.
-    for name in ("P_x", "P_y"):
-        partition = getattr(layer, name, None)
-        if partition is not None and partition.dim > LEADING:
-            yield any(parts > 1 for parts in partition.shape[LEADING:])
 
 
 def _looks_around(part: nn.Module) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,24 +18,16 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
-from distdl_rma.sync.claims import Claim, claims_of, taken, under
+from distdl_rma.sync.claims import Claim, claims_of, synchronised, under
 from distdl_rma.sync.consensus import agree
 from distdl_rma.sync.plain_modules import generator_state
 
 _REDUCTIONS = ("sum", "mean")
-_SUMMED = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-)
+_SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _learns = attrgetter("requires_grad")
 
 
-@dataclass(frozen=True)
-class Options:
+class SyncOptions(NamedTuple):
     """Options of a ``GradientSync``, alike on all ranks."""
 
     reduction: str
@@ -46,58 +37,53 @@ class Options:
     @property
     def refusal(self) -> str:
         """What is wrong with them; empty if nothing is."""
-        replicas, nbytes = self.replicas, self.bucket_nbytes
-        if self.reduction not in _REDUCTIONS:
-            return f"reduction is one of {_REDUCTIONS}, got {self.reduction!r}"
-        if replicas is not None and (self.reduction == "sum" or not _at_least(1, replicas)):
+        reduction, replicas, nbytes = self
+        if reduction not in _REDUCTIONS:
+            return f"reduction is one of {_REDUCTIONS}, got {reduction!r}"
+        if replicas is not None and (reduction == "sum" or not _at_least(1, replicas)):
             return f"replicas={replicas!r} divides a mean, and is at least 1"
         if not _at_least(0, nbytes):
             return f"bucket_nbytes is a number of bytes, at least 0, got {nbytes!r}"
         return ""
 
-    def divisor(self, claim: Claim, size: int) -> int:
-        """What the sums of a claim's gradients are divided by, on a machine of some size."""
+    def divisor(self, claim: Claim) -> int:
+        """What the sums of a claim's gradients are divided by."""
         if self.reduction == "sum":
             return 1
         if self.replicas is not None:
             return self.replicas
-        return max(1, len(claim.ranks)) if claim.decided_by_user else size
+        return max(1, len(claim.ranks if claim.decided_by_user else claim.everyone))
 
 
 def _at_least(least: int, value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-@dataclass(frozen=True)
-class Addition:
-    """What all ranks agreed to add: its own claims, and those that are left of earlier ones.
+class Addition(NamedTuple):
+    """What all ranks agreed to add: its own claims, and those that are left of earlier ones."""
 
-    ``moved`` are parameters, by ``id``, that are no longer where they were; ``drifted`` names layers whose
-    weights are not whole on every rank, if equally seeded generators are in different states by now.
-    """
-
-    machine: Machine
-    options: Options
+    # Counts what was tried to be added, alike on all ranks.
+    number: int
     new: list[Claim]
     kept: list[Claim]
+    # Parameters, by ``id``, that are no longer where they were; and the ranks of earlier claims, likewise.
     moved: set[int]
-    # Ranks of earlier claims, by ``id`` of the parameter.
     before: Mapping[int, tuple[int, ...]]
+    # Layers whose weights are not whole on every rank, if equally seeded generators are in different states.
     drifted: list[str]
 
-    def slots(self) -> list[list[GradientSlot]]:
+    def slots(self, options: SyncOptions) -> list[list[GradientSlot]]:
         """Parameters that need a gradient, in the order of their layers: lists that travel as a whole."""
         found = []
         for claim in self.new:
-            divisor = self.options.divisor(claim, self.machine.size)
             for entries in claim.by_module():
-                kind = BucketKind(claim.ranks, entries[0].parameter.dtype, divisor)
-                found.append(
-                    [GradientSlot(e, kind) for e in entries if e.parameter.requires_grad and e.nbytes]
-                )
-        return [slots for slots in found if slots]
+                learning = [entry for entry in entries if entry.parameter.requires_grad and entry.nbytes]
+                kind = BucketKind(claim.ranks, entries[0].parameter.dtype, options.divisor(claim))
+                if learning:
+                    found.append([GradientSlot(entry, kind) for entry in learning])
+        return found
 
-    def equalise(self) -> None:
+    def equalise(self, machine: Machine) -> None:
         """Make parameters and buffers those of the first of their ranks; collective, blocking.
 
         Layers of this library are equal on their holders from the start, and may have gone their own way
@@ -114,16 +100,16 @@ class Addition:
         # What the same ranks hold comes in the same order on all of them; the order of the rest is free.
         for ranks, tensors in sorted(together.items(), key=lambda item: item[0]):
             if len(ranks) > 1:
-                broadcast_from_first(self.machine, ranks, tensors, "GradientSync")
+                broadcast_from_first(machine, ranks, tensors, "GradientSync")
 
 
 class Registry:
     """The claims and modules of one ``GradientSync``."""
 
-    def __init__(self, machine: Machine, options: Options) -> None:
+    def __init__(self, machine: Machine, options: SyncOptions) -> None:
         self._machine, self._options = machine, options
         self._claims: list[Claim] = []
-        self._watch = ModuleWatch()
+        self.watch = ModuleWatch()
         self._attempts = 0
 
     @contextmanager
@@ -152,43 +138,34 @@ class Registry:
             raise
         self._claims = addition.kept + addition.new
         if module is not None:
-            self._watch.add(module, prefix)
+            self.watch.add(module, prefix, self._claims)
 
     def _agreed(
         self, module: nn.Module | None, prefix: str, callbacks: Mapping[str, Any], refusal: str
     ) -> Addition:
-        machine = self._machine
         if module is not None:
             try:
                 answer(module, f"register({prefix or type(module).__name__})", callbacks)
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
-            refusal = refusal or unfit(module, machine)
-        names = {id(e.parameter): e.name for claim in self._claims for e in claim.entries}
-        new = [] if refusal or module is None else claims_of(module, prefix, machine, names)
+            refusal = refusal or unfit(module, self._machine)
+        known = [(claim, entry) for claim in self._claims for entry in claim.entries]
+        names = {id(entry.parameter): entry.name for _, entry in known}
+        new = [] if refusal or module is None else claims_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
-        for entry in chain.from_iterable(claim.entries for claim in new):
-            if entry.parameter in taken and id(entry.parameter) not in names:
+        added = {id(entry.parameter): entry for claim in new for entry in claim.entries}
+        for key, entry in added.items():
+            if entry.parameter in synchronised and key not in names:
                 refusal = refusal or f"{entry.name!r} already belongs to another GradientSync; close that"
-        moved = {id(entry.parameter) for claim in new for entry in claim.entries}
         anew = {id(claim.module) for claim in new if claim.module is not None}
-        kept = [claim.without(moved) for claim in self._claims]
+        kept = [claim.without(added) for claim in self._claims]
         kept = [claim for claim in kept if claim.says_anything and id(claim.module) not in anew]
         cut = [claim.name for claim in new if claim.layer is not None and claim.layer.scattered]
-        drifted = agree(
-            machine,
-            [*kept, *new],
-            asdict(self._options),
-            refusal,
-            f"GradientSync (callbacks {self._attempts})",
-            generator_state() if cut else None,
-        )
-        before = {id(e.parameter): claim.ranks for claim in self._claims for e in claim.entries}
-        return Addition(machine, self._options, new, kept, moved, before, cut if drifted else [])
-
-    def later_change(self) -> str:
-        """What is no longer as it was when it was added; empty if everything is. Local."""
-        return self._watch.later_change(self._claims)
+        title, options = f"GradientSync (callbacks {self._attempts})", self._options._asdict()
+        generator = generator_state() if cut else None
+        drifted = agree(self._machine, [*kept, *new], options, refusal, title, generator)
+        before = {id(entry.parameter): claim.ranks for claim, entry in known}
+        return Addition(self._attempts, new, kept, set(added), before, cut if drifted else [])
 
 
 class ModuleWatch:
@@ -205,34 +182,38 @@ class ModuleWatch:
         self._tables: list[dict[str, Any]] = []
         self._held: list[object] | None = None
         self._frozen: list[nn.Parameter] = []
+        # Which parameters learned when they were registered, by ``id``.
+        self._learned: dict[int, bool] = {}
 
-    def add(self, module: nn.Module, prefix: str) -> None:
-        """Watch a module and all in it."""
+    def add(self, module: nn.Module, prefix: str, claims: Iterable[Claim]) -> None:
+        """Watch a module and all in it, given the claims of all that is registered now."""
+        self._learned = {id(entry.parameter): entry.learns for claim in claims for entry in claim.entries}
         self._modules |= {id(part): (path, part) for path, part in module.named_modules(prefix=prefix)}
         modules = [part for _, part in self._modules.values()]
         self._tables = [*(part._parameters for part in modules), *(part._modules for part in modules)]
         self._held = None
 
-    def later_change(self, claims: Iterable[Claim]) -> str:
-        """What is not as the claims have it; empty if everything is."""
+    def later_change(self) -> str:
+        """What is no longer as it was when it was added; empty if everything is. Local."""
         # The references keep others from looking the same.
         now: list[object] = list(chain.from_iterable(map(dict.values, self._tables)))
         held = self._held
         same = held is not None and len(now) == len(held) and all(map(is_, now, held))
         if same and not any(map(_learns, self._frozen)):
             return ""
-        found = self.walk({id(e.parameter): e.learns for claim in claims for e in claim.entries})
+        found = self.walk()
         self._held = None if found else now
         self._frozen = [p for p in now if isinstance(p, nn.Parameter) and not p.requires_grad]
         return found
 
-    def walk(self, learned: Mapping[int, bool]) -> str:
-        """The first change, given which parameters learned, by ``id``; empty if there is none."""
+    def walk(self) -> str:
+        """The first change; empty if there is none."""
         for path, part in self._modules.values():
             for key, parameter in part._parameters.items():
-                if parameter is not None and parameter.requires_grad and not learned.get(id(parameter)):
-                    what = "unfrozen" if id(parameter) in learned else "replaced or added"
-                    return f"parameter {under(path, key)!r} was {what}"
+                if parameter is None or not parameter.requires_grad or self._learned.get(id(parameter)):
+                    continue
+                what = "unfrozen" if id(parameter) in self._learned else "replaced or added"
+                return f"parameter {under(path, key)!r} was {what}"
             for key, child in part._modules.items():
                 if child is not None and id(child) not in self._modules:
                     return f"module {under(path, key)!r} was added"
@@ -253,14 +234,13 @@ def unfit(module: nn.Module, machine: Machine) -> str:
                 )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             return f"{name!r} has sparse gradients, which cannot be summed; build it with sparse=False"
-        if not isinstance(part, DistributedLayer):
-            continue
-        if part.machine is not machine:
-            return f"{name!r} belongs to another machine"
-        for key in part.placements or ():
-            if not isinstance(part._parameters.get(key), nn.Parameter):
-                return (
-                    f"the {key} of {name!r} is computed from other parameters, whose gradients would not be"
-                    " summed; leave the layer out, and it sums them itself"
-                )
+        if isinstance(part, DistributedLayer):
+            if part.machine is not machine:
+                return f"{name!r} belongs to another machine"
+            for key in part.placements or ():
+                if not isinstance(part._parameters.get(key), nn.Parameter):
+                    return (
+                        f"the {key} of {name!r} is computed from other parameters, whose gradients would not"
+                        " be summed; leave the layer out, and it sums them itself"
+                    )
     return ""

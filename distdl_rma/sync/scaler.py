@@ -11,7 +11,7 @@ import torch
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.uncompiled import uncompiled
+from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 
@@ -34,12 +34,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     ``step`` and ``unscale_`` are collective over the machine and block.
 
-    Parameters
-    ----------
-    machine
-        The machine, or a partition of it.
-    arguments
-        As of ``torch.amp.GradScaler``, but the device, which is the CPU.
+    ``machine`` may be a partition of its ranks; ``arguments`` are torch's, but the device, which is the CPU.
     """
 
     def __init__(self, machine: Machine | Partition, **arguments: Any) -> None:

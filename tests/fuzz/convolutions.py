@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distdl_rma.geometry import Decomposition
-from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.layers import (
     DistributedConv1d,
     DistributedConv2d,

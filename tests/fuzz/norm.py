@@ -9,7 +9,7 @@ from torch import nn
 from distdl_rma import GradientSync, Partition, ShapeError
 from distdl_rma import layers as distributed
 from distdl_rma.geometry import Decomposition
-from distdl_rma.geometry.split import Listed
+from distdl_rma.geometry.intervals import Listed
 from distdl_rma.ops.norm import statistics
 
 DTYPE = torch.float64

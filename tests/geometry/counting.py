@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from distdl_rma.geometry.split import Split
+from distdl_rma.geometry.intervals import Split
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from math import prod
 from hypothesis import strategies as st
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed
-from distdl_rma.geometry.stencil import Window, WindowSplit
 
 # Rank ids of the machine; no partition below has all of them, so that some rank is always left out.
 RANKS = 8

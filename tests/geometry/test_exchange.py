@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed
-from distdl_rma.geometry.stencil import Window, WindowSplit
 from tests.geometry.counting import Counting
 from tests.geometry.simulation import equal, everywhere, execute, inputs, product_of, sum_of_owners
 from tests.geometry.strategies import MOVEMENTS, RANKS, decompositions, shapes

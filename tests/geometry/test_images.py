@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Window, WindowSplit
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced
 from tests.geometry.simulation import execute, inputs
 from tests.geometry.strategies import RANKS, partitions
 

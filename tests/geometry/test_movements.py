@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed
-from distdl_rma.geometry.stencil import Window, WindowSplit
 from tests.geometry.simulation import equal, everywhere, execute, inputs, plans_of
 from tests.geometry.strategies import (
     all_gathers,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma.geometry.split import Balanced, meeting
-from distdl_rma.geometry.stencil import ReadersSplit, TableWindow, WindowSplit
+from distdl_rma.geometry.halo import ReadersSplit, TableWindow, WindowSplit
+from distdl_rma.geometry.intervals import Balanced, meeting
 from tests.geometry.strategies import splits
 
 extents = st.integers(1, 12)

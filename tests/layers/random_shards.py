@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from distdl_rma.geometry import Decomposition
-from distdl_rma.geometry.split import Listed
+from distdl_rma.geometry.intervals import Listed
 
 
 def random_partition(rng, P_world, dims):

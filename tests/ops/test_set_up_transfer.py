@@ -10,7 +10,7 @@ import torch
 
 from distdl_rma import GradientSync, Machine, MismatchError, UnsupportedError, gather_state_dict
 from distdl_rma.geometry import Decomposition, Partition
-from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.layers import DistributedEmbedding, DistributedLinearAllGatherZero
 from distdl_rma.ops import set_up_transfer as passes
 from distdl_rma.ops.set_up_transfer import PASS_NBYTES, TransferInPasses, broadcast_from_first, gather_whole

@@ -6,8 +6,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.window_gather import MODES, WindowGather
 

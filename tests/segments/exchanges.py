@@ -3,8 +3,8 @@
 import numpy as np
 
 from distdl_rma.geometry import Decomposition, Exchange
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Window, WindowSplit
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced
 
 
 def line(machine):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 

@@ -4,7 +4,7 @@ import pytest
 
 from distdl_rma import Partition
 from distdl_rma.geometry import Decomposition
-from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.split import layout as lay
 
 GRID = (1, 1, 2, 3)

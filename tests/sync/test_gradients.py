@@ -9,81 +9,21 @@ from torch import nn
 from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError
 from distdl_rma.layers import (
     DistributedConv1d,
-    DistributedConv2d,
-    DistributedInstanceNorm2d,
     DistributedMSELoss,
 )
 from distdl_rma.ops.core.tensors import as_tensor
 from tests.layers.sequential import agree, grids, shard
+from tests.sync.training import (
+    close_to,
+    distributed,
+    inputs,
+    make,
+    network,
+    sequential_losses_and_weights,
+    target,
+)
 
 pytestmark = pytest.mark.mpi
-
-
-class Scale(nn.Module):
-    """A plain torch module with a parameter without dimensions."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.factor
-
-
-def network(conv, norm):
-    torch.manual_seed(3)
-    return nn.Sequential(
-        conv(3, 6, 3, padding=1, bias=False, dtype=torch.float64),
-        norm(6, affine=True, dtype=torch.float64),
-        nn.ReLU(inplace=True),
-        conv(6, 6, 3, padding=2, dilation=2, dtype=torch.float64),
-        nn.ReLU(inplace=True),
-        Scale(),
-        conv(6, 2, 3, stride=2, padding=1, dtype=torch.float64),
-    )
-
-
-def distributed(P_x):
-    def conv(*arguments, **options):
-        return DistributedConv2d(P_x, *arguments, **options)
-
-    def norm(*arguments, **options):
-        return DistributedInstanceNorm2d(P_x, *arguments, **options)
-
-    return network(conv, norm)
-
-
-def sequential_losses_and_weights(steps=4):
-    model = network(nn.Conv2d, nn.InstanceNorm2d)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for x in inputs()[:steps]:
-        optimizer.zero_grad()
-        loss = nn.MSELoss()(model(x), target())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.detach().clone() for p in model.parameters()]
-
-
-def inputs():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(3, 3, 17, 13, dtype=torch.float64, generator=generator) for _ in range(4)]
-
-
-def target():
-    return torch.randn(3, 2, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-def make(P_world, comm, grid=None, **options):
-    P_x = P_world.create_cartesian_topology_partition(grid or (1, 1, comm.size, 1))
-    model = distributed(P_x)
-    return P_x, model, GradientSync(model, P_world, **options), DistributedMSELoss(P_x)
-
-
-def close_to(actual, expected):
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
@@ -117,44 +57,6 @@ def test_distributed_layers_train_right_without_the_line_too(P_world, comm):
         # The plain module in between is not the library's to synchronise without a GradientSync.
         if "factor" not in name:
             torch.testing.assert_close(parameter.grad, twin.grad, rtol=1e-10, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("way", ["accumulate", "no_sync", "no_sync twice, cleared to zero"])
-def test_accumulated_gradients_are_the_sequential_sum(P_world, comm, way):
-    P_x, model, sync, criterion = make(P_world, comm)
-    sequential = network(nn.Conv2d, nn.InstanceNorm2d)
-
-    def backward(x):
-        criterion(model(shard(P_x, x)), shard(P_x, target())).backward()
-
-    first, second, third, fourth = inputs()
-    if way == "no_sync twice, cleared to zero":
-        backward(fourth)
-        model.zero_grad(set_to_none=False)
-    if way == "accumulate":
-        backward(first)
-        backward(second)
-    else:
-        with sync.no_sync():
-            backward(first)
-            backward(second)
-    backward(third)
-    for x in (first, second, third):
-        nn.MSELoss()(sequential(x), target()).backward()
-    close_to((p.grad for p in model.parameters()), (p.grad for p in sequential.parameters()))
-    sync.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_no_sync_on_top_of_a_synchronised_gradient_is_refused(P_world, comm):
-    P_x, model, sync, criterion = make(P_world, comm)
-    criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
-    loss = criterion(model(shard(P_x, inputs()[0])), shard(P_x, target()))
-    with pytest.raises(ProtocolError, match=r"call optimizer.zero_grad\(\) first"), sync.no_sync():
-        loss.backward()
-    model.zero_grad()
-    comm.Barrier()
-    sync.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -294,16 +196,6 @@ def test_gradients_outlive_the_machine(comm):
     sync.close()
 
 
-def test_machine_closes_with_unsummed_gradients_too(comm):
-    with Machine(comm, segment_size="4MiB") as machine:
-        plain = nn.Linear(3, 2)
-        sync = GradientSync(plain, machine)
-        with sync.no_sync():
-            plain(torch.ones(1, 3)).sum().backward()
-    assert plain.weight.grad[0, 0].item() == 1.0
-    sync.close()
-
-
 def test_adaptor_makes_a_view(P_world):
     buffer = Machine.of(P_world).segments.get_segment_buffer(16)
     tensor = as_tensor(buffer.array)
@@ -312,54 +204,13 @@ def test_adaptor_makes_a_view(P_world):
     buffer.free()
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("way", ["before", "replaced", "scaled", "new sync"])
-def test_gradients_that_are_there_already_are_not_summed_again(P_world, comm, way):
-    plain = nn.Linear(3, 2)
-    plain.load_state_dict(nn.Linear(3, 2).state_dict())
-    x = torch.full((1, 3), 1.0 + comm.rank)
-    total = sum(1.0 + rank for rank in range(comm.size))
-    if way == "before":
-        plain.weight.grad = torch.full((2, 3), 5.0)
-        sync, there = GradientSync(plain, P_world), 5.0
-    else:
-        sync, there = GradientSync(plain, P_world), total
-        plain(x).sum().backward()
-    if way == "replaced":
-        plain.weight.grad = plain.weight.grad.clone()
-    if way == "scaled":
-        plain.weight.grad = plain.weight.grad / 2
-        there = total / 2
-    if way == "new sync":
-        sync.close()
-        sync = GradientSync(plain, P_world)
-    plain(x).sum().backward()
-    assert plain.weight.grad[0, 0].item() == pytest.approx(there + total)
-    sync.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_closing_with_unsummed_gradients_and_replaced_parameters_are_refused(P_world, comm):
-    P_x, model, sync, criterion = make(P_world, comm)
-    with sync.no_sync():
-        criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
-    with pytest.raises(ProtocolError, match="gradients from no_sync that are not summed"):
-        sync.close()
-    model.zero_grad()
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-    with pytest.raises(ProtocolError, match="unfrozen or replaced after its GradientSync"):
-        model(shard(P_x, inputs()[0]))
-    comm.Barrier()
-    sync.close()
-
-
 def test_finished_work_is_forgotten(P_world, comm):
     P_x, model, sync, criterion = make(P_world, comm)
     segments = Machine.of(P_world).segments
     for _ in range(5):
         model.zero_grad()
         criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
-    assert not segments._work._steps
+    assert not segments.waiter._steps
     sync.close()
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeVar
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.layers.conv.arguments import Partitions, stencil_of, torch_layer
-from distdl_rma.layers.core.arguments import chosen_placement
+from distdl_rma.layers.core.agreement import InputFacts
+from distdl_rma.layers.core.arguments import PlacedOptions, chosen_placement, show_arguments_of
 from distdl_rma.layers.core.callbacks import callbacks_among
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
@@ -19,16 +24,28 @@ from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerG
 from distdl_rma.ops.core.operation import Operation
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
-# Attributes of torch's layers.
-_LIKE = (
-    *("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation"),
-    *("transposed", "output_padding", "groups", "padding_mode"),
-)
+Extents = int | Sequence[int]
 _PLACEMENTS = ("replicated", "root")
 
 
-class ConvolutionLayer(OperatorLayer[O]):
-    """A layer of torch's that slides a kernel, with its partitions and weights."""
+class Options(PlacedOptions, total=False):
+    """What a convolution takes by name; last the arguments of torch's that are given by name mostly."""
+
+    P_w: Partition | None
+    dilation: Extents
+    output_padding: Extents
+    groups: int
+    bias: bool
+    padding_mode: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class ConvolutionLayer(OperatorLayer[O], _ConvNd):
+    """A layer of torch's that slides a kernel, with its partitions and weights.
+
+    Final classes say ``dims=``, and inherit from their sequential twin last.
+    """
 
     _casts = True
     _dims: ClassVar[int]
@@ -36,34 +53,64 @@ class ConvolutionLayer(OperatorLayer[O]):
     # Which dimension of the work the first dimension of the weight is, and what is printed of the arguments.
     _rows: ClassVar[int]
     _shown: ClassVar[tuple[str, ...]]
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    in_channels: int
-    out_channels: int
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...] | str
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-    groups: int
-    padding_mode: Literal["zeros", "reflect", "replicate", "circular"]
 
+    def __init_subclass__(cls, dims: int | None = None, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if dims is not None:
+            cls._dims, cls._twin = dims, cls.__bases__[-1]
+            show_arguments_of(cls, cls._twin, ("P_y", "P_W", "P_w", *PlacedOptions.__annotations__))
+
+    @overload
     def __init__(
         self,
         P_x: Partition,
-        *arguments: Any,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Extents,
+        stride: Extents = 1,
+        padding: Extents | str = 0,
+        *others: Any,
         P_y: Partition | None = None,
         P_W: Partition | None = None,
-        P_w: Partition | None = None,
-        placement: str | None = None,
-        weights: str | None = None,
-        name: str | None = None,
-        **options: Any,
-    ) -> None:
+        **options: Unpack[Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Extents,
+        *others: Any,
+        stride: Extents = 1,
+        padding: Extents | str = 0,
+        P_W: Partition | None = None,
+        **options: Unpack[Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        P_W: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Extents,
+        *others: Any,
+        stride: Extents = 1,
+        padding: Extents | str = 0,
+        **options: Unpack[Options],
+    ) -> None: ...
+
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
         kind, dims = type(self).__name__, self._dims
-        named = {"P_y": P_y, "P_W": P_W, "P_w": P_w}
+        named = {key: options.pop(key, None) for key in ("P_y", "P_W", "P_w")}
         given, arguments = Partitions.among(kind, dims + 2, (P_x, *arguments), named)
-        callbacks = callbacks_among(options)
+        callbacks, name = callbacks_among(options), options.pop("name", None)
+        placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
         placement = chosen_placement(kind, placement, weights, _PLACEMENTS)
         # The torch layer checks its arguments and makes the same initial weights from the same seed.
         like = torch_layer(kind, self._twin, dims, arguments, options)
@@ -75,8 +122,9 @@ class ConvolutionLayer(OperatorLayer[O]):
         in_place = given.P_W is None and (self._rows == IN or P_y == P_x)
         self.options = ConvolutionOptions(stencil, workers, like.padding_mode, in_place, overlaps)
         self.P_W, self.placement = given.P_W, placement
-        for key in _LIKE:
-            setattr(self, key, getattr(like, key))
+        for key, value in vars(like).items():
+            if not key.startswith("_"):
+                setattr(self, key, value)
         values = {"weight": like.weight, "bias": like.bias}
         self.place(values, {key: self._placement(key, p.shape) for key, p in values.items() if p is not None})
 
@@ -106,3 +154,102 @@ class ConvolutionLayer(OperatorLayer[O]):
             shown["placement"] = self.placement
         settings = ", ".join(f"{key}={value!r}" for key, value in shown.items())
         return f"{self.in_channels}, {self.out_channels}, {settings}"
+
+
+class Partitions(NamedTuple):
+    """The partitions that a convolution was given; None where it was not."""
+
+    P_x: Partition
+    P_y: Partition | None
+    P_W: Partition | None
+
+    @classmethod
+    def among(
+        cls, kind: str, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
+    ) -> tuple[Partitions, tuple[Any, ...]]:
+        """Partitions among the arguments of a layer, P_x, P_y and P_W at first, and its other arguments."""
+        P_x, *others = positional
+        count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
+        if count > 2:
+            raise PartitionError(f"{kind}: takes P_x, P_y and P_W, got {count + 1} partitions")
+        given = [("P_x", P_x), *zip(("P_y", "P_W"), others[:count], strict=False)]
+        given += [("P_W" if key == "P_w" else key, p) for key, p in named.items() if p is not None]
+        found: dict[str, Partition] = {}
+        for key, partition in given:
+            if key in found:
+                raise PartitionError(f"{kind}: {key} is given twice, {found[key]} and {partition}")
+            if not isinstance(partition, Partition):
+                raise PartitionError(f"{kind}: {key} must be a partition, got {partition!r}")
+            if partition.dim != dims:
+                raise PartitionError(
+                    f"{kind}: {key} has {partition.dim} dimensions {partition.shape}, the tensor has {dims}"
+                )
+            found[key] = partition
+        return cls(P_x, found.get("P_y"), found.get("P_W")), tuple(others[count:])
+
+    def workers(self, default: Partition, channels: int) -> Partition:
+        """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
+
+        Without P_W those of a default partition, whose channel dimension cuts the one named.
+        """
+        if self.P_W is not None:
+            return self.P_W.create_cartesian_topology_partition((1, *self.P_W.shape))
+        batch, count, *space = default.shape
+        both = [count if d == channels else 1 for d in (OUT, IN)]
+        return default.create_cartesian_topology_partition((batch, *both, *space))
+
+
+def torch_layer(
+    kind: str, twin: type[nn.Module], dims: int, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """Build the torch layer of the same arguments: it checks them, and makes the initial weights.
+
+    Raises ``TypeError`` where one is missing, or unknown by its name; ``ArgumentError`` where torch refuses
+    one, or would when the layer is called; ``UnsupportedError`` of a layer that is complex or not on the CPU.
+    """
+    try:
+        inspect.signature(twin).bind(*arguments, **options)
+    except TypeError as error:
+        raise TypeError(f"{kind}: {error}; it takes partitions, then {inspect.signature(twin)}") from None
+    try:
+        like: Any = twin(*arguments, **options)
+    except (ValueError, RuntimeError) as error:
+        raise ArgumentError(f"{kind}: {error}") from None
+    if min(like.in_channels, like.out_channels) < 1:
+        raise ArgumentError(f"{kind}: needs channels, got {like.in_channels} in and {like.out_channels} out")
+    for key in ("kernel_size", "stride", "dilation", "padding", "output_padding"):
+        value = getattr(like, key)
+        if not isinstance(value, str) and len(value) != dims:
+            raise ArgumentError(f"{kind}: {key} needs {dims} numbers, got {value}")
+    for extra, stride, dilation in zip(like.output_padding, like.stride, like.dilation, strict=True):
+        # torch's own rule, at construction instead of in the first call.
+        if not 0 <= extra < max(stride, dilation):
+            raise ArgumentError(
+                f"{kind}: output_padding {like.output_padding} must be smaller than stride {like.stride} or"
+                f" dilation {like.dilation}"
+            )
+    if not like.weight.dtype.is_floating_point:
+        raise UnsupportedError(f"{kind}: dtype {like.weight.dtype} is not supported, only floating point is")
+    if like.weight.device.type != "cpu":
+        raise UnsupportedError(f"{kind}: device {like.weight.device} is not supported, only the CPU is")
+    return like
+
+
+def stencil_of(kind: str, like: Any) -> Stencil:
+    """Sliding windows of a torch convolution; ``ArgumentError`` if an argument is out of range."""
+    # torch keeps (left, right) per dimension, last dimension first.
+    sides = like._reversed_padding_repeated_twice
+    padding = tuple(zip(sides[::2], sides[1::2], strict=True))[::-1]
+    try:
+        return Stencil.of(like.kernel_size, like.stride, like.dilation, padding)
+    except (ShapeError, ArgumentError) as error:
+        raise ArgumentError(f"{kind}: {error}") from None
+
+
+def check_dtypes(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
+    """Refuse an input of another type than the weights of any rank, or not of floating point."""
+    for rank, fact in facts.items():
+        if fact.weights != dtype:
+            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+    if not dtype.is_floating_point:
+        raise UnsupportedError(f"input and weights are {dtype}, only floating point is supported")

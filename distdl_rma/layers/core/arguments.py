@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from operator import index as as_int
 from typing import Any, TypeVar
 
+from torch import nn
+
 from distdl_rma.errors import ArgumentError
+from distdl_rma.layers.core.callbacks import Callbacks
 
 T = TypeVar("T")
+
+
+class PlacedOptions(Callbacks, total=False):
+    """What layers with parameters take by name alone, beside what torch's take."""
+
+    placement: str | None
+    weights: str | None
+    name: str | None
 
 
 def each_dim(
@@ -54,3 +67,18 @@ def chosen_placement(kind: str, placement: str | None, weights: str | None, allo
     if chosen not in allowed:
         raise ArgumentError(f"{kind}: placement is one of {tuple(allowed)}, got {chosen!r}")
     return chosen
+
+
+def show_arguments_of(layer: type[nn.Module], twin: type[nn.Module], named: Iterable[str]) -> None:
+    """Have ``help`` show what a constructor takes: P_x, the arguments of a torch layer, and some by name."""
+    constructor, kinds = layer.__init__, inspect.Parameter
+    first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
+    torchs = inspect.signature(twin).parameters.values()
+    last = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in named]
+
+    @wraps(constructor)
+    def shown(self: nn.Module, *arguments: Any, **options: Any) -> None:
+        constructor(self, *arguments, **options)
+
+    vars(shown)["__signature__"] = inspect.Signature([*first, *torchs, *last])
+    type.__setattr__(layer, "__init__", shown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import index as as_int
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from torch import nn
 
@@ -12,10 +12,8 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 
 
 class Callbacks(TypedDict, total=False):
-    """Callbacks of the interface document; each may be given to a layer when it is built, and then wins.
+    """Callbacks, each of which may be given to a layer when it is built, and then wins.
 
-    Notes
-    -----
     Interface document, sections 3.1 and 4.1; requirements A9 to A13.
     """
 
@@ -26,6 +24,12 @@ class Callbacks(TypedDict, total=False):
     get_sizeof_tensor: Callable[[], int]
     get_sizeof_input_tensor: Callable[[], int]
     get_sizeof_output_tensor: Callable[[], int]
+
+
+class LayerOptions(Callbacks, total=False):
+    """What every layer takes by name: what messages call it, and callbacks."""
+
+    name: str | None
 
 
 NAMES = frozenset(Callbacks.__annotations__)
@@ -55,10 +59,9 @@ class AnsweringModule(nn.Module):
         return 0
 
     def get_sizeof_input_tensor(self) -> int:
-        """Bytes of this rank's shard of the input, 0 on idle ranks; of the last call.
+        """Bytes of this rank's shard of the input of the last call; 0 on idle ranks.
 
-        Before the first call known of layers that were built from global parameters, otherwise a
-        ``ProtocolError``.
+        ``ProtocolError`` before the first call, unless the layer was built from global parameters.
         """
         return self._known_nbytes()[0]
 
@@ -67,13 +70,7 @@ class AnsweringModule(nn.Module):
         return self._known_nbytes()[1]
 
     def get_sizeof_tensor(self) -> int:
-        """Bytes of this rank's shard of a layer whose output is as large as its input.
-
-        Raises
-        ------
-        ProtocolError
-            If it is not, or before the first call.
-        """
+        """Bytes of this rank's shard if the output is as large as the input, else a ``ProtocolError``."""
         before, after = self._known_nbytes()
         if before != after:
             raise ProtocolError(
@@ -88,10 +85,7 @@ class AnsweringModule(nn.Module):
         return self.shard_nbytes
 
     def check_answers(self, who: str, names: Sequence[str], **sizes: int) -> None:
-        """Compare answers of the user with what the module itself says, or with sizes in their place; local.
-
-        ``ConfigurationError`` if an answer is another one, or none.
-        """
+        """Compare the user's answers with what the module itself says, or with sizes in their place."""
         for name in (*names, *sizes):
             if name not in vars(self):
                 continue
@@ -107,10 +101,7 @@ class AnsweringModule(nn.Module):
 
 
 def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
-    """Have a module answer by the given callbacks instead of its own methods; local.
-
-    ``TypeError`` if one of them is not known, ``ConfigurationError`` if one cannot be called.
-    """
+    """Have a module answer by the given callbacks instead of its own methods; local."""
     for name, callback in callbacks.items():
         if name not in NAMES:
             raise TypeError(f"{who} got an unexpected keyword argument {name!r}")
@@ -121,9 +112,7 @@ def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
 
 def callbacks_among(options: dict[str, Any]) -> Callbacks:
     """Callbacks among keyword arguments, taken out of them."""
-    found: Any = {name: options.pop(name) for name in Callbacks.__annotations__ if name in options}
-    callbacks: Callbacks = found
-    return callbacks
+    return cast(Callbacks, {name: options.pop(name) for name in Callbacks.__annotations__ if name in options})
 
 
 def _plain(said: Any) -> int | list[int]:

@@ -1,4 +1,4 @@
-"""Rows of all ranks of a layer to all, and texts in them, so that an error reads the same everywhere."""
+"""How a refusal reads the same everywhere: on the ranks of a layer, and where its backward is waited for."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ShapeError
+from distdl_rma import errors
+from distdl_rma.errors import DistdlError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange, fingerprint
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
+from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.all_push import AllPush
 
-_NBYTES = 512
+_PROBLEM_NBYTES, _OUTCOME_NBYTES = 512, 1024
 _PROBLEM, _FACTS = "!", "="
 
 
 def rows_of_all(
-    owner: object, machine: Machine, ranks: Sequence[int], count: int, dtype: npt.DTypeLike, title: str
+    owner: object, machine: Machine, ranks: Sequence[int], count: int, dtype: DTypeLike, title: str
 ) -> AllPush:
     """A row from every rank to every rank, whose memory goes with its owner: all by which ranks agree."""
     rows = AllPush(machine.segments, ranks, count, dtype, title)
@@ -25,7 +30,7 @@ def rows_of_all(
     return rows
 
 
-def text_row(text: str, nbytes: int) -> npt.NDArray[np.uint8]:
+def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
     """Row with a text, cut if it does not fit."""
     row = np.zeros(nbytes, np.uint8)
     words = text.encode()[:nbytes]
@@ -33,7 +38,7 @@ def text_row(text: str, nbytes: int) -> npt.NDArray[np.uint8]:
     return row
 
 
-def row_text(row: npt.NDArray[np.uint8]) -> str:
+def row_text(row: NDArray[np.uint8]) -> str:
     """Text of a row; empty if there is none."""
     return row.tobytes().rstrip(b"\0").decode(errors="ignore")
 
@@ -51,18 +56,14 @@ class ErrorExchange:
     def refuse(self, problem: str, facts: str) -> ShapeError:
         """Error to raise, the same on all ranks; blocking until all of them have called.
 
-        Parameters
-        ----------
-        problem
-            What is wrong on this rank, empty if nothing is.
-        facts
-            What this rank passes, which is to be alike on all ranks.
+        ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
+        to be alike on all ranks.
         """
         if self._rows is None:
             title = f"{self._name} (complaints)"
-            self._rows = rows_of_all(self, self._machine, self._ranks, _NBYTES, np.uint8, title)
+            self._rows = rows_of_all(self, self._machine, self._ranks, _PROBLEM_NBYTES, np.uint8, title)
         said = _PROBLEM + problem if problem else _FACTS + facts
-        self._rows.start(text_row(" ".join(said.split()), _NBYTES))
+        self._rows.start(text_row(" ".join(said.split()), _PROBLEM_NBYTES))
         texts = dict(zip(self._ranks, map(row_text, self._rows.wait()), strict=True))
         problems = {rank: text[1:] for rank, text in texts.items() if text.startswith(_PROBLEM)}
         if problems:
@@ -76,3 +77,55 @@ class ErrorExchange:
                     f"{self._name!r}: rank {first} passes {expected[1:]} but rank {rank} {text[1:]}"
                 )
         return ShapeError(f"{self._name!r}: the ranks' inputs do not fit together; each passes {facts}")
+
+
+class CallOutcome:
+    """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
+
+    No row of every rank to every rank: those inside do not wait for those who hear, and who tells only when
+    they are two calls behind. Local to make.
+    """
+
+    def __init__(self, machine: Machine, teller: int, listeners: Sequence[int], name: str) -> None:
+        rank, shape = machine.rank, (_OUTCOME_NBYTES,)
+        root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
+        others = Decomposition.replicated(Partition(tuple(listeners), (len(listeners),), rank), shape)
+        self._tells = rank == teller
+        self._channel = Channel(machine.segments, Exchange(rank, root, others), np.uint8, f"{name} (outcome)")
+        weakref.finalize(self, self._channel.close)
+
+    @classmethod
+    def among(
+        cls, machine: Machine, inside: Sequence[int], holders: Sequence[int], name: str
+    ) -> CallOutcome | None:
+        """Outcome for those that keep copies of a layer's weights without a part in its calls.
+
+        Collective over ``holders``, the rank ids that gradients are summed over; blocking. ``inside`` takes
+        part in calls, and its first rank tells. None on ranks that neither tell nor hear.
+        """
+        # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
+        meeting = AllPush(machine.segments, holders, 2, np.int64, f"{name} (audience)")
+        meeting.start(np.array([fingerprint(tuple(inside)), machine.rank in inside], np.int64))
+        views = {rank: tuple(row) for rank, row in zip(holders, meeting.wait().tolist(), strict=True)}
+        meeting.close()
+        layer, _ = views[machine.rank]
+        listeners = [rank for rank in sorted(holders) if views[rank] == (layer, False)]
+        concerned = listeners and machine.rank in (inside[0], *listeners)
+        return cls(machine, inside[0], listeners, name) if concerned else None
+
+    def connect(self) -> None:
+        """Exchange addresses, once; blocking."""
+        self._channel.connect()
+
+    def tell(self, error: DistdlError | None = None) -> None:
+        """Say that a call was refused, or that it was not; nothing on ranks that hear."""
+        if self._tells:
+            text = "" if error is None else f"{type(error).__name__} {error}"
+            self._channel.move(text_row(text, _OUTCOME_NBYTES))
+
+    def hear(self) -> None:
+        """Wait for what became of the next call, and raise the error that its ranks raise, if they do."""
+        text = row_text(self._channel.move(np.zeros(0, np.uint8)))
+        if text:
+            kind, _, what = text.partition(" ")
+            raise getattr(errors, kind, ShapeError)(what)

@@ -1,4 +1,4 @@
-"""What all distributed layers share."""
+"""The base of all distributed layers: construction, names, parameters, copies, ranks that stand aside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import nn
@@ -15,22 +15,37 @@ from torch.autograd import profiler
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.call_outcome import CallOutcome
 from distdl_rma.layers.core.callbacks import NAMES, AnsweringModule, Callbacks, answer
-from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
+from distdl_rma.layers.core.error_exchange import CallOutcome
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.paths import path_of
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.split_inputs import call_on_blocks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import anchored
-from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import trouble_with
-from distdl_rma.ops.core.uncompiled import uncompiled
 from distdl_rma.split.tensor import SplitTensor
 
 _COPY = " (copy "
+
+
+class DeclaredTensors(NamedTuple):
+    """Who owns what of the inputs and the output of a layer; calls with others remain possible."""
+
+    inputs: tuple[Decomposition, ...]
+    output: Decomposition
+    dtype: torch.dtype
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Global shapes of the inputs."""
+        return tuple(blocks.shape for blocks in self.inputs)
+
+    def nbytes(self, rank: int) -> tuple[int, int]:
+        """Bytes of a rank's shards of all inputs, and of its shard of the output; 0 on idle ranks."""
+        before = sum(blocks.box(rank).volume for blocks in self.inputs)
+        return self.dtype.itemsize * before, self.dtype.itemsize * self.output.box(rank).volume
 
 
 class DistributedLayer(AnsweringModule):
@@ -107,9 +122,9 @@ class DistributedLayer(AnsweringModule):
                     f" {partition} do not"
                 )
         # What ranks know the layer by; its label is for people.
-        self.name = name or self.machine.layer_name(kind)
+        self.name = name or self.machine.labels.new_name(kind)
         self._named, self._label_alone = bool(name), self.name
-        self.machine.label(self.name, self)
+        self.machine.labels.register(self.name, self)
         # Rank ids of all partitions, each once: those that take part in a call.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
         # Shared with its copies, which are counted together.
@@ -134,7 +149,7 @@ class DistributedLayer(AnsweringModule):
         copy_of = f"{_COPY}{next(self._copies)})"
         twin.name = self.name.partition(_COPY)[0] + copy_of
         twin._label_alone = self.label.partition(_COPY)[0] + copy_of
-        twin.machine.label(twin.name, twin)
+        twin.machine.labels.register(twin.name, twin)
         return twin
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -158,8 +173,7 @@ class DistributedLayer(AnsweringModule):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call ``forward``, and remember the sizes of the local shards.
 
-        What the user of the layer says of it by callbacks is compared with what holds, and refused with a
-        ``ConfigurationError``; the other ranks hear of it.
+        ``ConfigurationError``, of which the other ranks hear, if the user's callbacks say what does not hold.
         """
         if any(isinstance(x, SplitTensor) for x in inputs):
             return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
@@ -195,11 +209,10 @@ class DistributedLayer(AnsweringModule):
         if self.placed is None:
             # Without weights any ranks of the machine will do; those that have some ask in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
-        told = () if self.statistics_told else ("get_ranks_synch_norm", "get_sizeof_norm")
+        names = () if self.statistics_told else ("get_ranks_synch_norm", "get_sizeof_norm")
+        who = f"{self.label!r} on rank {self.machine.rank}"
         try:
-            self.check_answers(
-                f"{self.label!r} on rank {self.machine.rank}", ("get_sizeof_gradients", *told), **sizes
-            )
+            self.check_answers(who, ("get_sizeof_gradients", *names), **sizes)
         except ConfigurationError as error:
             if not self.machine.closed:
                 self.machine.fail(error)
@@ -290,14 +303,6 @@ class DistributedLayer(AnsweringModule):
             outcomes[ranks] = CallOutcome.among(self.machine, self.agreeing(), ranks, self.name)
         return outcomes[ranks]
 
-    def connect_parameters(self) -> None:
-        """Exchange addresses for parameters that travel, and in training with who keeps them; blocking."""
-        if self.placed is not None:
-            self.placed.connect()
-        outcome = self.outcome()
-        if outcome is not None:
-            outcome.connect()
-
     def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
 
@@ -347,7 +352,7 @@ class DistributedLayer(AnsweringModule):
 
 
 def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:
-    """``reset_parameters`` of torch that draws, on every rank, what it draws on one machine; local."""
+    # ``reset_parameters`` of torch that draws, on every rank, what it draws on one machine.
 
     def reset_whole(layer: DistributedLayer) -> None:
         with as_whole(layer, layer.scattered):
@@ -357,6 +362,12 @@ def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[Distribute
 
 
 def nbytes_of(tensors: Any) -> int:
-    """Bytes of a tensor, or of the first of several."""
+    """Bytes of a tensor, or of the first of several; 0 of anything else."""
     first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
     return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
+
+
+def placeholder_shard(blocks: Decomposition, dtype: torch.dtype) -> torch.Tensor:
+    """Tensor of the shape and type of this rank's shard that takes no memory; nothing on idle ranks."""
+    P_x = blocks.partition
+    return torch.empty(1, dtype=dtype).expand(blocks.box(P_x.me).shape if P_x.active else (0,))

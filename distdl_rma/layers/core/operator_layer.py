@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.plan_cache import PlanCache
-from distdl_rma.ops.core.autograd import GradientNeeds, anchored, tells_peers
-from distdl_rma.ops.core.idle_ranks import deliver
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, tells_peers
 from distdl_rma.ops.core.operation import Agreement, Operation
 from distdl_rma.ops.core.tensors import autocast
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
+_needs_gradient = attrgetter("requires_grad")
 
 
 class OperatorLayer(DistributedLayer, Generic[O]):
     """A layer whose ranks agree on what plain tensors are parts of, and then call an operation on them.
 
     Subclasses say which operation serves which inputs (``plan``). Agreement on shapes, parameters, ranks
-    with and without work, and the backward of all of them are here.
-
-    Parameters
-    ----------
-    P_x, P_y
-        Partitions of input and output; P_y is P_x if None. Where a call passes several inputs, P_x is the
-        sequence of their partitions, and ``self.P_x`` the first one.
-    others
-        Partitions of other ranks that take part in a call.
+    with and without work, and the backward of all of them are here. P_y is P_x if None; where a call passes
+    several inputs, P_x is the sequence of their partitions, and ``self.P_x`` the first one. ``others`` are
+    partitions of other ranks that take part in a call.
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
@@ -68,15 +62,15 @@ class OperatorLayer(DistributedLayer, Generic[O]):
 
     def output_layout(self) -> Decomposition | None:
         """That of the operation of the last call."""
-        return None if self.plans is None or self.plans.last is None else self.plans.last.output
+        return None if self.agreement is None or self.agreement.last is None else self.agreement.last.output
 
     @cached_property
-    def plans(self) -> PlanCache[O] | None:
+    def agreement(self) -> ShapeAgreement[O] | None:
         """Operations by what the ranks passed; None on ranks without a part in a call."""
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None
-        return PlanCache(self, ranks, len(self.P_xs), tells=self.placements is not None)
+        return ShapeAgreement(self, ranks, len(self.P_xs), tells=self.placements is not None)
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
@@ -86,32 +80,28 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         gradients, and for what a layer moves while it computes. Collective over the ranks of the layer,
         and in training over those that keep its weights, blocking. Calls with other inputs remain possible.
 
-        Parameters
-        ----------
-        shape
-            Global shape of the input, or of each subtensor where these may have any shape; may be left out
-            of a layer that was built from global parameters, else ``ProtocolError``.
-        dtype
-            Its type; that of the parameters if None.
-
-        Notes
-        -----
-        Interface document, section 3.2; requirement A8.
+        ``shape`` is the global one of the input, or that of each subtensor where these may have any; it may
+        be left out of a layer that was built from global parameters, else ``ProtocolError``. ``dtype`` is
+        that of the parameters if None. Interface document, section 3.2; requirement A8.
         """
         self.connect_for([self.expected(self.P_x, shape, dtype)])
 
     def connect_for(self, xs: Sequence[torch.Tensor]) -> None:
         """Plan for inputs that look like these, and exchange addresses; blocking."""
-        self.connect_parameters()
-        if self.plans is not None:
+        if self.placed is not None:
+            self.placed.connect()
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.connect()
+        if self.agreement is not None:
             # No call: nobody outside is told what becomes of it.
             with torch.no_grad():
-                operation, _ = self.enter(self.plans, xs, list(self.parameters())).settle()
+                operation, _ = self.enter(self.agreement, xs, list(self.parameters())).settle()
             operation.connect()
 
     def enter(
         self,
-        plans: PlanCache[O],
+        plans: ShapeAgreement[O],
         xs: Sequence[torch.Tensor],
         weights: Collection[torch.Tensor] = (),
         call_arguments: tuple[int, ...] | None = None,
@@ -119,11 +109,11 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     ) -> Agreement[O]:
         """Begin to agree with the other ranks on what ``xs`` are parts of; does not wait for them."""
         # The others take part in a backward if any weight needs a gradient.
-        told = sorted(weights, key=lambda weight: not weight.requires_grad) if weights else (None,)
+        told = max(weights, key=_needs_gradient, default=None)
         if self.trouble is not None and not problem and not self._idle[0]:
             problem = self.trouble(*xs)
         numbers = self._call_arguments if call_arguments is None else call_arguments
-        plans.begin(xs, told[0], numbers, self._idle, problem)
+        plans.begin(InputFacts.about(xs, told, numbers, self._idle, problem))
         return plans
 
     def run(
@@ -152,12 +142,12 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     ) -> torch.Tensor:
         """Apply the layer, called with some numbers that the plan depends on, unless there is a problem."""
         weights = {} if self.placed is None else self.placed.use()
-        if self.plans is None:
+        if self.agreement is None:
             return self.stand_aside(xs[0], (*xs[1:], *weights.values()))
         if self._casts:
             first = len(xs)
             cast = autocast(*xs, *weights.values())
             xs, weights = cast[:first], dict(zip(weights, cast[first:], strict=True))  # type: ignore[assignment,arg-type]
-        agreement = self.enter(self.plans, xs, weights.values(), call_arguments, problem)
+        agreement = self.enter(self.agreement, xs, weights.values(), call_arguments, problem)
         y, needs = self.run(agreement, xs, weights)
         return self.leave(y, xs[0], needs)

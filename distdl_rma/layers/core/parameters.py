@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -17,7 +17,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.layers.core.placement import Placement, one_copy
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import first_derivative
-from distdl_rma.ops.core.movement import CallSite, Movement, Request
+from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -28,13 +28,6 @@ Offer = Callable[[], "torch.Tensor | None"]
 _CALLBACK = "get_ranks_synch_weights"
 # Machines on which somebody was told that gradients of plain modules stay local.
 _warned: WeakSet[Machine] = WeakSet()
-
-
-class TakenOver(NamedTuple):
-    """A parameter whose gradients a ``GradientSync`` sums, and its offer of memory for them."""
-
-    parameter: torch.Tensor
-    offer: Offer
 
 
 class Parameters:
@@ -49,7 +42,8 @@ class Parameters:
         # The layer has this, not the other way round: otherwise it would be freed late.
         self._layer = weakref.ref(layer)
         self.site, self.placements = site, dict(placements)
-        self.taken_over: dict[str, TakenOver] = {}
+        # Parameters whose gradients a ``GradientSync`` sums, and its offers of memory for them.
+        self.taken_over: dict[str, tuple[torch.Tensor, Offer]] = {}
         rank = site.machine.rank
         # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
         holders = (place.store.holders(rank) for place in self.placements.values())
@@ -68,14 +62,23 @@ class Parameters:
     def use(self) -> dict[str, torch.Tensor]:
         """Parameters as this rank uses them in a forward; blocking where they travel."""
         kept = self._kept()
-        if any(type(values) is not nn.Parameter for values in kept.values()):
+        if {*map(type, kept.values())} != {nn.Parameter}:
             self._warn_of_replaced(kept)
-        # Copies are tied before one of them travels: its gradient comes back to all.
-        used = self._tied(kept)
+        if self.taken_over:
+            self._check_taken_over(kept)
+            used = kept
+        else:
+            # Copies are tied before one of them travels: its gradient comes back to all.
+            used = self._tied(kept)
         if not self._travels:
             return used
-        flights = {key: self._start(key, used[key], use) for key, use in self._travels.items()}
-        return used | {key: flight.movement.wait(flight) for key, flight in flights.items()}
+        requests = {}
+        for key, use in self._travels.items():
+            movement, values = self._movement(key, used[key].dtype, use), used[key]
+            # One of the copies travels, the others stay.
+            sent = values.flatten()[:0] if movement.forward.exchange.own.empty else values
+            requests[key] = movement.start(sent, values.requires_grad)
+        return used | {key: request.movement.wait(request) for key, request in requests.items()}
 
     def connect(self) -> None:
         """Exchange addresses for the values that travel, and for their gradients; blocking."""
@@ -97,7 +100,7 @@ class Parameters:
 
     def take_over(self, key: str, parameter: torch.Tensor, offer: Offer) -> None:
         """Leave the sum of a parameter's gradients to somebody else, who may offer memory for them."""
-        self.taken_over[key] = TakenOver(parameter, offer)
+        self.taken_over[key] = parameter, offer
 
     def let_go(self, key: str) -> None:
         """Undo ``take_over``; idempotent."""
@@ -106,7 +109,7 @@ class Parameters:
     def offered(self, key: str) -> torch.Tensor | None:
         """Memory in the segment to write a parameter's gradient to, or None if there is none now."""
         taken = self.taken_over.get(key)
-        return None if taken is None else taken.offer()
+        return None if taken is None else taken[1]()
 
     def fill(self, key: str, gradient: torch.Tensor) -> torch.Tensor:
         """Gradient in the place that it is wanted: in the segment if that is offered."""
@@ -138,9 +141,6 @@ class Parameters:
 
     def _tied(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # Parameters tied together for the sum of their gradients, if others have copies.
-        if self.taken_over:
-            self._check_taken_over(kept)
-            return kept
         ranks = self.summed_over()
         if len(ranks) == 1 or not torch.is_grad_enabled():
             return kept
@@ -153,24 +153,22 @@ class Parameters:
 
     def _check_taken_over(self, kept: Mapping[str, torch.Tensor]) -> None:
         for key, parameter in kept.items():
-            taken = self.taken_over.get(key)
-            known = taken is not None and taken.parameter is parameter
+            taken, _ = self.taken_over.get(key, (None, None))
             # One without elements has nothing to sum.
-            if not known and parameter.requires_grad and parameter.numel():
+            if taken is not parameter and parameter.requires_grad and parameter.numel():
                 raise ProtocolError(
                     f"{self.site.name!r}: a parameter was unfrozen or replaced after its GradientSync was"
                     " made, or is computed from others; make a new GradientSync"
                 )
 
     def _warn_of_replaced(self, kept: Mapping[str, torch.Tensor]) -> None:
+        machine, layer = self.site.machine, self._layer()
+        if self.taken_over or machine.size == 1 or machine in _warned or not torch.is_grad_enabled():
+            return
         # What is computed from other parameters is no parameter of the layer's own; this is one by its name.
-        machine, own = self.site.machine, vars(self._layer())["_parameters"]
-        replaced = any(
-            values.requires_grad and not isinstance(values, nn.Parameter) and key in own
-            for key, values in kept.items()
-        )
-        alone = machine.size == 1 or machine in _warned
-        if replaced and torch.is_grad_enabled() and not self.taken_over and not alone:
+        own = vars(layer)["_parameters"]
+        odd = {key for key, values in kept.items() if not isinstance(values, nn.Parameter)}
+        if any(kept[key].requires_grad for key in odd & own.keys()):
             _warned.add(machine)
             warnings.warn(
                 f"{self.site.name!r}: its parameters are replaced in this call, as torch.func.functional_call"
@@ -188,18 +186,9 @@ class Parameters:
             self._movements[key, dtype] = movement
         return movement
 
-    def _start(self, key: str, parameter: torch.Tensor, use: Decomposition) -> Request:
-        movement = self._movement(key, parameter.dtype, use)
-        # One of the copies travels, the others stay.
-        sent = parameter.flatten()[:0] if movement.forward.exchange.own.empty else parameter
-        return movement.start(sent, parameter.requires_grad)
-
 
 def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:
-    """Ranks that a layer says its gradients are summed over, this one included.
-
-    ``ConfigurationError`` if it names others than the holders of copies, or one twice, or not this rank.
-    """
+    """Ranks that a layer says its gradients are summed over, some of the holders, this one included."""
     machine = site.machine
     ranks = tuple(layer.get_ranks_synch_weights()) or (machine.rank,)
     alien = set(ranks) - set(holders)

@@ -1,29 +1,21 @@
-"""Which ranks keep which box of a parameter, and which use it."""
+"""Where a parameter is kept: which ranks keep which box of it, which use it, and what it starts with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from math import sqrt
 
 import torch
 from torch import nn
 
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 
-
-class InitialValues(Protocol):
-    """Initial values of a parameter that no rank ever holds as a whole."""
-
-    @property
-    def requires_grad(self) -> bool:
-        """As of the parameter."""
-
-    def cut(self, store: Decomposition) -> torch.Tensor:
-        """This rank's box, in memory of its own; without elements on ranks outside."""
+_DRAWN_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -75,8 +67,11 @@ def register(
             continue
         store = placements[key].store
         with torch.inference_mode(False):
-            shard = cut(store, value.detach()) if isinstance(value, torch.Tensor) else value.cut(store)
-            layer.register_parameter(key, nn.Parameter(shard, value.requires_grad))
+            if isinstance(value, torch.Tensor):
+                shard, learns = cut(store, value.detach()), value.requires_grad
+            else:
+                shard, learns = value.cut(store), True
+            layer.register_parameter(key, nn.Parameter(shard, learns))
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,3 +128,50 @@ def one_copy(store: Decomposition) -> Decomposition:
     """The same boxes, each on the first of the ranks that keep it only."""
     spare = {d: 0 for d, axis in enumerate(store.axes) if axis is None}
     return Decomposition(store.partition.slab(spare), store.splits, store.axes)
+
+
+@dataclass(frozen=True)
+class InitialValues:
+    """Uniformly random numbers in [-bound, bound], drawn as torch draws them for the whole parameter.
+
+    No rank ever holds more of them than its own part.
+    """
+
+    shape: tuple[int, ...]  # of the whole parameter
+    bound: float
+    dtype: torch.dtype
+
+    def cut(self, store: Decomposition) -> torch.Tensor:
+        """This rank's box, in memory of its own; without elements on ranks outside.
+
+        Torch's generator gives one number after the other, so rows drawn in turn are those of the whole
+        tensor, and leave the generator where the whole tensor leaves it: on every rank, whatever it keeps.
+        """
+        partition = store.partition
+        box = store.box(partition.me) if partition.active else None
+        kept = torch.empty(box.shape if box else (0,), dtype=self.dtype, device="cpu")
+        rows, width = self.shape[0], Box.of_shape(self.shape[1:]).volume
+        step = min(rows, max(1, _DRAWN_AT_ONCE // max(width, 1)))
+        buffer = torch.empty((step, *self.shape[1:]), dtype=self.dtype, device="cpu")
+        for first in range(0, rows if width else 0, max(step, 1)):
+            drawn = Box.of_shape(self.shape).replace(0, first, min(first + step, rows))
+            numbers = buffer[: drawn.shape[0]].uniform_(-self.bound, self.bound)
+            common = drawn & box if box else None
+            if box and common and not common.empty:
+                kept[common.slices(box)] = numbers[common.slices(drawn)]
+        return kept
+
+
+def linear_values(
+    in_features: int, out_features: int, bias: bool, dtype: torch.dtype | None
+) -> dict[str, InitialValues | None]:
+    """What ``torch.nn.Linear`` starts with, by the name of the parameter."""
+    kind = torch.get_default_dtype() if dtype is None else dtype
+    # torch's Kaiming initialisation with a = sqrt(5), rounding by rounding.
+    gain = sqrt(2.0 / (1 + sqrt(5) ** 2))
+    bound = sqrt(3.0) * (gain / sqrt(in_features)) if in_features else 0.0
+    offset = 1 / sqrt(in_features) if in_features else 0.0
+    return {
+        "weight": InitialValues((out_features, in_features), bound, kind),
+        "bias": InitialValues((out_features,), offset, kind) if bias else None,
+    }

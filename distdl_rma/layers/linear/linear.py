@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from functools import cached_property
 from operator import index as as_int
-from typing import Any, SupportsIndex, Unpack
+from typing import SupportsIndex, Unpack
 
 import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.arguments import chosen_placement
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.initial_weights import linear_values
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.layers.core.placement import Placement, block_placement
+from distdl_rma.layers.core.placement import Placement, block_placement, linear_values
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, IN, OUT, ROWS, LinearGrid, grid_of_workers
 from distdl_rma.ops.linear.split_linear import SplitLinear
 from distdl_rma.ops.linear.zero_linear import ShardedMatrix
@@ -71,8 +70,7 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         *,
         placement: str | None = None,
         weights: str | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         kind = type(self).__name__
         grid = _checked_grid(kind, P_x, P_y, P_W)
@@ -83,15 +81,13 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         placement = chosen_placement(kind, placement, weights, self._allowed)
         _check_elements(kind, device, dtype)
         P_w = P_W.create_cartesian_topology_partition(grid)
-        super().__init__(P_x, P_y, P_w, name=name, **callbacks)
+        super().__init__(P_x, P_y, P_w, **options)
         self.P_w, self.placement, self.weights = P_w, placement, placement
         self.in_features, self.out_features = as_int(in_features), as_int(out_features)
         self.grid = LinearGrid(P_w, self.in_features, self.out_features)
-        values, placements = (
-            linear_values(self.in_features, self.out_features, bias, dtype),
-            self._placements(),
-        )
-        self.place(values, {key: placements[key] for key, value in values.items() if value is not None})
+        values = linear_values(self.in_features, self.out_features, bias, dtype)
+        places = self._placements()
+        self.place(values, {key: places[key] for key, value in values.items() if value is not None})
 
     def _placements(self) -> dict[str, Placement]:
         blocks = {"weight": self.grid.weight, "bias": self.grid.bias}
@@ -153,13 +149,11 @@ class DistributedLinearAllGather(DistributedLinear):
         *,
         placement: str | None = None,
         weights: str | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         P_w = _workers(type(self).__name__, P_y, ROWS)
-        P_x, options = P_y if P_x is None else P_x, (in_features, out_features, bias, device, dtype)
-        kept: dict[str, Any] = {"placement": placement, "weights": weights, "name": name}
-        super().__init__(P_x, P_y, P_w, *options, **kept, **callbacks)
+        arguments = P_y if P_x is None else P_x, P_y, P_w, in_features, out_features, bias, device, dtype
+        super().__init__(*arguments, placement=placement, weights=weights, **options)
 
 
 class DistributedLinearReduceScatter(DistributedLinear):
@@ -195,13 +189,11 @@ class DistributedLinearReduceScatter(DistributedLinear):
         *,
         placement: str | None = None,
         weights: str | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         P_w = _workers(type(self).__name__, P_x, COLUMNS)
-        P_y, options = P_x if P_y is None else P_y, (in_features, out_features, bias, device, dtype)
-        kept: dict[str, Any] = {"placement": placement, "weights": weights, "name": name}
-        super().__init__(P_x, P_y, P_w, *options, **kept, **callbacks)
+        arguments = P_x, P_x if P_y is None else P_y, P_w, in_features, out_features, bias, device, dtype
+        super().__init__(*arguments, placement=placement, weights=weights, **options)
 
 
 class _Zero(DistributedLinear):
@@ -261,7 +253,7 @@ def _workers(kind: str, P: Partition, dim: int) -> Partition:
 
 
 def _checked_grid(kind: str, P_x: Partition, P_y: Partition, P_W: Partition) -> tuple[int, ...]:
-    for name, P in (("P_x", P_x), ("P_y", P_y), ("P_W", P_W)):
+    for name, P in {"P_x": P_x, "P_y": P_y, "P_W": P_W}.items():
         _check_partition(kind, name, P)
     if P_x.dim != P_y.dim or P_x.dim == 0:
         raise PartitionError(

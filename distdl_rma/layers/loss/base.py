@@ -10,14 +10,12 @@ import torch
 
 from distdl_rma.errors import ArgumentError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.error_exchange import ErrorExchange
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.ops.core.autograd import tells_peers
-from distdl_rma.ops.core.idle_ranks import tied
+from distdl_rma.ops.core.autograd import GradientNeeds, tells_peers, tied
 from distdl_rma.ops.core.tensors import trouble_with
-from distdl_rma.ops.loss.global_loss import MISFITS, GlobalLoss, LossArguments, Refuse, result_dtype
-from distdl_rma.ops.loss.loss_sums import LossSums
+from distdl_rma.ops.loss.global_loss import MISFITS, GlobalLoss, LossOptions, LossSums, result_dtype
 
 _LEGACY = ("size_average", "reduce")
 
@@ -31,21 +29,16 @@ class DistributedLoss(DistributedLayer):
     in ``classification``; how the ranks come to one value is in ``distdl_rma.ops.loss``.
     """
 
+    _operation: ClassVar[type[GlobalLoss]] = GlobalLoss
     _function: ClassVar[Callable[..., torch.Tensor]]
     _weights: ClassVar[tuple[str, ...]] = ()
     _reductions: ClassVar[tuple[str, ...]] = ("mean", "sum", "none")
     reduction: str
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str,
-        arguments: Mapping[str, Any],
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, reduction: str, arguments: Mapping[str, Any], **options: Unpack[LayerOptions]
     ) -> None:
-        kind, given = type(self).__name__, dict[str, Any](callbacks)
+        kind, given = type(self).__name__, dict[str, Any](options)
         for key in _LEGACY:
             if given.pop(key, None) is not None:
                 raise UnsupportedError(
@@ -53,18 +46,20 @@ class DistributedLoss(DistributedLayer):
                 )
         if reduction not in self._reductions:
             raise ArgumentError(f"{kind}: reduction is one of {self._reductions}, got {reduction!r}")
-        super().__init__(P_x, name=name, **given)
+        super().__init__(P_x, **given)
         self.P_x, self.reduction = P_x, reduction
-        self._options = tuple(key for key in arguments if key not in self._weights)
+        # Whether each rank tells a number of its own with its sums.
+        self._tells_numbers = reduction == "batchmean"
+        self._arguments = tuple(key for key in arguments if key not in self._weights)
         for key, value in arguments.items():
-            if key in self._options:
+            if key in self._arguments:
                 setattr(self, key, value)
             else:
                 self._check_weight(kind, key, value)
                 self.register_buffer(key, value)
         # Torch knows which values are legal, and says so when it is called.
         try:
-            type(self)._function(*self._sample(), reduction="sum", **self.arguments.options)
+            type(self)._function(*self._sample(), reduction="sum", **self.options.arguments)
         except MISFITS as error:
             raise ArgumentError(f"{kind}: {error}") from None
 
@@ -86,25 +81,41 @@ class DistributedLoss(DistributedLayer):
         return x, x
 
     @property
-    def arguments(self) -> LossArguments:
-        """What the loss is called with besides its tensors."""
-        options = {key: getattr(self, key) for key in self._options}
-        return LossArguments(self.reduction, options, {key: getattr(self, key) for key in self._weights})
+    def options(self) -> LossOptions:
+        """The loss without its tensors."""
+        arguments = {key: getattr(self, key) for key in self._arguments}
+        return LossOptions(type(self)._function, self.reduction, arguments)
+
+    @property
+    def loss_weights(self) -> dict[str, torch.Tensor | None]:
+        """The tensors that the loss is called with besides its two, of the global ones."""
+        return {key: getattr(self, key) for key in self._weights}
 
     @cached_property
-    def operation(self) -> GlobalLoss:
-        """Operator for the ranks of P_x."""
-        sums = LossSums(self.site, self.P_x, self.extra_repr(), self.reduction == "batchmean")
-        return self._operation(sums, ErrorExchange(self.machine, self.P_x.ranks, self.name).refuse)
+    def _sums(self) -> LossSums:
+        refuse = ErrorExchange(self.machine, self.P_x.ranks, self.name).refuse
+        return LossSums(self.site, self.P_x, self.extra_repr(), refuse, self._tells_numbers)
 
-    def _operation(self, sums: LossSums, refuse: Refuse) -> GlobalLoss:
-        return GlobalLoss(self.P_x, type(self)._function, sums, refuse)
+    @cached_property
+    def _last(self) -> list[GlobalLoss]:
+        return []  # of which a copy of the layer gets one of its own
+
+    @property
+    def operation(self) -> GlobalLoss:
+        """The loss of shards that nobody has said more of, with the arguments of the moment."""
+        options = self.options
+        if not self._last or self._last[0].options != options:
+            self._last[:] = [self._operation(self.site, self.P_x, options, self._sums)]
+        return self._last[0]
+
+    def agree(self, input: torch.Tensor, target: torch.Tensor) -> tuple[GlobalLoss, GradientNeeds]:
+        """The operation for local shards, and what any rank needs."""
+        return self.operation, GradientNeeds(False, False)
 
     def extra_repr(self) -> str:
         """One line for ``print(loss)``."""
-        given = self.arguments
-        shapes = {key: tuple(weight.shape) for key, weight in given.weights.items() if weight is not None}
-        words = {"reduction": self.reduction, **given.options, **shapes, "P_x": self.P_x.shape}
+        shapes = {key: tuple(weight.shape) for key, weight in self.loss_weights.items() if weight is not None}
+        words = {"reduction": self.reduction, **self.options.arguments, **shapes, "P_x": self.P_x.shape}
         return ", ".join(f"{key}={value}" for key, value in words.items())
 
     @tells_peers
@@ -123,9 +134,10 @@ class DistributedLoss(DistributedLayer):
             On every rank of P_x with the same words, if the tensors of one of them do not fit each other
             or the layer, or those of two ranks differ in dtype.
         """
-        if self.P_x.active:
-            return self.operation(input, target, self.arguments)
-        return self._idle(input, target)
+        if not self.P_x.active:
+            return self._idle(input, target)
+        operation, needs = self.agree(input, target)
+        return operation(needs, input, target, **self.loss_weights)
 
     def _idle(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         problem = trouble_with(input) or trouble_with(target, "target")

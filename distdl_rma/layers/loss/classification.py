@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -11,40 +12,58 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
-from distdl_rma.layers.loss.split_classes import SplitClasses
+from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.loss.class_loss import ClassLoss, class_dim
-from distdl_rma.ops.loss.global_loss import Refuse
-from distdl_rma.ops.loss.loss_sums import LossSums
+from distdl_rma.ops.loss.global_loss import GlobalLoss
 
 
 class _ClassLoss(DistributedLoss):
     # A loss whose input has a dimension of classes.
+    _operation = ClassLoss
     _weights = ("weight",)
     weight: torch.Tensor | None
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str,
-        arguments: Mapping[str, Any],
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, reduction: str, arguments: Mapping[str, Any], **options: Unpack[LayerOptions]
     ) -> None:
         kind = type(self).__name__
         if not P_x.dim:
             raise PartitionError(f"{kind}: P_x has no dimension for the classes")
-        if reduction == "none" and P_x.shape[class_dim(P_x)] > 1:
+        if reduction == "none" and P_x.shape[class_dim(P_x.dim)] > 1:
             raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
-        super().__init__(P_x, reduction, arguments, name=name, **callbacks)
+        super().__init__(P_x, reduction, arguments, **options)
+        self._tells_numbers = P_x.shape[class_dim(P_x.dim)] > 1
 
-    def _operation(self, sums: LossSums, refuse: Refuse) -> ClassLoss:
-        site, P_x, dim, gathers = self.site, self.P_x, class_dim(self.P_x), None
-        if P_x.shape[dim] > 1:
-            gathers = SplitClasses(site, P_x, dim, "input"), SplitClasses(site, P_x, dim, "target")
-        return ClassLoss(P_x, type(self)._function, sums, refuse, gathers)
+    @cached_property
+    def agreement(self) -> ShapeAgreement[ClassLoss] | None:
+        """What the ranks tell each other of their tensors where classes are split."""
+        return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._tells_numbers else None
+
+    def agree(self, input: torch.Tensor, target: torch.Tensor) -> tuple[GlobalLoss, GradientNeeds]:
+        """The operation for local shards, and what any rank needs."""
+        if self.agreement is None:
+            return super().agree(input, target)
+        problem = self.operation.trouble(input, target, self.loss_weights)
+        self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
+        operation, needs = self.agreement.settle()
+        # An argument may have been changed since this was planned.
+        operation.options = self.options
+        return operation, needs
+
+    def plan(self, facts: dict[int, InputFacts]) -> ClassLoss:
+        """The operation that gathers the classes."""
+        try:
+            source, dtype = source_of(self.P_x, facts)
+        except ShapeError as error:
+            raise ShapeError(f"input: {error}") from None
+        try:
+            target = common_dtype({rank: fact.of(1) for rank, fact in facts.items()})
+        except ShapeError as error:
+            raise ShapeError(f"target: {error}") from None
+        return ClassLoss(self.site, source, self.options, self._sums, (dtype, target))
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         super()._check_weight(kind, key, weight)
@@ -100,11 +119,10 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         arguments = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        super().__init__(P_x, reduction, arguments, name=name, **callbacks)
+        super().__init__(P_x, reduction, arguments, **options)
 
 
 class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
@@ -122,9 +140,6 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
         *,
         ignore_index: int = -100,
         reduction: str = "mean",
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, name=name, **callbacks
-        )
+        super().__init__(P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, **options)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
 
 
@@ -43,15 +43,8 @@ class DistributedL1Loss(DistributedLoss, nn.L1Loss):
 
     _function = staticmethod(F.l1_loss)
 
-    def __init__(
-        self,
-        P_x: Partition,
-        reduction: str = "mean",
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
-    ) -> None:
-        super().__init__(P_x, reduction, {}, name=name, **callbacks)
+    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
+        super().__init__(P_x, reduction, {}, **options)
 
 
 class DistributedMSELoss(DistributedLoss, nn.MSELoss):
@@ -59,15 +52,8 @@ class DistributedMSELoss(DistributedLoss, nn.MSELoss):
 
     _function = staticmethod(F.mse_loss)
 
-    def __init__(
-        self,
-        P_x: Partition,
-        reduction: str = "mean",
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
-    ) -> None:
-        super().__init__(P_x, reduction, {}, name=name, **callbacks)
+    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
+        super().__init__(P_x, reduction, {}, **options)
 
 
 class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
@@ -76,15 +62,9 @@ class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
     _function = staticmethod(F.smooth_l1_loss)
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str = "mean",
-        beta: float = 1.0,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, reduction: str = "mean", beta: float = 1.0, **options: Unpack[LayerOptions]
     ) -> None:
-        super().__init__(P_x, reduction, {"beta": beta}, name=name, **callbacks)
+        super().__init__(P_x, reduction, {"beta": beta}, **options)
 
 
 class DistributedHuberLoss(DistributedLoss, nn.HuberLoss):
@@ -93,15 +73,9 @@ class DistributedHuberLoss(DistributedLoss, nn.HuberLoss):
     _function = staticmethod(F.huber_loss)
 
     def __init__(
-        self,
-        P_x: Partition,
-        reduction: str = "mean",
-        delta: float = 1.0,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, reduction: str = "mean", delta: float = 1.0, **options: Unpack[LayerOptions]
     ) -> None:
-        super().__init__(P_x, reduction, {"delta": delta}, name=name, **callbacks)
+        super().__init__(P_x, reduction, {"delta": delta}, **options)
 
 
 class DistributedBCELoss(DistributedLoss, nn.BCELoss):
@@ -124,10 +98,9 @@ class DistributedBCELoss(DistributedLoss, nn.BCELoss):
         weight: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight}, name=name, **callbacks)
+        super().__init__(P_x, reduction, {"weight": weight}, **options)
 
 
 class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
@@ -146,10 +119,9 @@ class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
         *,
         reduction: str = "mean",
         pos_weight: torch.Tensor | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight, "pos_weight": pos_weight}, name=name, **callbacks)
+        super().__init__(P_x, reduction, {"weight": weight, "pos_weight": pos_weight}, **options)
 
 
 class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
@@ -171,11 +143,9 @@ class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
         P_x: Partition,
         reduction: str = "mean",
         log_target: bool = False,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, reduction, {"log_target": log_target}, name=name, **callbacks)
+        super().__init__(P_x, reduction, {"log_target": log_target}, **options)
 
 
 class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
@@ -191,12 +161,9 @@ class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
         *,
         eps: float = 1e-8,
         reduction: str = "mean",
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, name=name, **callbacks
-        )
+        super().__init__(P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, **options)
 
     def forward(self, log_input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Global loss of the local shards, by torch's name of the first one."""

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Unpack
 
 import torch
 
-from distdl_rma.errors import PartitionError
+from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import groups_along, groups_onto
+from distdl_rma.geometry.rank_groups import groups_onto
+from distdl_rma.layers.core.agreement import InputFacts, input_dtype
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, input_dtype
-from distdl_rma.layers.moves.along_axes import Axes, LayerAlongAxes
-from distdl_rma.layers.moves.base import MovementLayer
-from distdl_rma.ops.moves.staged import StagedMove
-from distdl_rma.ops.moves.sums import all_sum_reduce, broadcast, sum_reduce
+from distdl_rma.layers.moves.base import Axes, LayerAlongAxes, MovementLayer
+from distdl_rma.ops.moves.broadcast_reduce import Subtensors, all_sum_reduce, broadcast, sum_reduce
+from distdl_rma.ops.moves.redistribute import StagedMove
 
 
 class _OfSubtensors(MovementLayer[StagedMove]):
-    # Subtensors may have any shape, whatever the grids are.
-    def subtensors(self, facts: dict[int, InputFacts]) -> tuple[dict[int, tuple[int, ...]], torch.dtype]:
-        """Local shape of each rank that has a subtensor, and the type of all."""
-        return {rank: facts[rank].shape for rank in self.P_x.ranks}, input_dtype(self.P_x, facts)
+    # Dimensions of P_x along which subtensors are summed.
+    axes: tuple[int, ...] = ()
+
+    def subtensors(self, facts: dict[int, InputFacts]) -> tuple[Subtensors, torch.dtype]:
+        """Subtensors as blocks of one tensor, or their shapes if they form none; and their type."""
+        P_x, dtype = self.P_x, input_dtype(self.P_x, facts)
+        shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+        one = all(extent == 1 or d in self.axes for d, extent in enumerate(P_x.shape))
+        if one and len(set(shapes.values())) == 1:
+            return Decomposition.replicated(P_x, shapes[P_x.ranks[0]]), dtype
+        try:
+            return Decomposition.from_local_shapes(P_x, shapes, self.axes), dtype
+        except ShapeError:
+            # Subtensors may have any shape, whatever the grids are.
+            return shapes, dtype
 
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
         """Subtensors of this shape."""
@@ -32,7 +42,7 @@ class _OfSubtensors(MovementLayer[StagedMove]):
 
 class _Between(_OfSubtensors):
     # Groups of ranks on one side, one rank each on the other.
-    _sums = True
+    _operation: ClassVar[Callable[..., StagedMove]]
 
     def __init__(
         self,
@@ -46,13 +56,23 @@ class _Between(_OfSubtensors):
         **callbacks: Unpack[Callbacks],
     ) -> None:
         self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
+        sums = self._operation is sum_reduce
         sides = (P_x, transpose_src), (P_y, transpose_dest)
-        (P_many, flip_many), (P_few, flip_few) = sides if self._sums else sides[::-1]
+        (P_many, flip_many), (P_few, flip_few) = sides if sums else sides[::-1]
         try:
-            self._groups = groups_onto(P_many, P_few, flip_many, flip_few)
+            first, *_ = groups_onto(P_many, P_few, flip_many, flip_few)
         except PartitionError as error:
             raise PartitionError(f"{type(self).__name__}: {error}") from None
         super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
+        if sums:
+            # Ranks of the first group differ in these from the first rank of P_x.
+            self.axes = tuple(sorted({d for r in first for d, i in enumerate(P_x.index_of(r)) if i}))
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Groups of ranks to one rank each, or one rank each to groups."""
+        source, dtype = self.subtensors(facts)
+        flips = self.transpose_src, self.transpose_dest
+        return self._operation(self.site, source, self.P_x, self.P_y, dtype, flips)
 
     def extra_repr(self) -> str:
         """The partitions, and which of them is transposed."""
@@ -82,9 +102,7 @@ class SumReduce(_Between):
     Sum-reduce document; requirement B3.
     """
 
-    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Groups of ranks to one rank each."""
-        return sum_reduce(self.site, self._groups, self.P_y.ranks, *self.subtensors(facts))
+    _operation = staticmethod(sum_reduce)
 
 
 class Broadcast(_Between):
@@ -104,11 +122,7 @@ class Broadcast(_Between):
     Sum-reduce document, read from its end; requirement B3.
     """
 
-    _sums = False
-
-    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """One rank each to groups of ranks."""
-        return broadcast(self.site, self.P_x.ranks, self._groups, *self.subtensors(facts))
+    _operation = staticmethod(broadcast)
 
 
 class AllSumReduce(_OfSubtensors, LayerAlongAxes):
@@ -146,4 +160,5 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Groups of ranks to themselves."""
-        return all_sum_reduce(self.site, groups_along(self.P_x, self.axes), *self.subtensors(facts))
+        source, dtype = self.subtensors(facts)
+        return all_sum_reduce(self.site, source, self.P_x, self.axes, dtype)

@@ -9,8 +9,8 @@ import torch
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored, tells_peers
@@ -88,7 +88,7 @@ class DistributedConcat(MovementLayer[Concat]):
     ) -> None:
         """As of every layer, with the global shape of each input; ``dtype`` is torch's default if None."""
         given = [None] * len(self.P_xs) if shapes is None else list(shapes)
-        if self._stays or self.plans is None:
+        if self._stays or self.agreement is None:
             self._count(given)
         pairs = enumerate(zip(self.P_xs, given, strict=False))
         xs = [self.expected(P_x, shape, dtype, at) for at, (P_x, shape) in pairs]
@@ -99,7 +99,7 @@ class DistributedConcat(MovementLayer[Concat]):
     @tells_peers
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Concatenate ``inputs``, the local shards, or tensors without elements outside of a partition."""
-        if self.plans is None:
+        if self.agreement is None:
             self._count(inputs)
         elif self._stays:
             dtype = self._check(inputs)
@@ -121,10 +121,9 @@ class DistributedConcat(MovementLayer[Concat]):
             if problem:
                 raise self._refuse(problem)
         try:
-            _, dtype = joined([tuple(x.shape) for x in inputs], [x.dtype for x in inputs], self.P_y.dim)
+            return joined([tuple(x.shape) for x in inputs], [x.dtype for x in inputs], self.P_y.dim)[1]
         except ShapeError as error:
             raise self._refuse(str(error)) from None
-        return dtype
 
     def _refuse(self, problem: str) -> ShapeError:
         # Nobody else is asked: what is wrong here may be right elsewhere, and the others would wait.

@@ -8,9 +8,9 @@ from typing import Unpack
 from distdl_rma.errors import ArgumentError, PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.arguments import per_dim
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.moves.base import MovementLayer
 from distdl_rma.ops.moves import halo_exchange
 from distdl_rma.ops.window_gather import MODES

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ShapeError
+from distdl_rma.errors import ArgumentError, MismatchError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.layers.core.arguments import chosen_placement
+from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, source_of
+from distdl_rma.layers.core.arguments import PlacedOptions, chosen_placement, show_arguments_of
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, register
-from distdl_rma.layers.core.plan_cache import PlanCache
 from distdl_rma.layers.norm.sharing import StatisticsAnswer, agreed_sharing, answer_of_user
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.ops.core.operation import Agreement
@@ -32,17 +30,14 @@ from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 _NONE = -1
 
 
-@dataclass(frozen=True)
-class NormArguments:
-    """What all kinds of normalisation are told, by torch's names, and where parameters are kept."""
+class NormArguments(NamedTuple):
+    """What all kinds of normalisation are told, by torch's names."""
 
     eps: float | None
     affine: bool
     bias: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
-    placement: str | None = None
-    weights: str | None = None
 
 
 class DistributedNorm(OperatorLayer[Normalisation]):
@@ -64,17 +59,25 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     # Of what a group needs more than one, in words.
     several = ""
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        twin = cls.__bases__[-1]
+        if cls.__name__ == f"Distributed{twin.__name__}":
+            show_arguments_of(cls, twin, PlacedOptions.__annotations__)
+
     def __init__(
         self,
         P_x: Partition,
         axes: NormAxes,
         extents: Sequence[int],
-        arguments: NormArguments,
+        given: NormArguments,
+        *,
+        placement: str | None = None,
+        weights: str | None = None,
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        given, allowed = arguments, ("cut", "replicated")
-        placement = chosen_placement(type(self).__name__, given.placement, given.weights, allowed)
+        placement = chosen_placement(type(self).__name__, placement, weights, ("cut", "replicated"))
         super().__init__(P_x, name=name, **callbacks)
         self.axes, self.eps, self.placement = axes, given.eps, placement
         kept = Placement.everywhere(self.machine, torch.Size(extents))
@@ -86,10 +89,10 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             kept = Placement(Decomposition(P_x, splits, of_grid))
         self.store = kept.store
         wanted = {"weight": given.affine, "bias": given.affine and given.bias}
-        values: dict[str, nn.Parameter | None] = {}
+        values: dict[str, nn.Parameter | None] = dict.fromkeys(wanted)
         for key, make in (("weight", torch.ones), ("bias", torch.zeros)):
-            whole = make(*extents, device=given.device, dtype=given.dtype) if wanted[key] else None
-            values[key] = None if whole is None else nn.Parameter(whole)
+            if wanted[key]:
+                values[key] = nn.Parameter(make(*extents, device=given.device, dtype=given.dtype))
         if given.affine:
             self.place(values, {key: kept for key in values if wanted[key]})
         else:
@@ -114,7 +117,14 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
         """Normalisation of what all ranks said, in the mode that they have in common."""
-        self._check_modes(facts)
+        modes = {rank: StatisticsAnswer.before(fact.call_arguments) for rank, fact in facts.items()}
+        (first, expected), *others = modes.items()
+        for rank, mode in others:
+            if mode != expected:
+                raise MismatchError(
+                    f"rank {first} {self.about_mode(expected)} but rank {rank} {self.about_mode(mode)}:"
+                    " train() or eval(), track_running_stats, momentum and eps must be alike on all ranks"
+                )
         options = self.options()
         source, dtype = source_of(self.P_x, facts)
         options.check(source, dtype, self.store.shape)
@@ -133,21 +143,11 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             self._operations[key] = known
         return known
 
-    def _check_modes(self, facts: dict[int, InputFacts]) -> None:
-        modes = {rank: StatisticsAnswer.before(fact.call_arguments) for rank, fact in facts.items()}
-        (first, expected), *others = modes.items()
-        for rank, mode in others:
-            if mode != expected:
-                raise MismatchError(
-                    f"rank {first} {self.about_mode(expected)} but rank {rank} {self.about_mode(mode)}:"
-                    " train() or eval(), track_running_stats, momentum and eps must be alike on all ranks"
-                )
-
     def enter(
         self,
-        plans: PlanCache[Normalisation],
-        xs: Sequence[torch.Tensor],
-        weights: Collection[torch.Tensor] = (),
+        plans: ShapeAgreement[Normalisation],
+        xs: Sequence[Tensor],
+        weights: Collection[Tensor] = (),
         call_arguments: tuple[int, ...] | None = None,
         problem: str = "",
     ) -> Agreement[Normalisation]:
@@ -158,18 +158,18 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         told = weights if weights or mean is None else (mean,)
         return super().enter(plans, xs, told, numbers, problem)
 
-    def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
+    def leave(self, y: Tensor, x: Tensor, needs: GradientNeeds) -> Tensor:
         """Result in the graph if any rank's is; what has no elements keeps its shape."""
         return anchored(y, needs.any)
 
     @property
     def statistics_told(self) -> bool:
         """Wherever this rank takes part in calls."""
-        return self.plans is not None
+        return self.agreement is not None
 
     @property
     def _last(self) -> Normalisation | None:
-        return self.plans.last if self.plans is not None else None
+        return None if self.agreement is None else self.agreement.last
 
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
@@ -215,9 +215,8 @@ def as_number(value: float | None) -> int:
 
 def as_value(number: int) -> float | None:
     """The value of a number."""
-    return (
-        None if number == _NONE else float(struct.unpack("<d", number.to_bytes(8, "little", signed=True))[0])
-    )
+    bits = number.to_bytes(8, "little", signed=True)
+    return None if number == _NONE else float(struct.unpack("<d", bits)[0])
 
 
 def check_extents(layer: DistributedNorm, **extents: int) -> None:
@@ -225,12 +224,3 @@ def check_extents(layer: DistributedNorm, **extents: int) -> None:
     for name, extent in extents.items():
         if extent < 0:
             raise ArgumentError(f"{type(layer).__name__}: {name} must be at least 0, got {extent}")
-
-
-def check_dims(layer: DistributedNorm, P_x: Partition, allowed: tuple[int, ...]) -> None:
-    """Refuse a partition of other dimensions than the tensor may have."""
-    if P_x.dim not in allowed:
-        wanted = " or ".join(str(n) for n in allowed)
-        raise PartitionError(
-            f"{type(layer).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, the tensor has {wanted}"
-        )

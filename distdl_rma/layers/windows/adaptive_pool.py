@@ -10,8 +10,7 @@ from torch import nn
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import each_dim
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.windows.base import MaxLayer, WindowLayer
+from distdl_rma.layers.windows.base import MaxLayer, WindowLayer, WindowOptions
 from distdl_rma.ops.windows.adaptive_pool import AdaptiveAvgPooling, AdaptiveMaxPooling, AdaptiveOptions
 
 Size = int | None | Sequence[int | None]
@@ -49,16 +48,8 @@ class DistributedAdaptiveAvgPool(_Adaptive):
 
     operation = AdaptiveAvgPooling
 
-    def __init__(
-        self,
-        P_x: Partition,
-        output_size: Size,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
-    ) -> None:
-        super().__init__(P_x, P_y=P_y, name=name, **callbacks)
+    def __init__(self, P_x: Partition, output_size: Size, **options: Unpack[WindowOptions]) -> None:
+        super().__init__(P_x, **options)
         self.options = AdaptiveOptions(self._sizes(output_size))
 
 
@@ -77,12 +68,9 @@ class DistributedAdaptiveMaxPool(_Adaptive, MaxLayer):
         P_x: Partition,
         output_size: Size,
         return_indices: bool = False,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, **options)
         self.return_indices = bool(return_indices)
         self.options = AdaptiveOptions(self._sizes(output_size), self.return_indices)
 

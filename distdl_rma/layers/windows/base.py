@@ -9,11 +9,17 @@ import torch
 from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.agreement import InputFacts, source_of
+from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.ops.windows.max_windows import MaxWindows
+from distdl_rma.ops.windows.pool import MaxWindows
 from distdl_rma.ops.windows.window_operation import WindowOperation
+
+
+class WindowOptions(LayerOptions, total=False):
+    """What these layers take by name: the partition of the output too, which is P_x if None."""
+
+    P_y: Partition | None
 
 
 class WindowLayer(OperatorLayer[WindowOperation[Any]]):
@@ -32,14 +38,7 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         super().__init_subclass__(**others)
         cls._dims = cls._dims if dims is None else dims
 
-    def __init__(
-        self,
-        P_x: Partition,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
-    ) -> None:
+    def __init__(self, P_x: Partition, P_y: Partition | None = None, **options: Unpack[LayerOptions]) -> None:
         kind, dims = type(self).__name__, self._dims or P_x.dim - LEADING
         if dims not in (1, 2, 3):
             raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5")
@@ -49,7 +48,7 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
                     f"{kind}: {label} has {partition.dim} dimensions {partition.shape}, the tensor has"
                     f" {LEADING + dims}"
                 )
-        super().__init__(P_x, P_y, name=name, **callbacks)
+        super().__init__(P_x, P_y, **options)
         self._dims = dims
 
     def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
@@ -73,6 +72,6 @@ class MaxLayer(WindowLayer):
         y = super().forward(input)
         if not self.return_indices:
             return y
-        operation = None if self.plans is None else self.plans.last
+        operation = None if self.agreement is None else self.agreement.last
         index = operation.take_indices() if isinstance(operation, MaxWindows) else None
         return y, torch.zeros(y.shape, dtype=torch.int64) if index is None else index

@@ -12,8 +12,7 @@ from torch import nn
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import each_dim
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.windows.base import WindowLayer
+from distdl_rma.layers.windows.base import WindowLayer, WindowOptions
 from distdl_rma.ops.windows.pad import Padding, PadOptions
 
 
@@ -51,15 +50,9 @@ class DistributedPad(WindowLayer):
         cls._mode = mode or cls._mode
 
     def __init__(
-        self,
-        P_x: Partition,
-        padding: int | Sequence[int],
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, padding: int | Sequence[int], **options: Unpack[WindowOptions]
     ) -> None:
-        super().__init__(P_x, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, **options)
         kind = type(self).__name__
         self.padding = each_dim(kind, "padding", padding, 2 * self._dims, as_int, "an integer")
         # torch's order: the last dimension first.
@@ -78,16 +71,9 @@ class DistributedConstantPad(DistributedPad, mode="constant"):
     _shown = ("padding", "value")
 
     def __init__(
-        self,
-        P_x: Partition,
-        padding: int | Sequence[int],
-        value: float,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        self, P_x: Partition, padding: int | Sequence[int], value: float, **options: Unpack[WindowOptions]
     ) -> None:
-        super().__init__(P_x, padding, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, padding, **options)
         self.value, self.options = value, replace(self.options, value=value)
 
 

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Unpack
 from torch import nn
 
 from distdl_rma.errors import ArgumentError
+from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.stencil import Stencil
 from distdl_rma.layers.core.arguments import per_dim
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.windows.base import MaxLayer, WindowLayer
+from distdl_rma.layers.windows.base import MaxLayer, WindowLayer, WindowOptions
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions
 
 Size = int | tuple[int, ...]
@@ -80,12 +79,9 @@ class DistributedAvgPool(_Sliding):
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, **options)
         if divisor_override == 0:
             raise ArgumentError(f"{type(self).__name__}: divisor_override must not be zero")
         self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor_override
@@ -113,12 +109,9 @@ class DistributedMaxPool(_Sliding, MaxLayer):
         dilation: Size = 1,
         return_indices: bool = False,
         ceil_mode: bool = False,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, **options)
         self.return_indices = bool(return_indices)
         stencil = self._windows(kernel_size, stride, padding, dilation, ceil_mode)
         self.options = MaxPoolOptions(stencil, self.return_indices)

@@ -10,10 +10,8 @@ from torch import nn
 from distdl_rma.errors import ArgumentError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import each_dim, per_dim
-from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.windows.base import WindowLayer
-from distdl_rma.ops.windows.interpolation import MODES
-from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
+from distdl_rma.layers.windows.base import WindowLayer, WindowOptions
+from distdl_rma.ops.windows.resize import MODES, ResizeOptions, Resizing
 
 
 class DistributedUpsample(WindowLayer, nn.Upsample):
@@ -52,12 +50,9 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
         mode: str = "nearest",
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, **options)
         kind, dims = type(self).__name__, self._dims
         _check_mode(kind, mode, dims, align_corners)
         if (size is None) == (scale_factor is None):
@@ -102,12 +97,9 @@ class _Upsampling2d(DistributedUpsample, dims=2):
         P_x: Partition,
         size: int | Sequence[int] | None = None,
         scale_factor: float | Sequence[float] | None = None,
-        *,
-        P_y: Partition | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, size, scale_factor, *self._mode, P_y=P_y, name=name, **callbacks)
+        super().__init__(P_x, size, scale_factor, *self._mode, **options)
 
 
 class DistributedUpsamplingNearest2d(_Upsampling2d, nn.UpsamplingNearest2d):

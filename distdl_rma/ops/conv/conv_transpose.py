@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Split
-from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution_in_runs
-from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, check_shape
-from distdl_rma.ops.core.idle_ranks import tied
+from distdl_rma.ops.conv.convolution import GridConvolution
+from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, channels_out
+from distdl_rma.ops.core.autograd import tied
 from distdl_rma.ops.core.movement import CallSite, movement_or_none
-from distdl_rma.ops.core.operation import GatherComputeScatter
 
 
-class TransposedConvolution(GatherComputeScatter):
+class TransposedConvolution(GridConvolution):
     """Transposed convolution of an input that is split in any way; its output in blocks on any partition.
 
-    Weights are this rank's block of the grid of workers, or whole; the bias is where the output is. The
-    ``source`` says who owns which part of the input (batch, channel, *spatial); the ``target`` gets the
-    output in balanced blocks. Where the workers are the owners, ``in_place``, they work on their own data,
-    and the batch stays cut as it is if the target is their partition.
-
-    Raises ``ShapeError`` if the input has other channels, or is too small.
+    Where the workers are the owners of the input, ``in_place``, they work on their own data, and the batch
+    stays cut as it is if the ``target`` is their partition; else the output is in balanced blocks on it. The
+    bias is where the output is. ``ShapeError`` if there would be no output.
     """
 
     def __init__(
@@ -41,46 +38,36 @@ class TransposedConvolution(GatherComputeScatter):
         output_padding: Sequence[int],
     ) -> None:
         stencil, workers, in_place = options.stencil, options.workers, options.in_place
-        in_channels, out_channels = workers.channels
-        check_shape(source, in_channels)
-        inputs, grid, rank = source.shape[LEADING:], workers.grid, site.machine.rank
+        channels = channels_out(workers, source)
+        inputs, grid = source.shape[LEADING:], workers.grid.shape
         least = least_outputs(stencil, inputs)
         extents = tuple(n + extra for n, extra in zip(least, output_padding, strict=True))
         if min(extents) < 1:
             raise ShapeError(f"global input {inputs} is too small: the output would be {extents}")
         rows: Split | None = None
-        batch: Split = Balanced(source.shape[0], grid.shape[0])
-        space: Sequence[Split] = [Balanced(n, p) for n, p in zip(inputs, grid.shape[3:], strict=True)]
+        batch: Split = Balanced(source.shape[0], grid[0])
+        space: Sequence[Split] = [Balanced(n, p) for n, p in zip(inputs, grid[3:], strict=True)]
         if in_place:
             batch, rows, *space = source.splits
-        output = Decomposition.balanced(target, (source.shape[0], out_channels, *extents))
+        output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
         if in_place and target == source.partition:
             output = output.with_splits({0: batch})
-        own = workers.by_rows(batch, space, rows)
         computed = workers.by_columns(batch, stencil.with_halo(space, extents), rows)
-        super().__init__(site, source.partition.active, grid.active, output)
-        self.gather = None if in_place else movement_or_none(site, source, own, dtype, "input")
-        self.scatter = movement_or_none(site, computed, output, dtype, "output")
-        self._shape, self._block = computed.box(rank).shape, workers.blocks(rows).box(rank)
-        self._channels = output.box(rank).bounds[1]
-        self._workers, self._steps = workers, ConvolutionSteps.of(stencil, workers.groups, transposed=True)
+        super().__init__(site, options, source, dtype, (computed, output), rows)
+        if not in_place:
+            self.gather = movement_or_none(site, source, workers.by_rows(batch, space), dtype, "input")
+        self._channels = output.box(site.machine.rank).bounds[1]
 
-    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """Partial outputs of the data of this rank."""
-        weight, bias, shape = weights["weight"], weights.get("bias"), self._block.shape
-        if 0 in (*self._shape, *shape):
-            return tied(weight.new_zeros(self._shape), (x, weight, bias))
-        (start, stop), (low, high) = self._block.bounds[:2]
-        width, runs = self._workers.weight[1], self._workers.runs(self._block)
-        block = weight if weight.shape == shape else weight[start:stop, low:high]
-        y = convolution_in_runs(x, block, None, self._steps, runs)
+        y, width, (low, high) = self.in_runs(x, block, None), self._workers.weight[1], self._block.bounds[1]
         if self._workers.groups > 1 and high - low < width:
             # Each group's channels, those of other columns too, which are zero here.
             sides = (0, 0) * (y.dim() - LEADING) + (low, width - high)
             y = F.pad(y.unflatten(1, (-1, high - low)), sides).flatten(1, 2)
-        return y if bias is None else y + bias.flatten()[:0].sum()
+        return tied(y, (bias,))
 
-    def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def finish(self, y: Tensor, **weights: Tensor) -> Tensor:
         """Add the bias, once."""
         if "bias" not in weights:
             return y

@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.ops.core.tensors import sum_dtype
-from distdl_rma.ops.core.uncompiled import uncompiled
 
 # Types that oneDNN computes in.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,9 +59,7 @@ class ConvolutionSteps(NamedTuple):
         return stride, padding, dilation, transposed, (0,) * len(stride), groups
 
 
-def convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: ConvolutionSteps
-) -> torch.Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionSteps) -> Tensor:
     """Local convolution by torch, also under autograd.
 
     Torch's oneDNN kernels are at fault where windows stick out of a block on either side: they write beyond
@@ -70,46 +69,21 @@ def convolution(
     """
     if _safe(x, weight, steps):
         return torch.convolution(x, weight, bias, *steps.arguments)
-    y: torch.Tensor = _Plain.apply(x, weight, bias, steps)  # type: ignore[no-untyped-call]
+    y: Tensor = _Plain.apply(x, weight, bias, steps)  # type: ignore[no-untyped-call]
     return y
 
 
-def convolution_in_runs(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    steps: ConvolutionSteps,
-    runs: Sequence[tuple[slice, slice, int]],
-) -> torch.Tensor:
-    """Local convolutions of channels by rows of the weight, of so many groups each, one behind the other."""
-    found = [
-        convolution(
-            x[:, channels], weight[rows], bias if bias is None else bias[rows], steps._replace(groups=n)
-        )
-        for channels, rows, n in runs
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
-
-
 def convolution_adjoint(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    steps: ConvolutionSteps,
-    needs: tuple[bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionSteps, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the input and of the weight of :func:`convolution`, those that are needed."""
     inner, taps, _ = _adjoint(gradient, x, weight, steps, (*needs, False))
     return inner, taps
 
 
 def _adjoint(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    steps: ConvolutionSteps,
-    needs: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, ...]:
+    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionSteps, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
     channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
     behind = channels if needs[2] else None, *steps.arguments, needs
     if _safe(x, weight, steps):
@@ -122,9 +96,7 @@ def _adjoint(
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: ConvolutionSteps
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionSteps) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.steps = steps
         wide = sum_dtype(x.dtype)
@@ -134,7 +106,7 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     @uncompiled
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return *_adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
 
@@ -151,7 +123,7 @@ def _without_onednn() -> Iterator[None]:
         switch.enabled = before
 
 
-def _safe(x: torch.Tensor, weight: torch.Tensor, steps: ConvolutionSteps) -> bool:
+def _safe(x: Tensor, weight: Tensor, steps: ConvolutionSteps) -> bool:
     if x.dtype not in _AT_FAULT or not x.numel():
         return True
     return _wide_enough(steps, x.shape[2:], weight.shape[2:], x.dtype.itemsize < torch.float32.itemsize)

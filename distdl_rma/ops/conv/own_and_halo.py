@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.exchange import Piece
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution, convolution_adjoint
 
 Slices = tuple[slice, ...]
@@ -75,15 +76,20 @@ class Patch:
         return (batch, _ALL, *space)
 
     @cached_property
+    def inside(self) -> Box:
+        """Data of the region."""
+        return self.data & self.region
+
+    @cached_property
     def crop(self) -> Slices:
-        """Slices of the data of the region in the tensor that is held."""
-        return (self.data & self.region).slices(self.held)
+        """Slices of it in the tensor that is held."""
+        return self.inside.slices(self.held)
 
     @cached_property
     def margins(self) -> tuple[tuple[int, int], ...]:
         """Per dimension the zeros before and behind the data in the region."""
-        inside = (self.data & self.region).bounds
-        return tuple((i[0] - r[0], r[1] - i[1]) for i, r in zip(inside, self.region.bounds, strict=True))
+        bounds = zip(self.inside.bounds, self.region.bounds, strict=True)
+        return tuple((i[0] - r[0], r[1] - i[1]) for i, r in bounds)
 
     @cached_property
     def sticks_out(self) -> bool:
@@ -93,9 +99,9 @@ class Patch:
     @cached_property
     def native_padding(self) -> tuple[int, ...] | None:
         """Symmetric padding that gives exactly these outputs, or None if only explicit zeros do."""
-        inside, padding = self.data & self.region, []
+        padding = []
         for window, (low, high), n, (before, _), outputs in zip(
-            self.stencil.windows, self.taps, inside.shape, self.margins, self.outputs.shape, strict=True
+            self.stencil.windows, self.taps, self.inside.shape, self.margins, self.outputs.shape, strict=True
         ):
             span = window.dilation * (high - low - 1) + 1
             if (n + 2 * before - span) // window.stride + 1 != outputs:
@@ -113,7 +119,7 @@ class Patch:
         padding = None if self._whole else self.native_padding
         return steps if padding is None else steps._replace(padding=padding)
 
-    def _operand(self, block: torch.Tensor) -> torch.Tensor:
+    def _operand(self, block: Tensor) -> Tensor:
         # What torch convolves with the padding of the steps, exact for the outputs of the patch.
         if self._whole:
             return block
@@ -122,15 +128,13 @@ class Patch:
             return inside
         return F.pad(inside, [n for pair in reversed(self.margins[LEADING:]) for n in pair])
 
-    def convolve(
-        self, block: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Outputs of the patch, from the tensor that is held."""
         return convolution(self._operand(block), weight[self.weight], bias, self._steps)
 
     def convolve_adjoint(
-        self, gradient: torch.Tensor, block: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, gradient: Tensor, block: Tensor, weight: Tensor, needs: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of the tensor that is held, in its shape, and of the patch's part of the weight."""
         inner, taps = convolution_adjoint(
             gradient, self._operand(block), weight[self.weight], self._steps, needs
@@ -138,7 +142,7 @@ class Patch:
         if inner is None or self._whole:
             return inner, taps
         if self.native_padding is None:
-            inner = inner[(self.data & self.region).slices(self.region)]
+            inner = inner[self.inside.slices(self.region)]
         if inner.shape == block.shape:
             return inner, taps
         outer = torch.zeros_like(block)
@@ -187,7 +191,7 @@ class OwnAndHalo:
 
     def landing(self, piece: Piece) -> list[tuple[int, Slices, Slices]]:
         """Where a received piece goes: strip number, slices in its region, slices in the piece."""
-        common = [piece.box & strip.data & strip.region for strip in self.strips]
+        common = [piece.box & strip.inside for strip in self.strips]
         return [
             (number, box.slices(strip.region), box.slices(piece.box))
             for number, (strip, box) in enumerate(zip(self.strips, common, strict=True))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.intervals import Balanced, Grouped, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Grouped, Split
-from distdl_rma.geometry.stencil import Stencil
 
 # Grid dimensions of the ranks that compute; the spatial ones follow.
 BATCH, OUT, IN = 0, 1, 2
@@ -50,8 +50,7 @@ class WorkerGrid:
 
     def by_rows(self, batch: Split, space: Sequence[Split], row_split: Split | None = None) -> Decomposition:
         """Blocks of the tensor whose channels are the rows of the weight, copied along the columns."""
-        channels = self.blocks(row_split).splits[0]
-        return self._tensor(batch, channels, self.rows, space)
+        return self._tensor(batch, self.blocks(row_split).splits[0], self.rows, space)
 
     def by_columns(
         self, batch: Split, space: Sequence[Split], row_split: Split | None = None
@@ -111,19 +110,18 @@ def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: P
     return (padding_mode == "zeros" or not padded) and (workers.groups == 1 or max(channels) == 1)
 
 
-def check_shape(source: Decomposition, channels: int) -> None:
-    """Refuse an input of other channels than a convolution takes, or empty in space, with ``ShapeError``."""
+def channels_out(workers: WorkerGrid, source: Decomposition) -> int:
+    """Channels of the output; ``ShapeError`` of an input of others than are taken, or empty in space."""
+    channels, found = workers.channels
     if source.shape[1] != channels:
         raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {channels}")
     if 0 in source.shape[LEADING:]:
         raise ShapeError(f"the global input {source.shape} has no elements in space")
+    return found
 
 
 def group_runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Cut an interval of channels into runs of whole groups, and parts of groups at its ends.
-
-    Yields start and stop of each run, and how many groups of ``size`` channels it belongs to.
-    """
+    """Start, stop and number of groups of ``size`` channels of each run of whole groups, or part of one."""
     while start < stop:
         whole_groups = (stop - start) // size if start % size == 0 else 0
         end = start + whole_groups * size if whole_groups else min(stop, start // size * size + size)

@@ -1,4 +1,4 @@
-"""What the autograd operations of the layers share."""
+"""What operations need of autograd: guards of forward and backward, graphs of ranks that only take part."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch._compile import _disable_dynamo
 
-from distdl_rma.errors import (
-    DistdlError,
-    ExchangeTimeout,
-    PeerFailedError,
-    SegmentError,
-    UnsupportedError,
-)
+from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.uncompiled import uncompiled
 
 # Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
@@ -25,6 +19,10 @@ _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
 _ENOUGH: tuple[type[BaseException], ...] = tuple(
     kind for name, kind in vars(torch.utils.checkpoint).items() if name == "_StopRecomputationError"
 )
+_REASON = "distributed layers exchange data with other ranks, which is no part of a graph"
+# What looks at the functions that are called: part of torch itself, unlike the compiler.
+_frames: Any = torch._C._dynamo.eval_frame
+_compiles: Callable[[], object] = _frames.get_eval_frame_callback
 
 
 class _Layer(Protocol):
@@ -35,6 +33,93 @@ class _Layer(Protocol):
 L = TypeVar("L", bound=_Layer)
 Q = ParamSpec("Q")
 R = TypeVar("R")
+
+
+def uncompiled(function: Callable[Q, R]) -> Callable[Q, R]:
+    """Function at which ``torch.compile`` breaks its graph, and inside of which it compiles nothing.
+
+    As ``torch.compiler.disable``, which imports the compiler, and that takes as long as torch itself: this
+    leaves it to those who compile.
+    """
+
+    @wraps(function)
+    def entry(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        if _compiles() is None:
+            return function(*args, **kwargs)
+        return _apart(function, *args, **kwargs)
+
+    return _breaks_graph(entry)
+
+
+@_disable_dynamo
+def _apart(function: Callable[Q, R], *args: Q.args, **kwargs: Q.kwargs) -> R:
+    return function(*args, **kwargs)
+
+
+def _breaks_graph(function: Callable[Q, R]) -> Callable[Q, R]:
+    marked: Any = function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
+    # Where a graph is broken, the function called there would be the next to be compiled.
+    if hasattr(_frames, "skip_code"):
+        _frames.skip_code(marked.__code__)
+    else:
+        action = _frames._FrameAction
+        skip = _frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        _frames.set_code_exec_strategy(marked.__code__, skip)
+    return function
+
+
+def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Backward that refuses to be differentiated itself, instead of taking its result for a constant."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        # Grad mode is on in a backward only under create_graph.
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "distributed layers have no second derivatives: create_graph=True is refused"
+            )
+        try:
+            return backward(ctx, *gradients) if _compiles() is None else _apart(backward, ctx, *gradients)
+        except Exception as error:
+            # Those operations that wait for peers, or are waited for, know their machine.
+            _report(getattr(ctx, "machine", None), error)
+            raise
+
+    return _breaks_graph(checked)
+
+
+def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
+    """Forward of a layer whose failure on one rank becomes known to those that wait for it.
+
+    What all ranks of the layer refuse alike leaves the machine usable; anything else, on one rank alone,
+    would leave its peers waiting for data that never comes.
+    """
+
+    @wraps(forward)
+    def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        try:
+            if _compiles() is None:
+                return forward(layer, *args, **kwargs)
+            return _apart(forward, layer, *args, **kwargs)
+        except _ENOUGH:
+            raise
+        except Exception as error:
+            _report(layer.machine, error)
+            raise
+
+    return _breaks_graph(watched)
+
+
+@uncompiled
+def _report(machine: Machine | None, error: Exception) -> None:
+    # What not all ranks refuse alike is a failure of this one, which others must not wait for.
+    if machine is None:
+        return
+    machine.labels.make_readable(error)
+    refused = isinstance(error, DistdlError) and not isinstance(error, _FAILURES)
+    if not refused and not machine.closed:
+        machine.fail(error)
 
 
 class GradientNeeds(NamedTuple):
@@ -91,53 +176,28 @@ class _Anchored(torch.autograd.Function):
         return None, None
 
 
-def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Backward that refuses to be differentiated itself, instead of taking its result for a constant."""
+def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
+    """Output of an idle rank: a clone of its input without the elements, in the graph of all that is given.
 
-    @uncompiled
-    @wraps(backward)
-    def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        # Grad mode is on in a backward only under create_graph.
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "distributed layers have no second derivatives: create_graph=True is refused"
-            )
-        try:
-            return backward(ctx, *gradients)
-        except Exception as error:
-            # Those operations that wait for peers, or are waited for, know their machine.
-            _report(getattr(ctx, "machine", None), error)
-            raise
-
-    return checked
-
-
-def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
-    """Forward of a layer whose failure on one rank becomes known to those that wait for it.
-
-    What all ranks of the layer refuse alike leaves the machine usable; anything else, on one rank alone,
-    would leave its peers waiting for data that never comes.
+    An input without elements keeps its shape, any other becomes one of shape (b, 0).
     """
-
-    @uncompiled
-    @wraps(forward)
-    def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        try:
-            return forward(layer, *args, **kwargs)
-        except _ENOUGH:
-            raise
-        except Exception as error:
-            _report(layer.machine, error)
-            raise
-
-    return watched
+    y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
+    return tied(y, others)
 
 
-def _report(machine: Machine | None, error: Exception) -> None:
-    # What not all ranks refuse alike is a failure of this one, which others must not wait for.
-    if machine is None:
-        return
-    machine.make_readable(error)
-    refused = isinstance(error, DistdlError) and not isinstance(error, _FAILURES)
-    if not refused and not machine.closed:
-        machine.fail(error)
+def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """``y`` in the graph of other tensors too, such as weights, whose gradients are then zero."""
+    for other in others:
+        if other is not None:
+            y = y + other.flatten()[:0].sum()
+    return y
+
+
+def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:
+    """Result of a rank: ``y``, or outside of the output partition a tensor without elements.
+
+    The backward of an empty result reaches what ``y`` came from: other ranks wait for it there.
+    """
+    if active:
+        return y
+    return (y.flatten()[:0] if y.numel() else y).reshape((0,) if batch is None else (batch, 0))

@@ -16,8 +16,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchor, first_derivative
-from distdl_rma.ops.core.result_pool import result
-from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype, sum_dtype
+from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype, result, sum_dtype
 from distdl_rma.segments.channel import Channel
 
 
@@ -54,17 +53,16 @@ class Request:
         return gradient if gradient.numel() else gradient.new_empty(self.shape, dtype=self.dtype)
 
 
-_Slices = tuple[slice, ...]
-
-
 class OneWay:
     """A channel and where in the tensors its pieces lie, worked out once."""
 
     def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
         exchange = channel.exchange
         own, need = exchange.own, exchange.need
-        self.channel, self.dtype, self.backward = channel, dtype, backward
-        self._trace, self._own, self._need = machine.trace, own, need
+        self.channel, self.dtype, self.backward, self._trace = channel, dtype, backward, machine.trace
+        # None where this rank owns something.
+        self._nothing = torch.empty(own.shape, dtype=dtype) if own.empty else None
+        self._shape = need.shape
         # Short types are summed in a longer one, with one rounding at the end.
         self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
         self._disjoint, self._complete = exchange.disjoint, exchange.complete
@@ -77,7 +75,7 @@ class OneWay:
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start on a local shard; return it as it moves, and the epoch."""
         # What has no elements may come in any shape and type.
-        x = torch.empty(self._own.shape, dtype=self.dtype) if self._own.empty else x.detach().to(self.dtype)
+        x = x.detach().to(self.dtype) if self._nothing is None else self._nothing
         with self._trace.span("start", self.channel.name, self.backward):
             return x, self.channel.start(self.channel.cut(as_words(x)))
 
@@ -100,8 +98,9 @@ class OneWay:
             yield self.arrive(*under_way.popleft())
 
     def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
-        y = result(self._need.shape, self._wide)
-        parts = chain(islice(theirs := self._received(epoch), self._before), self._local(x), theirs)
+        y = result(self._shape, self._wide)
+        local = ((target, x[source]) for target, source in self._mine)
+        parts = chain(islice(theirs := self._received(epoch), self._before), local, theirs)
         fresh = True
         for where, part in parts:
             if fresh and where is not None and not self._complete:
@@ -117,11 +116,7 @@ class OneWay:
             y.zero_()
         return y if self._wide == self.dtype else y.to(self.dtype)
 
-    def _local(self, x: torch.Tensor) -> Iterator[tuple[_Slices | None, torch.Tensor]]:
-        for target, source in self._mine:
-            yield target, x[source]
-
-    def _received(self, epoch: int) -> Iterator[tuple[_Slices | None, torch.Tensor]]:
+    def _received(self, epoch: int) -> Iterator[tuple[tuple[slice, ...] | None, torch.Tensor]]:
         for where, (_, words) in zip(self._theirs, self.channel.receive(epoch), strict=True):
             yield where, as_tensor(words, self.dtype)
 
@@ -133,13 +128,8 @@ class Movement:
     compute, wait`` becomes a backward ``wait^T, compute^T, start^T`` with the same overlap.
 
     Construction is local, and allocates slots for one direction. Those of the adjoint are allocated by the
-    first backward, or by ``connect``: what only moves forward never has any.
-
-    Parameters
-    ----------
-    machine, exchange, dtype, name
-        The machine, this rank's part of the exchange in all tensor dimensions, the type of the elements,
-        what messages call the movement.
+    first backward, or by ``connect``: what only moves forward never has any. The exchange is this rank's
+    part, in all tensor dimensions; the name is for messages.
     """
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:

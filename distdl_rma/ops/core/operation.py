@@ -8,8 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.idle_ranks import idle
+from distdl_rma.ops.core.autograd import GradientNeeds, idle
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.tensors import no_autocast
 
@@ -18,13 +17,9 @@ class Operation:
     """An operator for inputs of known decompositions: what moves, what is computed, and what comes out.
 
     Made on all its ranks alike, errors included; local to make. It owns the segment memory of its
-    movements, so two places of a program have operations of their own.
-
-    Attributes
-    ----------
-    output
-        Who has what of the result; follows from the inputs, on every rank alike. None where what the ranks
-        have are no blocks of one tensor.
+    movements, so two places of a program have operations of their own. ``output`` says who has what of the
+    result; it follows from the inputs, on every rank alike, and is None only where the inputs are
+    subtensors that are no blocks of one tensor.
     """
 
     output: Decomposition | None

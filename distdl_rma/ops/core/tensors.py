@@ -1,13 +1,18 @@
-"""The one adaptor between torch tensors and the numpy arrays of the segments."""
+"""The one adaptor between torch tensors and the numpy arrays of the segments; memory of large results."""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 
 from distdl_rma.errors import UnsupportedError
 
@@ -53,20 +58,21 @@ _SUM_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
 }
+# Smaller results come from torch, whose allocator has touched such memory before.
+SMALLEST_NBYTES = 1 << 18
+# What is kept for later at most, in bytes of this process.
+IDLE_NBYTES = 1 << 28
 
 
 def numpy_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
-    """Numpy type of the words that carry a torch type between ranks.
-
-    ``UnsupportedError`` if the type has no elements of its own on a CPU; names ``what`` it was for.
-    """
+    """Numpy type of the words that carry a torch type between ranks; ``what`` it was for, for errors."""
     if dtype not in DTYPES:
         raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
     words: np.dtype[Any] = np.dtype(_WORDS[dtype.itemsize][1])
     return words
 
 
-def reduction_dtype(dtype: torch.dtype) -> npt.DTypeLike | str:
+def reduction_dtype(dtype: torch.dtype) -> str:
     """Name by which the reductions of the segments know a torch type."""
     return str(dtype).removeprefix("torch.")
 
@@ -89,27 +95,25 @@ def trouble_with(x: object, what: str = "input") -> str:
     return f"{what} has {x.dim()} dimensions, wanted at most {MAX_DIMS}" if x.dim() > MAX_DIMS else ""
 
 
-def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Numpy view of a CPU tensor; no copy, no autograd. bfloat16 becomes uint16 words."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    array: npt.NDArray[Any] = tensor.detach().numpy()
-    return array
+    return tensor.detach().numpy()
 
 
-def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
+def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Tensor view of an array, for instance of a segment buffer, as a type of the same size; no copy."""
     tensor = torch.from_numpy(array)
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 
 
-def as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     """Bits of a CPU tensor as numpy words, in its shape; no copy, but of lazy conjugates or negatives."""
     # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
     plain = tensor.detach().resolve_conj().resolve_neg()
     word = _WORDS[plain.dtype.itemsize][0]
-    array: npt.NDArray[Any] = (plain if plain.dtype == word else plain.view(word)).numpy()
-    return array
+    return (plain if plain.dtype == word else plain.view(word)).numpy()
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -132,12 +136,84 @@ def zero_volume_tensor(
 ) -> torch.Tensor:
     """Tensor without elements, which ranks without work pass and receive.
 
-    Parameters
-    ----------
-    b
-        Batch size; the shape is (0,) if None, else (b, 0).
-    dtype, requires_grad
-        As in torch.
+    Its shape is (b, 0) with the batch size ``b``, and (0,) if that is None; the rest as in torch.
     """
-    shape = (0,) if b is None else (b, 0)
-    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    return torch.empty((0,) if b is None else (b, 0), dtype=dtype, requires_grad=requires_grad)
+
+
+_Block = NDArray[np.uint8]
+
+
+class ResultPool:
+    """Blocks of memory, kept from when the last tensor in them dies until one of the same size is made.
+
+    A page that was never touched costs more than the copy into it. Of more than ``limit`` bytes what was idle
+    for longest goes.
+    """
+
+    def __init__(self, limit: int = IDLE_NBYTES) -> None:
+        self._limit = limit
+        self._idle: OrderedDict[int, list[_Block]] = OrderedDict()
+        self.idle_nbytes = 0
+        # Blocks that came back, and whose turn it is to put them where they belong.
+        self._returned: deque[_Block] = deque()
+        self._lock = threading.Lock()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Tensor of a shape and type, not initialised; it owns its memory like any other."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < SMALLEST_NBYTES:
+            return torch.empty(tuple(shape), dtype=dtype)
+        block = self._take(nbytes)
+        # torch keeps this view for as long as any tensor lies in it, and nobody else has it.
+        lent: Any = block[:]
+        weakref.finalize(lent, self._give_back, block).atexit = False
+        # No view of another tensor: autograd lets only such be changed in place.
+        storage, extents = torch.from_numpy(lent).untyped_storage(), torch.Size(shape)
+        strides = [prod(extents[d + 1 :]) for d in range(len(extents))]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, extents, strides)
+
+    def _take(self, nbytes: int) -> _Block:
+        with self._lock:
+            blocks = self._idle.get(nbytes)
+            block = blocks.pop() if blocks else None
+            self.idle_nbytes -= 0 if block is None else nbytes
+        self._sort()
+        return np.empty(nbytes, np.uint8) if block is None else block
+
+    def _give_back(self, block: _Block) -> None:
+        # Runs wherever a tensor dies: on any thread, and in the middle of another call of the pool.
+        self._returned.append(block)
+        self._sort()
+
+    def _sort(self) -> None:
+        # Who holds the lock looks again after giving it up, so that nobody has to wait for it.
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    self._keep(self._returned.popleft())
+            finally:
+                self._lock.release()
+
+    def _keep(self, block: _Block) -> None:
+        if block.nbytes > self._limit:
+            return
+        while self.idle_nbytes + block.nbytes > self._limit and self._idle:
+            _, old = self._idle.popitem(last=False)
+            self.idle_nbytes -= sum(b.nbytes for b in old)
+        self._idle.setdefault(block.nbytes, []).append(block)
+        self._idle.move_to_end(block.nbytes)
+        self.idle_nbytes += block.nbytes
+
+
+_results = ResultPool()
+
+
+def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a result that leaves the library, not initialised."""
+    return _results.empty(shape, dtype)
+
+
+def result_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a result of the shape, type and strides of a tensor, not initialised."""
+    return result(x.shape, x.dtype) if x.is_contiguous() else torch.empty_like(x)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced, Listed
 
 # Dimensions of the grid: data-parallel blocks, and the rows and columns of the weight.
 BLOCKS, ROWS, COLUMNS = range(3)
@@ -73,9 +73,8 @@ class LinearGrid:
         _, rows, columns = self.P_w.shape
         splits = list(self.weight.splits)
         splits[dim] = Balanced(splits[dim].extent, self.blocks)
-        return Decomposition(
-            self.P_w, tuple(splits), (dim, OUT if rows > 1 else None, IN if columns > 1 else None)
-        )
+        axes = dim, OUT if rows > 1 else None, IN if columns > 1 else None
+        return Decomposition(self.P_w, tuple(splits), axes)
 
     def zero_bias(self) -> Decomposition:
         """ZeRO: each row's block of the bias cut again over the data-parallel blocks."""
@@ -83,8 +82,7 @@ class LinearGrid:
         rows, blocks = range(used.partition.shape[ROWS]), range(self.blocks)
         lengths: list[int] = []
         for start, stop in map(used.splits[0].interval, rows):
-            shares = map(Balanced(stop - start, self.blocks).interval, blocks)
-            lengths += [end - begin for begin, end in shares]
+            lengths += Balanced(stop - start, self.blocks).lengths
         order = [block * len(rows) + row for row in rows for block in blocks]
         line = used.partition.create_partition_inclusive(order)
         return Decomposition(line, (Listed(tuple(lengths)),), (0,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -10,12 +11,13 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.autograd import GradientNeeds, uncompiled
 from distdl_rma.ops.core.movement import CallSite, movement_or_none
 from distdl_rma.ops.core.operation import GatherComputeScatter
-from distdl_rma.ops.linear.linear_function import Offer, linear_function
 from distdl_rma.ops.linear.linear_grid import LinearGrid
 from distdl_rma.ops.linear.zero_linear import ShardedMatrix, zero_linear
+
+Offer = Callable[[str], "torch.Tensor | None"]
 
 
 class SplitLinear(GatherComputeScatter):
@@ -71,3 +73,46 @@ class SplitLinear(GatherComputeScatter):
 
     def _bias_among(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         return weights.get("bias") if self._adds_bias else None
+
+
+def linear_function(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
+) -> torch.Tensor:
+    """``torch.nn.functional.linear`` of leaves whose gradients are computed in given places, without a copy.
+
+    Weight and bias are parameters themselves, not what was computed from them: gradients are written in their
+    type and shape. ``offer`` is asked once per backward and parameter, by ``"weight"`` or ``"bias"``: the
+    place to write the gradient to, or None to return it in memory of its own.
+    """
+    y: torch.Tensor = _Linear.apply(x, weight, bias, offer)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.offer = offer
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        (rows, columns), batch = weight.shape, x.shape[:-1].numel()
+        # What is to be differentiated again cannot be written to a place.
+        offer = _nothing if torch.is_grad_enabled() else ctx.offer
+        d_y = gradient.reshape(batch, rows)
+        d_weight = d_bias = None
+        if needs_weight:
+            d_weight = torch.mm(d_y.t(), x.reshape(batch, columns), out=offer("weight"))
+        if needs_bias:
+            d_bias = torch.sum(d_y, 0, out=offer("bias"))
+        return torch.matmul(gradient, weight) if needs_x else None, d_weight, d_bias, None
+
+
+def _nothing(_key: str) -> None:
+    return None

@@ -9,8 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
 from distdl_rma.ops.core.autograd import GradientNeeds, anchor, first_derivative
 from distdl_rma.ops.core.movement import CallSite, Movement, OneWay
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, ROWS, LinearGrid

@@ -2,83 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 
+from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite, Movement
-from distdl_rma.ops.loss.global_loss import GlobalLoss, LossArguments, Refuse, TorchLoss, wide
-from distdl_rma.ops.loss.loss_sums import LossSums
+from distdl_rma.ops.core.tensors import as_words
+from distdl_rma.ops.loss.global_loss import (
+    GlobalLoss,
+    LossOptions,
+    LossSums,
+    Totals,
+    Weights,
+    each_once,
+    wide_dtype,
+)
 
-# Takes a local shard and what is wrong with it to the first of the ranks that share the rest.
-Gather = Callable[[torch.Tensor, str], torch.Tensor]
 
-
-def class_dim(P_x: Partition) -> int:
+def class_dim(dims: int) -> int:
     """Dimension of the classes: 1, or 0 if it is the only one."""
-    return min(1, P_x.dim - 1)
+    return min(1, dims - 1)
 
 
-def gather_classes(site: CallSite, source: Decomposition, dim: int, dtype: torch.dtype) -> Movement:
-    """Movement to the ranks that come first in the dimension of classes, which get these whole."""
-    splits = [Balanced(n, 1) if d == dim else source.splits[d] for d, n in enumerate(source.shape)]
-    target = replace(source, partition=source.partition.slab({dim: 0}), splits=tuple(splits))
-    return Movement(site.machine, Exchange(site.machine.rank, source, target), dtype, site.name)
+def whole_classes(source: Decomposition, dim: int) -> Decomposition:
+    """Blocks with whole classes, on the ranks that come first in the dimension of classes."""
+    splits = (*source.splits[:dim], Balanced(source.shape[dim], 1), *source.splits[dim + 1 :])
+    return replace(source, partition=source.partition.slab({source.axes.index(dim): 0}), splits=splits)
+
+
+def index_blocks(source: Decomposition, dim: int) -> Decomposition:
+    """Blocks of class indices that belong to those of an input: alike on ranks that split the classes."""
+    axes = [
+        None if axis == dim else axis - (axis > dim) if axis is not None else None for axis in source.axes
+    ]
+    return replace(source, splits=source.splits[:dim] + source.splits[dim + 1 :], axes=tuple(axes))
 
 
 class ClassLoss(GlobalLoss):
     """A loss whose input has a dimension of classes, and whose target has it, or indices of classes.
 
-    Where classes are split, ``gathers`` move input and target to the ranks that come first in that dimension:
-    these take the loss, the others send and wait.
+    Where a known ``source`` splits the classes, input and probabilities are moved to the ranks that come
+    first in that dimension: these take the loss, the others send and wait. Then ``dtypes`` are those of
+    input and target, and the ``sums`` tell a number of each rank: a code of its class indices.
     """
 
     def __init__(
         self,
-        P_x: Partition,
-        function: TorchLoss,
+        site: CallSite,
+        source: Decomposition | Partition,
+        options: LossOptions,
         sums: LossSums,
-        refuse: Refuse,
-        gathers: tuple[Gather, Gather] | None = None,
+        dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
-        super().__init__(P_x, function, sums, refuse)
-        self.dim, self.gathers = class_dim(P_x), gathers
-        self._takes_loss = P_x.active and P_x.slab({self.dim: 0}).active
+        super().__init__(site, source, options, sums)
+        self.dim = class_dim(self.dims)
+        self._gathers: tuple[Movement, ...] = ()
+        if self.source is None or dtypes is None:
+            return
+        (machine, name), floating = site, dtypes[1].is_floating_point
+        if not floating:
+            self.target = index_blocks(self.source, self.dim)
+        if self.source.splits[self.dim].parts == 1:
+            return
+        if options.reduction == "none":
+            raise UnsupportedError(f"reduction='none' with classes split by P_x {self.P_x.shape}")
+        blocks = each_once(self.source)
+        exchange = Exchange(machine.rank, blocks, whole_classes(blocks, self.dim))
+        self._sends, self._counts = self._counts, machine.rank in exchange.target.partition
+        self._gathers = tuple(
+            Movement(machine, exchange, wide_dtype(dtype), f"{name} ({what})")
+            for what, dtype in zip(("input", "target"), dtypes[: 1 + floating], strict=False)
+        )
 
-    def _local_sum(
-        self, input: torch.Tensor, target: torch.Tensor, given: LossArguments, problem: str
-    ) -> tuple[torch.Tensor, float, str]:
-        if self.gathers is None:
-            return super()._local_sum(input, target, given, problem)
-        # The others are on their way to gather: what is wrong is told there.
-        gather_input, gather_target = self.gathers
-        scores = gather_input(input if problem else wide(input), problem)
-        truth = gather_target(wide(target), "")
-        if self._takes_loss:
-            return super()._local_sum(scores, truth, given, "")
-        # Nothing to add, and still part of the way back.
-        return scores.sum() + (truth.sum() if truth.is_floating_point() else 0.0), 0.0, ""
+    def movements(self) -> tuple[Movement, ...]:
+        """What gathers the input, and probabilities."""
+        return self._gathers
 
-    def _terms(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
+    def _gathered(
+        self, needs: GradientNeeds, input: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._gathers[0](self._sent(input), needs.input) if self._gathers else input
+        truth = self._gathers[1](self._sent(target), needs.others[0]) if len(self._gathers) > 1 else target
         # The backward of torch's kernel takes scores in one order of memory only.
-        return super()._terms(input.contiguous(), target, given)
+        return scores.contiguous(), truth
 
-    def _count(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> float:
+    def _sent(self, x: torch.Tensor) -> torch.Tensor:
+        # Of copies nothing goes in.
+        return x if self._sends else x.flatten()[:0]
+
+    def _count(self, input: torch.Tensor, target: torch.Tensor, weights: Weights) -> float:
         if target.is_floating_point():
             return float(input.numel() // max(1, input.shape[self.dim]))
-        counted, weight = target[target != given.options["ignore_index"]], given.weights["weight"]
+        counted, weight = target[target != self.options.arguments["ignore_index"]], weights["weight"]
         if weight is None:
             return float(counted.numel())
         return float(weight[counted.long()].sum(dtype=torch.float64))
 
     def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
         alike = super()._alike(input, target)
-        return alike if self.gathers is not None else f"{alike} for {input.shape[self.dim]} classes"
+        return alike if self._gathers else f"{alike} for {input.shape[self.dim]} classes"
+
+    def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
+        # Tells class indices apart; nothing of probabilities, which are not meant to be alike.
+        return 0 if target.is_floating_point() or not self._gathers else crc32(as_words(target).tobytes())
+
+    def _divisor(self, totals: Totals) -> float:
+        if len(self._gathers) == 1 and self.target is not None:
+            codes = dict(zip(self.P_x.ranks, totals.numbers, strict=True))
+            for rank, code in codes.items():
+                first = self.target.holders(rank)[0]
+                if code != codes[first]:
+                    raise ShapeError(
+                        f"{self.sums.name!r}: ranks {first} and {rank} have different classes of the same"
+                        " elements, and must have the same class indices, but they differ"
+                    )
+        return super()._divisor(totals)
 
     def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
         expected = input.shape[: self.dim] + input.shape[self.dim + 1 :]

@@ -1,86 +1,149 @@
-"""Losses of split tensors: local sums by torch, one allreduce, the local gradient."""
+"""Losses of split tensors: local sums by torch, one allreduce of them, the local gradient."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.ops.core.autograd import GradientNeeds, tied, uncompiled
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
-from distdl_rma.ops.core.uncompiled import uncompiled
-from distdl_rma.ops.loss.loss_sums import LossSums
+from distdl_rma.segments.collectives.allreduce import Allreduce
 
 # Sums of 16-bit floats are taken in float32.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-TorchLoss = Callable[..., torch.Tensor]
+# Sum of the terms, what they count in a mean, ranks that complain, sum and sum of squares of the codes.
+_TOTALS = 5
+# Bits of a code: squares of codes add up exactly in float64 on thousands of ranks.
+_CODES = (1 << 20) - 1
+
+Weights = Mapping[str, torch.Tensor | None]
 # From what is wrong on this rank, and what it passes that has to be alike, to the error that all ranks raise.
 Refuse = Callable[[str, str], Exception]
 
 
-class LossArguments(NamedTuple):
-    """What torch's function is called with besides its two tensors."""
+class LossOptions(NamedTuple):
+    """A loss of torch: its function, what becomes of the terms, and what else it takes that is no tensor."""
 
+    function: Callable[..., torch.Tensor]
     reduction: str
-    options: Mapping[str, Any]
-    weights: Mapping[str, torch.Tensor | None]
+    arguments: Mapping[str, Any]
 
 
-class GlobalLoss:
-    """A loss of torch over all elements of tensors that are split over ranks, evenly or not.
+class Totals(NamedTuple):
+    """Sums over all ranks: of their terms, and of what these count; and a number of each, if asked for."""
 
-    Each rank has torch sum over its shard. One allreduce adds up these sums, what a mean divides by, and
-    whether some rank cannot form them. The sum is linear in the ranks' sums, so nothing travels in the
-    backward. This one has a term per element, of two tensors of one shape; shards need not form a grid.
+    terms: float
+    counted: float
+    numbers: list[float]
 
-    Local to make; a call is collective over P_x, and blocking. Once all ranks know that something does not
-    fit, they call ``refuse``.
+
+class LossSums:
+    """One allreduce in float64 over the ranks of a partition, for a loss ``built_with`` some arguments.
+
+    That ranks pass the same is told by a code of it: P ranks have the same one just if P times the sum of
+    their squares is the square of their sum. With ``numbers`` each rank tells one of its own as well. Local
+    to make; in the first call ranks that differ in the arguments raise ``MismatchError``.
     """
 
-    def __init__(self, P_x: Partition, function: TorchLoss, sums: LossSums, refuse: Refuse) -> None:
-        self.P_x, self.function, self.sums, self.refuse = P_x, function, sums, refuse
+    def __init__(
+        self, site: CallSite, P_x: Partition, built_with: str, refuse: Refuse, numbers: bool = False
+    ) -> None:
+        self.P_x, self.name, self._refuse, self._numbers = P_x, site.name, refuse, numbers
+        title, count = f"{site.name}, {fingerprint(built_with):014x}", _TOTALS + (P_x.size if numbers else 0)
+        self._sums = Allreduce(site.machine.segments, P_x.ranks, count, np.float64, name=title)
+        weakref.finalize(self, self._sums.close)
 
-    def __call__(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
+    def of_all(self, terms: float, count: float, number: int, problem: str, alike: str) -> Totals:
+        """Totals of all ranks; blocking. All raise if one has a problem, or what must be alike is not."""
+        code = fingerprint(alike) & _CODES
+        row = self._sums.active
+        row[:] = 0
+        row[:_TOTALS] = (terms, count, bool(problem), code, code**2)
+        if self._numbers:
+            row[_TOTALS + (self.P_x.rank or 0)] = number
+        self._sums.start()
+        total, counted, problems, codes, squares, *numbers = self._sums.wait().tolist()
+        if problems or int(squares) * self.P_x.size != int(codes) ** 2:
+            raise self._refuse(problem, alike)
+        return Totals(total, counted, numbers)
+
+
+class GlobalLoss(Operation):
+    """A loss of torch over all elements of two tensors that are split over ranks, evenly or not.
+
+    Each rank has torch sum over its shards. One allreduce adds up these sums, what a mean divides by, and
+    whether some rank cannot form them. The sum is linear in the ranks' sums, so nothing travels in the
+    backward. This one has a term per element, of two tensors of one shape.
+
+    ``source`` is the decomposition of the input, of which elements on several ranks count once; or the
+    partition alone where nobody knows more of the shards, which need not form a grid then. ``target`` is that
+    of the target. Weights are those of the global tensors. The value is on all ranks of the input.
+    """
+
+    def __init__(
+        self, site: CallSite, source: Decomposition | Partition, options: LossOptions, sums: LossSums
+    ) -> None:
+        known = source if isinstance(source, Decomposition) else None
+        self.P_x = source if isinstance(source, Partition) else source.partition
+        self.source, self.target, self.options, self.sums = known, known, options, sums
+        self.dims = self.P_x.dim if known is None else len(known.splits)
+        self.output = known if options.reduction == "none" else Decomposition.replicated(self.P_x, ())
+        rank = site.machine.rank
+        self._counts = known is None or rank in each_once(known).partition
+        self._bounds = None if known is None else known.box(rank).bounds
+
+    def __call__(
+        self, needs: GradientNeeds, input: torch.Tensor, target: torch.Tensor, **weights: torch.Tensor | None
+    ) -> torch.Tensor:
         """Global loss of local shards, the same on all ranks; for ``"none"`` of each local element."""
-        problem = self._trouble(input, target, given)
-        local, count, problem = self._local_sum(input, target, given, problem)
+        problem, reduction = self.trouble(input, target, weights), self.options.reduction
+        local, count = torch.zeros(()), 0.0
+        if not problem:
+            whole = self._gathered(needs, _wide(input), _wide(target))
+            try:
+                local, count = self._local_sum(*whole, weights)
+            except MISFITS as error:
+                problem = str(error) or repr(error)
         alike = "" if problem else self._alike(input, target)
-        value = 0.0 if problem or given.reduction == "none" else float(local.detach())
-        batch = 0 if problem or not input.dim() else input.shape[0]
-        totals = self.sums.of_all(value, count, batch, problem, alike)
-        if totals is None:
-            raise self.refuse(problem, alike)
-        if given.reduction == "none":
+        value = 0.0 if problem or reduction == "none" else float(local.detach())
+        totals = self.sums.of_all(value, count, 0 if problem else self._number(input, target), problem, alike)
+        if reduction == "none":
             return local.to(result_dtype(input))
-        value, scale, count = totals.terms, 1.0, totals.counted
-        if given.reduction == "batchmean":
-            count = self.sums.global_batch(totals.batches)
-        if given.reduction != "sum":
+        value, scale, count = totals.terms, 1.0, self._divisor(totals)
+        if reduction != "sum":
             value, scale = _divided(value, count)
         loss: torch.Tensor = _GlobalValue.apply(  # type: ignore[no-untyped-call]
             local, value, scale, result_dtype(input), self.sums.name
         )
         return loss
 
-    def _trouble(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> str:
+    def trouble(self, input: torch.Tensor, target: torch.Tensor, weights: Weights) -> str:
         """What is wrong with local tensors themselves, or with each other; empty if nothing is."""
         problem = trouble_with(input) or trouble_with(target, "target")
         if problem:
             return problem
-        if input.dim() != self.P_x.dim:
+        if input.dim() != self.dims:
             return (
                 f"input of shape {tuple(input.shape)} has {input.dim()} dimensions but P_x {self.P_x.shape}"
-                f" has {self.P_x.dim}"
+                f" has {self.dims}"
             )
         if not (input.is_floating_point() or input.is_complex()):
             return f"input is {input.dtype} but a loss needs floating point"
-        for key, weight in given.weights.items():
+        for key, weight in weights.items():
             if weight is not None and autocast_dtype(weight) != autocast_dtype(input):
                 return f"{key} is {weight.dtype} but input {input.dtype}"
         return self._misfit(input, target)
@@ -94,28 +157,27 @@ class GlobalLoss:
             f" {target.dtype}"
         )
 
+    def _gathered(
+        self, needs: GradientNeeds, input: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank takes the loss of."""
+        return input, target
+
     def _local_sum(
-        self, input: torch.Tensor, target: torch.Tensor, given: LossArguments, problem: str
-    ) -> tuple[torch.Tensor, float, str]:
-        """Local terms, what they count in a mean, and what is wrong with the tensors, if anything is."""
-        if not problem:
-            try:
-                return self._terms(input, target, given), self._count(input, target, given), ""
-            except MISFITS as error:
-                problem = str(error) or repr(error)
-        return torch.zeros(()), 0.0, problem
-
-    def _terms(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> torch.Tensor:
-        """Sum of the local terms by torch, or each of them for ``"none"``."""
-        reduction = "none" if given.reduction == "none" else "sum"
-        weights = {
-            key: None if weight is None else wide(self._part(key, weight, input))
-            for key, weight in given.weights.items()
-        }
+        self, input: torch.Tensor, target: torch.Tensor, weights: Weights
+    ) -> tuple[torch.Tensor, float]:
+        """Sum of the local terms, or each of them for ``"none"``; and what they count in a mean."""
+        function, reduction, arguments = self.options
+        if not self._counts and reduction != "none":
+            # Nothing to add, and still part of the way back.
+            return tied(torch.zeros(()), (input, target)).abs(), 0.0
+        parts = {key: None if w is None else _wide(self._part(key, w, input)) for key, w in weights.items()}
         with no_autocast():
-            return self.function(wide(input), wide(target), reduction=reduction, **given.options, **weights)
+            how = "none" if reduction == "none" else "sum"
+            terms = function(input, target, reduction=how, **arguments, **parts)
+        return terms, self._count(input, target, weights)
 
-    def _count(self, input: torch.Tensor, target: torch.Tensor, given: LossArguments) -> float:
+    def _count(self, input: torch.Tensor, target: torch.Tensor, weights: Weights) -> float:
         """What the local terms count in a mean."""
         return float(input.numel())
 
@@ -123,22 +185,53 @@ class GlobalLoss:
         """What has to be alike on all ranks."""
         return f"{autocast_dtype(input)} and {autocast_dtype(target)}"
 
+    def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
+        """What each rank tells all others, if they tell anything: the size of its batch."""
+        return input.shape[0] if input.dim() else 0
+
+    def _divisor(self, totals: Totals) -> float:
+        """What a mean divides by; raises on all ranks alike if what they told each other does not fit."""
+        if self.options.reduction != "batchmean":
+            return totals.counted
+        if not self.dims:
+            return 1.0
+        if self.source is not None:
+            return float(self.source.shape[0])
+        # The ranks' batch sizes, each batch block of P_x once.
+        batches, ranks, per_block = totals.numbers, self.P_x.ranks, self.P_x.size // self.P_x.shape[0]
+        for at, size in enumerate(batches):
+            first = at - at % per_block
+            if size != batches[first]:
+                raise ShapeError(
+                    f"{self.sums.name!r}: ranks {ranks[first]} and {ranks[at]} share a batch block of P_x"
+                    f" {self.P_x.shape} but have batch sizes {batches[first]:g} and {size:g}"
+                )
+        return sum(batches[::per_block])
+
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         """This rank's part of a weight that is given for the global input, right-aligned."""
         shape, index = tuple(weight.shape), self.P_x.index or ()
-        first = self.P_x.dim - len(shape)
-        for d, extent in enumerate(shape):
+        first = self.dims - len(shape)
+        for d, extent in enumerate(shape, first):
             if extent == 1:
                 continue
-            here = input.shape[first + d]
-            start, stop = Balanced(extent, self.P_x.shape[first + d]).interval(index[first + d])
-            if stop - start != here:
+            if self._bounds is None:
+                start, stop = Balanced(extent, self.P_x.shape[d]).interval(index[d])
+            else:
+                start, stop = self._bounds[d]
+            if stop - start != input.shape[d]:
                 raise ShapeError(
-                    f"{key} has global shape {shape}, of which {stop - start} belong here in dimension {d},"
-                    f" but input has shape {tuple(input.shape)}: shards must be balanced"
+                    f"{key} has global shape {shape}, of which {stop - start} belong here in dimension"
+                    f" {d - first}, but input has shape {tuple(input.shape)}: shards must be balanced"
                 )
-            weight = weight.narrow(d, start, here)
+            weight = weight.narrow(d - first, start, stop - start)
         return weight
+
+
+def each_once(source: Decomposition) -> Decomposition:
+    """A decomposition without its copies: those on the ranks that come first are left."""
+    copied = {d: 0 for d, axis in enumerate(source.axes) if axis is None}
+    return replace(source, partition=source.partition.slab(copied))
 
 
 class _GlobalValue(torch.autograd.Function):
@@ -168,18 +261,21 @@ def _divided(total: float, count: float) -> tuple[float, float]:
         return float(np.float64(total) / count), float(np.float64(1.0) / count)
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Tensor in the dtype that its sums are taken in."""
-    return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which sums of another one are taken."""
+    return _WIDE.get(dtype, dtype)
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Dtype in which torch would take the loss of a tensor: losses are in float32 under autocast."""
-    autocast = torch.is_autocast_enabled(tensor.device.type)
-    return _WIDE.get(tensor.dtype, tensor.dtype) if autocast else tensor.dtype
+    return wide_dtype(tensor.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
 
 
 def result_dtype(input: torch.Tensor) -> torch.dtype:
     """Dtype of the loss of a tensor."""
     dtype = autocast_dtype(input)
     return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(wide_dtype(tensor.dtype))

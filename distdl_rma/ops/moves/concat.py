@@ -8,8 +8,8 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Section
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Section
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.core.operation import Operation

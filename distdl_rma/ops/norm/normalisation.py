@@ -1,27 +1,31 @@
-"""The operator of all normalisations: batch, instance, group, layer and RMS norm are cases of it."""
+"""The operation of all normalisations, with where its parameters and running statistics are kept and used."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.core.autograd import GradientNeeds, anchor
-from distdl_rma.ops.core.idle_ranks import idle
-from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.autograd import GradientNeeds, anchor, idle
+from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.core.operation import Operation
-from distdl_rma.ops.core.tensors import no_autocast, sum_dtype
-from distdl_rma.ops.norm.kept_values import KeptValues
-from distdl_rma.ops.norm.normalise import Fill, Normalise, NormCall
-from distdl_rma.ops.norm.running_statistics import NAMES, RunningStatistics
+from distdl_rma.ops.core.tensors import as_array, as_tensor, no_autocast, sum_dtype
+from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, NormCall
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import Statistics
+from distdl_rma.segments.collectives.allreduce import Allreduce
 
+RUNNING = ("running_mean", "running_var")
+_BACK = "batch statistics"
 # Ranks that share statistics, per rank of the partition.
 Sharing = Mapping[int, tuple[int, ...]]
 
@@ -52,6 +56,139 @@ class NormOptions:
                 f"input of global shape {source.shape} has extents {found} in dimensions"
                 f" {self.axes.weighted}, the layer takes {extents}"
             )
+
+
+class KeptValues:
+    """Values that vary along some dimensions of the input, ``dims``; kept whole on every rank, or cut.
+
+    For ranks that have a part of the input; local to make. What travels has memory from its first use on.
+    ``as_kept`` says whether this rank uses what it keeps.
+    """
+
+    def __init__(
+        self, site: CallSite, source: Decomposition, dims: tuple[int, ...], store: Decomposition
+    ) -> None:
+        self._site, self._shape = site, store.shape
+        P_x, rank = source.partition, site.machine.rank
+        splits = tuple(source.splits[d] for d in dims)
+        whole = all(axis is None for axis in store.axes)
+        # This rank's part of values that are whole where the input is cut.
+        self._part: tuple[slice, ...] | None = None
+        # Where they are and where they are used, among ranks with the same part of the rest of the input.
+        self._ends: tuple[Decomposition, Decomposition] | None = None
+        if whole and any(split.parts > 1 for split in splits):
+            self._part = tuple(slice(*source.box(rank).bounds[d]) for d in dims)
+        elif not whole and splits != store.splits:
+            line = P_x.slab({d: i for d, i in enumerate(P_x.index_of(rank)) if store.axes[d] is None})
+            kept = Decomposition(line, store.splits, store.axes)
+            self._ends = kept, kept.with_splits(dict(enumerate(splits)))
+        self.as_kept = self._part is None and self._ends is None
+        self._movements: dict[tuple[str, torch.dtype], Movement | None] = {}
+
+    def to_input(self, key: str, values: Tensor) -> Tensor:
+        """Values, by name, cut as the input is; differentiable, blocking where they travel."""
+        if self._part is not None:
+            return values[self._part]
+        movement = self._movement(key, values.dtype)
+        return values if movement is None else movement(values, values.requires_grad)
+
+    def to_store(self, values: Tensor) -> Tensor:
+        """Values from where the input is cut to where they are kept; blocking where they travel.
+
+        Where they are whole, zeros beside this rank's part.
+        """
+        if self._part is not None:
+            whole = values.new_zeros(self._shape)
+            whole[self._part] = values
+            return whole
+        movement = self._movement(_BACK, values.dtype)
+        return values if movement is None else movement(values)
+
+    def connect(self, parameters: Mapping[str, torch.dtype], back: bool) -> None:
+        """Exchange addresses for the values of some names and types, and for the way back; blocking."""
+        for key, dtype in (*parameters.items(), *([(_BACK, torch.float64)] if back else [])):
+            movement = self._movement(key, dtype)
+            if movement is not None:
+                movement.connect()
+
+    def _movement(self, key: str, dtype: torch.dtype) -> Movement | None:
+        if self._ends is None:
+            return None
+        if (key, dtype) not in self._movements:
+            ends = self._ends[::-1] if key == _BACK else self._ends
+            self._movements[key, dtype] = movement_or_none(self._site, *ends, dtype, key)
+        return self._movements[key, dtype]
+
+
+class RunningStatistics:
+    """Update of the running statistics by those of a batch; on all ranks that keep any, by ``store``.
+
+    The statistics of the batch travel once more where not all of the keepers have computed them together.
+    ``share`` is what part the groups of this rank are of all that normalise the same channels apart. How the
+    batch is computed, and where its channels are, is known where there is a part of it.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        source: Decomposition,
+        axes: NormAxes,
+        store: Decomposition,
+        share: float,
+        statistics: Statistics | None = None,
+        kept: KeptValues | None = None,
+    ) -> None:
+        self._site, self._store, self._share = site, store, share
+        self._statistics, self._kept = statistics, kept
+        self._instances = axes.instances(len(source.shape))
+        self._number = max(1, prod(source.shape[d] for d in self._instances))
+        self._empty = 0 in (n for d, n in enumerate(source.shape) if d not in axes.weighted)
+        # Those that keep the same channels as this rank.
+        self._keepers = store.holders(site.machine.rank)
+
+    @cached_property
+    def _sums(self) -> Allreduce | None:
+        (machine, name), found = self._site, self._statistics
+        if not self._keepers or (found is not None and set(found.groups.ranks) == set(self._keepers)):
+            return None
+        count = len(RUNNING) * self._store.box(machine.rank).volume
+        title = f"{name} (running statistics)"
+        sums = Allreduce(machine.segments, self._keepers, count, np.float64, name=title)
+        weakref.finalize(self, sums.close)
+        return sums
+
+    def connect(self) -> None:
+        """Exchange addresses with the other keepers, if a batch travels; blocking."""
+        if self._sums is not None:
+            self._sums.connect()
+
+    def update(
+        self, running: Mapping[str, Tensor], momentum: float, moments: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Mix a batch into ``running_mean`` and ``running_var`` with weight ``momentum``; blocking.
+
+        ``moments`` are mean and variance, where there is a part of the batch.
+        """
+        batch, found, speaks = None, self._statistics, False
+        if found is not None and self._kept is not None and moments is not None:
+            mean, variance = moments
+            unbiased = variance * (found.total / (found.total - 1).clamp(min=1))
+            batch = torch.cat([self._kept.to_store(self._per_channel(values)) for values in (mean, unbiased)])
+            # One of those that share a group speaks for it.
+            speaks = found.groups.ranks[0] == self._site.machine.rank
+        if self._sums is not None:
+            self._sums.active[:] = as_array(batch * self._share) if batch is not None and speaks else 0
+            self._sums.start()
+            batch = as_tensor(self._sums.wait())
+        # A batch without elements changes nothing; a rank outside keeps nothing where channels are cut.
+        if batch is None or self._empty:
+            return
+        for key, new in zip(RUNNING, batch.tensor_split(len(RUNNING)), strict=True):
+            running[key].copy_(running[key].to(torch.float64).lerp(new, momentum))
+
+    def _per_channel(self, values: Tensor) -> Tensor:
+        # This rank's part of the mean over the instances.
+        return (values.sum(self._instances) / self._number if self._instances else values).flatten()
 
 
 class Normalisation(Operation):
@@ -86,13 +223,16 @@ class Normalisation(Operation):
         self._parameters = parameters
         # For values per channel that come from running statistics.
         self._column = [-1 if d in axes.weighted else 1 for d in range(len(source.shape))]
-        self.running = RunningStatistics(site, source, axes, store, share) if options.tracks else None
         self.statistics: Statistics | None = None
+        self.kept: KeptValues | None = None
         if source.partition.active:
             groups = StatisticGroups(axes, source, rank, None if sharing is None else sharing[rank])
             self.statistics = Statistics(site, axes, groups, options.centred)
             self.kept = KeptValues(site, source, axes.weighted, store)
             self._fill = fill if self.kept.as_kept else None
+        self.running: RunningStatistics | None = None
+        if options.tracks:
+            self.running = RunningStatistics(site, source, axes, store, share, self.statistics, self.kept)
 
     def _narrowed(self, sharing: Sharing | None) -> tuple[int, float]:
         # Elements of the smallest group that has any; and what part of all that normalise the same channels
@@ -119,36 +259,35 @@ class Normalisation(Operation):
         """Exchange addresses with all that this rank talks to; blocking."""
         options, wanted = self.options, dict(self._parameters)
         if not options.by_batch:
-            wanted |= dict.fromkeys(NAMES, torch.float64)
-        if self.statistics is not None:
+            wanted |= dict.fromkeys(RUNNING, torch.float64)
+        if self.statistics is not None and self.kept is not None:
             if options.by_batch:
                 self.statistics.connect()
             self.kept.connect(wanted, options.tracks)
         if self.running is not None:
-            self.running.connect(self.statistics)
+            self.running.connect()
 
-    def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: Any) -> torch.Tensor:
+    def __call__(self, needs: GradientNeeds, x: Tensor, **weights: Any) -> Tensor:
         """Normalise a local shard; ranks outside learn what it changes in the statistics that they keep."""
-        statistics = self.statistics
+        statistics, kept, running, shifted = self.statistics, self.kept, self.running, None
+        weight, bias = weights.get("weight"), weights.get("bias")
         with no_autocast():
-            if statistics is None:
-                if self.running is not None:
-                    self.running.update(weights, weights["momentum"])
-                return idle(x, (weights.get("weight"), weights.get("bias")))
-            kept, shifted, by_batch = self.kept, None, self.options.by_batch
-            weight, bias = weights.get("weight"), weights.get("bias")
+            if statistics is None or kept is None:
+                if running is not None:
+                    running.update(weights, weights["momentum"])
+                return idle(x, (weight, bias))
             if not kept.as_kept:
                 weight = None if weight is None else kept.to_input("weight", weight)
                 bias = None if bias is None else kept.to_input("bias", bias)
+            by_batch = self.options.by_batch
             if by_batch:
                 mean, variance, shifted = statistics.of(x.detach().to(sum_dtype(x.dtype)))
-                if self.running is not None:
-                    self.running.update(weights, weights["momentum"], statistics, kept, (mean, variance))
+                if running is not None:
+                    running.update(weights, weights["momentum"], (mean, variance))
             else:
                 mean, variance = (
-                    kept.to_input(key, weights[key].to(torch.float64)).view(self._column) for key in NAMES
+                    kept.to_input(key, weights[key].to(torch.float64)).view(self._column) for key in RUNNING
                 )
-            depends = by_batch and needs.input
-            call = NormCall(statistics, mean, variance, self.eps, depends, self._fill)
-            y: torch.Tensor = Normalise.apply(x, weight, bias, anchor(needs.any), call, shifted)  # type: ignore[no-untyped-call]
+            call = NormCall(statistics, mean, variance, self.eps, by_batch and needs.input, self._fill)
+            y: Tensor = LocalNorm.apply(x, weight, bias, anchor(needs.any), call, shifted)  # type: ignore[no-untyped-call]
             return y

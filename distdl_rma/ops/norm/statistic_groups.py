@@ -8,11 +8,12 @@ from itertools import pairwise
 from math import prod
 
 import torch
+from torch import Tensor
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.split import Split
 
 # Dimension of the channels where they form groups.
 _CHANNELS = 1
@@ -88,7 +89,7 @@ class ChannelRun:
     channels: tuple[int, int] | None = None
     groups: tuple[int, int] = (0, 0)
 
-    def of(self, tensor: torch.Tensor, dim: int = _CHANNELS) -> torch.Tensor:
+    def of(self, tensor: Tensor, dim: int = _CHANNELS) -> Tensor:
         """View of the run, with a dimension of groups before that of the channels."""
         if self.channels is None:
             return tensor
@@ -97,7 +98,7 @@ class ChannelRun:
         groups = last - first, (stop - start) // (last - first)
         return part.view(*part.shape[:dim], *groups, *part.shape[dim + 1 :])
 
-    def of_groups(self, values: torch.Tensor) -> torch.Tensor:
+    def of_groups(self, values: Tensor) -> Tensor:
         """The run's part of values per group; a view."""
         first, last = self.groups
         return values if self.channels is None else values.narrow(_CHANNELS, first, last - first)

@@ -10,24 +10,27 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.result_pool import result_like
-from distdl_rma.ops.core.tensors import as_array, as_tensor
-from distdl_rma.ops.norm.row_sums import row_sums, square_sums
+from distdl_rma.ops.core.tensors import as_array, as_tensor, result_like
 from distdl_rma.ops.norm.statistic_groups import PAIR, NormAxes, StatisticGroups
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 # Up to so many ranks, and bytes that each of them receives, everyone's vector goes to everyone.
 _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
+# Rows of up to so many elements may be added one after the other.
+_SHORT = 1 << 16
+# Below so many elements a call of the kernel costs more than another pass.
+_FEW = 1 << 12
 
 
 class Shifted(NamedTuple):
     """A local tensor with something near to the mean taken off, and for each run what that was."""
 
-    values: torch.Tensor
-    by: list[torch.Tensor]
+    values: Tensor
+    by: list[Tensor]
 
 
 class Statistics:
@@ -80,7 +83,7 @@ class Statistics:
             for shared in (*forward, self._adjoint):
                 shared.connect()
 
-    def of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Shifted | None]:
+    def of(self, x: Tensor) -> tuple[Tensor, Tensor, Shifted | None]:
         """Mean and variance of all elements of each group, in float64; blocking.
 
         Of a local tensor of a type to compute in. What it became on the way comes with them, if centred.
@@ -94,7 +97,7 @@ class Statistics:
         mean, squares = self._merge(pair)
         return mean, squares.div_(self.total), shifted
 
-    def _about_local_mean(self, x: torch.Tensor, pair: torch.Tensor) -> Shifted:
+    def _about_local_mean(self, x: Tensor, pair: Tensor) -> Shifted:
         # Squares about the local mean: a large mean does not swallow a small variance.
         shifted, reduced = Shifted(result_like(x), []), self.axes.reduced
         for run in self.groups.runs:
@@ -114,7 +117,7 @@ class Statistics:
             torch.addcmul(square_sums(about, reduced), left, left, value=-length, out=squares).clamp_(min=0)
         return shifted
 
-    def _merge(self, pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _merge(self, pair: Tensor) -> tuple[Tensor, Tensor]:
         # From the mean of each rank, and the squares about it, to those of all ranks together.
         if self._alone:
             return pair[0], pair[1]
@@ -136,7 +139,7 @@ class Statistics:
         apart = means - middle
         return as_tensor(middle), as_tensor(np.add.reduce(apart * apart * self._counts + squares))
 
-    def sum(self, pair: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def sum(self, pair: Tensor) -> Callable[[], Tensor]:
         """Start to sum two values per group over the ranks; the call of what is returned waits for them.
 
         The sums are valid until the next but one start.
@@ -144,7 +147,63 @@ class Statistics:
         return (lambda: pair) if self._alone else _start(self._adjoint, pair)
 
 
-def _start(sums: Allreduce, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _start(sums: Allreduce, values: Tensor) -> Callable[[], Tensor]:
     sums.active[:] = as_array(values.view(-1))
     sums.start()
     return lambda: as_tensor(sums.wait()).view(values.shape)
+
+
+def row_sums(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sum over some dimensions, which are kept with extent 1; in float64."""
+    outer = _outer(x, dims)
+    if outer == x.dim():
+        return x.sum(dims, keepdim=True, dtype=torch.float64)
+    # Summing is exact enough in the type of the data, pairwise as torch does it, and ten times as fast.
+    return _rest(x.sum(tuple(range(outer, x.dim())), keepdim=True).to(torch.float64), dims, outer)
+
+
+def square_sums(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sum of squares over some dimensions, which are kept with extent 1; in float64."""
+    outer = _outer(x, dims)
+    if outer == x.dim() or not 0 < prod(x.shape[outer:]) <= _SHORT:
+        return row_sums(x.square(), dims)
+    norms = torch.linalg.vector_norm(x, 2, tuple(range(outer, x.dim())), keepdim=True)
+    return _rest(norms.to(torch.float64).square_(), dims, outer)
+
+
+def sums_and_products(a: Tensor, b: Tensor, mean: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Sums of ``a`` and of ``a * (b - mean)`` over some dimensions, kept with extent 1; in float64.
+
+    ``a`` and ``b`` are of one shape, to which ``mean`` broadcasts, of extent 1 in ``dims``.
+    """
+    outer = _outer(a, dims)
+    rows, length = prod(a.shape[:outer]), prod(a.shape[outer:])
+    # The kernel takes rows of one element for another layout, and is wrong there.
+    if length < 2 or a.numel() < _FEW:
+        return row_sums(a, dims), row_sums(a * (b - mean), dims)
+    # The trailing ones by the kernel of batch norm: one pass, without a tensor of products.
+    flat = mean.expand(*a.shape[:outer], *mean.shape[outer:]).reshape(rows)
+    one, mask = torch.ones_like(flat), (False, True, True)
+    in_rows = (t.reshape(1, rows, length) for t in (a, b))
+    _, products, sums = torch.ops.aten.native_batch_norm_backward(
+        *in_rows, None, None, None, flat, one, True, 0.0, mask
+    )
+    shape = (*a.shape[:outer], *(1,) * (a.dim() - outer))
+    products = _rest(products.to(torch.float64).view(shape), dims, outer)
+    if length > _SHORT:
+        return row_sums(a, dims), products
+    return _rest(sums.to(torch.float64).view(shape), dims, outer), products
+
+
+def _rest(rows: Tensor, dims: tuple[int, ...], outer: int) -> Tensor:
+    # What is left to sum over, once the trailing dimensions are done.
+    before = tuple(d for d in dims if d < outer)
+    return rows.sum(before, keepdim=True) if before else rows
+
+
+def _outer(x: Tensor, dims: tuple[int, ...]) -> int:
+    # Number of dimensions before those at the end that are all summed over.
+    outer = x.dim()
+    while outer and outer - 1 in dims:
+        outer -= 1
+    return outer

@@ -8,11 +8,10 @@ import torch
 
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.stencil import ReadersSplit, TableWindow
+from distdl_rma.geometry.halo import ReadersSplit, TableWindow
 from distdl_rma.ops.core.movement import movement_or_none
 from distdl_rma.ops.core.tensors import sum_dtype
-from distdl_rma.ops.windows.max_windows import Coordinates, MaxWindows, argmax_windows
-from distdl_rma.ops.windows.pool import outer_product
+from distdl_rma.ops.windows.pool import Coordinates, MaxWindows, argmax_windows, outer_product
 from distdl_rma.ops.windows.window_operation import WindowOperation, extents_to_pool
 
 
@@ -28,16 +27,13 @@ class AdaptiveOptions:
         sizes = zip(extents, self.output_size, strict=True)
         return [TableWindow.adaptive(n, n if size is None else size) for n, size in sizes]
 
-
-def _outputs(shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
-    return [window.outputs for window in options.windows(extents_to_pool(shape))]
+    def outputs(self, shape: tuple[int, ...]) -> list[int]:
+        """Spatial extents of the output."""
+        return [window.outputs for window in self.windows(extents_to_pool(shape))]
 
 
 class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
     """Averages: every rank sums what its own data contributes to each window, the owners add the sums."""
-
-    def _outputs(self, shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
-        return _outputs(shape, options)
 
     def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows = options.windows(self.extents)
@@ -88,9 +84,6 @@ def _contributions(
 
 class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
     """The largest elements of adaptive windows, all of whose inputs a rank fetches."""
-
-    def _outputs(self, shape: tuple[int, ...], options: AdaptiveOptions) -> list[int]:
-        return _outputs(shape, options)
 
     def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows, self.return_indices = options.windows(self.extents), options.return_indices

@@ -9,7 +9,7 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.window_gather import WindowGather
 from distdl_rma.ops.windows.window_operation import WindowOperation
 
@@ -27,14 +27,9 @@ class PadOptions:
     mode: str = "zeros"
     value: float = 0.0
 
-
-class Padding(WindowOperation[PadOptions]):
-    """Padding that is no other element's copy is added where it is; everything else is moved."""
-
-    inexact = False
-
-    def _outputs(self, shape: tuple[int, ...], options: PadOptions) -> tuple[int, ...]:
-        extents, sides, mode = shape[LEADING:], options.sides, options.mode
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output."""
+        extents, sides, mode = shape[LEADING:], self.sides, self.mode
         padded = tuple(n + left + right for n, (left, right) in zip(extents, sides, strict=True))
         cropped = [-min(left, 0) - min(right, 0) for left, right in sides]
         too_few = mode in _CROP_FIRST and any(c > n for c, n in zip(cropped, extents, strict=True))
@@ -43,6 +38,12 @@ class Padding(WindowOperation[PadOptions]):
             given = tuple(side for pair in reversed(sides) for side in pair)
             raise ShapeError(f"padding {given} leaves {padded} of the global input {extents}")
         return padded
+
+
+class Padding(WindowOperation[PadOptions]):
+    """Padding that is no other element's copy is added where it is; everything else is moved."""
+
+    inexact = False
 
     def _prepare(self, source: Decomposition, options: PadOptions) -> None:
         stencil = Stencil(tuple(Window(1, left=left, right=right) for left, right in options.sides))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,13 +13,15 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
-from distdl_rma.ops.windows.max_windows import Coordinates, MaxWindows, argmax_windows
-from distdl_rma.ops.windows.window_operation import WindowOperation, extents_to_pool
+from distdl_rma.ops.windows.window_operation import T, WindowOperation, extents_to_pool
 
 _AVERAGES: dict[int, Any] = {2: F.avg_pool2d, 3: F.avg_pool3d}
+_MAXIMA: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+Coordinates = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class AvgPoolOptions:
     count_include_pad: bool = True
     divisor_override: int | None = None
 
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output."""
+        return self.stencil.outputs(extents_to_pool(shape))
+
 
 @dataclass(frozen=True)
 class MaxPoolOptions:
@@ -37,12 +44,22 @@ class MaxPoolOptions:
     stencil: Stencil
     return_indices: bool = False
 
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output; also a ``ShapeError`` if a window reads nothing but padding."""
+        extents = extents_to_pool(shape)
+        outputs = self.stencil.outputs(extents)
+        for window, n, m in zip(self.stencil.windows, extents, outputs, strict=True):
+            for output in range(m):
+                if _first_input(window, output) >= min(n, window.reads(output, output + 1)[1]):
+                    raise ShapeError(
+                        f"output {output} of {m} reads nothing but padding of the global input {extents}:"
+                        f" {window}"
+                    )
+        return outputs
+
 
 class AvgPooling(WindowOperation[AvgPoolOptions]):
     """Sums of the windows by torch, divided by the number of elements that count."""
-
-    def _outputs(self, shape: tuple[int, ...], options: AvgPoolOptions) -> tuple[int, ...]:
-        return options.stencil.outputs(extents_to_pool(shape))
 
     def _prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
         windows = options.stencil.windows
@@ -91,20 +108,63 @@ def outer_product(factors: Any, dtype: torch.dtype) -> torch.Tensor:
     return product.to(dtype)
 
 
+class MaxWindows(WindowOperation[T]):
+    """The largest element of each window; the gradient goes to where it was.
+
+    Subclasses say where that is, and set where what they gather starts, and whether ``return_indices`` was
+    asked for.
+    """
+
+    start: Sequence[int]
+    return_indices: bool
+    _indices: torch.Tensor | None = None
+
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
+        """Global coordinates of the largest elements, one tensor per spatial dimension."""
+        raise NotImplementedError
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        found = self._argmax(x.detach())
+        if self.return_indices:
+            self._indices = flat_index(found, self.extents)
+        return gather_at(x, [at - first for at, first in zip(found, self.start, strict=True)])
+
+    def take_indices(self) -> torch.Tensor | None:
+        """Positions in the global plane, flattened, of what the last call returned; None without elements."""
+        indices, self._indices = self._indices, None
+        return indices
+
+
+def argmax_windows(
+    x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Coordinates:
+    """Coordinates of the largest element of each sliding window, one tensor per spatial dimension.
+
+    Of several equal ones the first counts, as in torch; NaN is larger than all numbers.
+    """
+    spatial = x.shape[LEADING:]
+    with torch.no_grad():
+        pool = _MAXIMA[len(spatial)]
+        _, index = pool(x.detach(), kernel, stride, padding=0, dilation=dilation, return_indices=True)
+        return torch.unravel_index(index, spatial)
+
+
+def flat_index(coordinates: Coordinates, shape: Sequence[int]) -> torch.Tensor:
+    """Row-major index of coordinates in an array of the given shape."""
+    index = torch.zeros_like(coordinates[0])
+    for extent, coordinate in zip(shape, coordinates, strict=True):
+        index = index * extent + coordinate
+    return index
+
+
+def gather_at(x: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
+    """Elements of ``x`` at some coordinates of its spatial dimensions; the gradient goes back to them."""
+    index = flat_index(coordinates, x.shape[LEADING:])
+    return x.flatten(LEADING).gather(LEADING, index.flatten(LEADING)).view(index.shape)
+
+
 class MaxPooling(MaxWindows[MaxPoolOptions]):
     """The largest elements of sliding windows over a padding of minus infinity."""
-
-    def _outputs(self, shape: tuple[int, ...], options: MaxPoolOptions) -> tuple[int, ...]:
-        extents = extents_to_pool(shape)
-        outputs = options.stencil.outputs(extents)
-        for window, n, m in zip(options.stencil.windows, extents, outputs, strict=True):
-            for output in range(m):
-                if _first_input(window, output) >= min(n, window.reads(output, output + 1)[1]):
-                    raise ShapeError(
-                        f"output {output} of {m} reads nothing but padding of the global input {extents}:"
-                        f" {window}"
-                    )
-        return outputs
 
     def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
         stencil, padding = options.stencil, float("-inf")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import TableWindow, WindowSplit
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.stencil import TableWindow, WindowSplit
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import GatherComputeScatter
 
-T = TypeVar("T")
+
+class _Options(Protocol):
+    def outputs(self, shape: tuple[int, ...]) -> Sequence[int]:
+        """Spatial extents of the global output for a global input; ``ShapeError`` if there is none."""
+
+
+T = TypeVar("T", bound=_Options)
 
 
 class WindowOperation(GatherComputeScatter, Generic[T]):
@@ -32,17 +38,13 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
     ) -> None:
         if self.inexact and not dtype.is_floating_point:
             raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
-        output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *self._outputs(source.shape, options)))
+        output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *options.outputs(source.shape)))
         if P_y == source.partition:
             output = output.with_splits({0: source.splits[0]})
         self.rank = rank = site.machine.rank
         super().__init__(site, rank in source.partition, rank in P_y, output)
         self.extents, self.box, self.dtype = source.shape[LEADING:], output.box(rank), dtype
         self._prepare(source, options)
-
-    def _outputs(self, shape: tuple[int, ...], options: T) -> Sequence[int]:
-        """Spatial extents of the global output for a global input; ``ShapeError`` if there is none."""
-        raise NotImplementedError
 
     def _prepare(self, source: Decomposition, options: T) -> None:
         """Set what this rank gathers, and what it computes with."""

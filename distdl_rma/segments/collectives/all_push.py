@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
@@ -26,11 +26,6 @@ class AllPush:
     k+1, which each sent after it had done with epoch k. So two slots per rank are enough, and an epoch
     that was started has to be waited for before the next. ``ranks`` include this one; ``terms``, a line
     ``name=value`` for each fact, are alike on all of them.
-
-    Attributes
-    ----------
-    rows
-        For even and odd epochs, the vectors of all ranks in the order of ``ranks``, in the segment.
     """
 
     def __init__(
@@ -38,7 +33,7 @@ class AllPush:
         manager: SegmentManager,
         ranks: Sequence[int],
         count: int,
-        dtype: npt.DTypeLike,
+        dtype: DTypeLike,
         name: str,
         terms: str = "",
     ) -> None:
@@ -49,7 +44,8 @@ class AllPush:
         self._nbytes = count * kind.itemsize
         self._memory = manager.get_segment_buffer(_PARITIES * size * self._nbytes, size, name)
         self._slots = self._memory.view(kind, (_PARITIES, size, count))
-        self.rows: tuple[list[npt.NDArray[Any]], ...] = tuple(list(slots) for slots in self._slots)
+        # For even and odd epochs, the vectors of all ranks in the order of ``ranks``, in the segment.
+        self.rows: tuple[list[NDArray[Any]], ...] = tuple(list(slots) for slots in self._slots)
         self._words = self._memory.flags
         self._others = [at for at in range(size) if at != self._me]
         # Per peer reached by load and store: its slots for this rank's vector, its words; and the sources.
@@ -78,7 +74,7 @@ class AllPush:
             self._direct.append((tuple(_bytes(slot) for slot in slots if slot is not None), words))
         self._connected = True
 
-    def start(self, row: npt.NDArray[Any]) -> None:
+    def start(self, row: NDArray[Any]) -> None:
         """Push a copy of this rank's vector; does not wait, except that the first start connects."""
         self._check()
         if self.epoch != self._waited:
@@ -124,13 +120,13 @@ class AllPush:
         what = f"to send in {self._name!r} (epoch {self.epoch}, last seen {self.epoch - 1})"
         return WaitReason(late, what, "did every rank call the same layers?")
 
-    def wait(self, timeout: float | None = None) -> npt.NDArray[Any]:
+    def wait(self, timeout: float | None = None) -> NDArray[Any]:
         """All vectors, one row per rank in the order of ``ranks``; blocking. An array of its own."""
         self._check()
         if not self.arrived():
             self._manager.waiter.until(self.arrived, self.missing, timeout)
         self._waited = self.epoch
-        rows: npt.NDArray[Any] = self._slots[self.epoch & 1].copy()
+        rows: NDArray[Any] = self._slots[self.epoch & 1].copy()
         return rows
 
     def close(self) -> None:
@@ -148,6 +144,6 @@ class AllPush:
         return (parity * len(self._ranks) + self._me) * self._nbytes
 
 
-def _bytes(array: npt.NDArray[Any]) -> memoryview:
+def _bytes(array: NDArray[Any]) -> memoryview:
     # A memoryview without elements cannot be cast.
     return array.data.cast("B") if array.size else memoryview(bytearray())

@@ -1,17 +1,18 @@
-"""Double-buffered all-gathers: every rank's vector to all ranks."""
+"""The collective Allgather, of flat vectors, double-buffered; and at set-up, what every rank says to all."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+from numpy.typing import DTypeLike
 
-from distdl_rma.geometry.split import Listed
-from distdl_rma.segments.collectives.engine.collective import Collective
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.intervals import Listed
+from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
@@ -24,16 +25,8 @@ class Allgather(Collective):
     """Every rank's vector to all: ``result`` holds those of all ranks, one behind the other, in their order.
 
     ``active`` is this rank's own part of the coming result. On a node every rank loads the others' vectors
-    itself; across nodes MPI's ``Iallgatherv`` combines what one rank of each node has.
-
-    Parameters
-    ----------
-    manager, ranks, name
-        As for every :class:`Collective`.
-    count
-        Elements of every rank's vector, or a sequence with one number for each of ``ranks``, in their order.
-    dtype
-        Any type of numpy without Python objects.
+    itself; across nodes MPI's ``Iallgatherv`` combines what one rank of each node has. ``count`` is that of
+    every rank's vector, or a sequence with one number for each of ``ranks``, in their order.
     """
 
     def __init__(
@@ -41,12 +34,41 @@ class Allgather(Collective):
         manager: SegmentManager,
         ranks: Sequence[int],
         count: int | Sequence[int],
-        dtype: npt.DTypeLike = np.float32,
+        dtype: DTypeLike = np.float32,
         name: str = "allgather",
     ) -> None:
         site = CollectiveSite.checked(manager, ranks, name)
         self.counts, self.dtype = check_lengths(count, len(site.layout.ranks), name), np.dtype(dtype)
         super().__init__(_ByNodes(site, self.counts, self.dtype))
+
+
+def gather_words(manager: SegmentManager, words: Any, name: str) -> dict[int, Any]:
+    """What every rank of the machine says, in words that JSON can carry, by rank id in its order.
+
+    Collective over the machine, blocking, for set-up; ``name`` is for messages, alike on all ranks. Only
+    digests travel where all say the same.
+    """
+    text = json.dumps(words).encode()
+    digest = np.array([len(text), fingerprint(text)], np.int64)
+    digests = _gathered(manager, digest.size, digest, f"{name} (digests)").reshape(-1, digest.size)
+    if (digests == digest).all():
+        return dict.fromkeys(manager.ranks, json.loads(text))
+    split = Listed(tuple(digests[:, 0].tolist()))
+    texts = _gathered(manager, split.lengths, np.frombuffer(text, np.uint8), f"{name} (words)").tobytes()
+    theirs = [texts[slice(*split.interval(at))] for at in range(split.parts)]
+    # Most ranks say what others say too.
+    said = {text: json.loads(text) for text in set(theirs)}
+    return {rank: said[text] for rank, text in zip(manager.ranks, theirs, strict=True)}
+
+
+def _gathered(manager: SegmentManager, counts: int | Sequence[int], mine: Array, name: str) -> Array:
+    collective = Allgather(manager, manager.ranks, counts, mine.dtype, name)
+    try:
+        collective.active[:] = mine
+        collective.start()
+        return collective.wait().copy()
+    finally:
+        collective.close()
 
 
 class _ByNodes(SteppedAlgorithm):
@@ -59,8 +81,8 @@ class _ByNodes(SteppedAlgorithm):
         self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         self.operands = tuple(vector[self._parts[layout.me]] for vector in self.vectors)
         # Between nodes, what those of one node have lies together.
-        mine = self.vectors[0]
-        nbytes = (sum(mine[self._parts[rank]].nbytes for rank in node) for node in layout.nodes)
+        vector = self.vectors[0]
+        nbytes = (sum(vector[self._parts[rank]].nbytes for rank in node) for node in layout.nodes)
         self._packed_split = Listed(tuple(nbytes))
         # Made by the first step: most ranks never need it.
         self._packed: Array = np.empty(0, np.uint8)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+from numpy.typing import DTypeLike
 
-from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.engine.collective import Collective
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
+from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
-from distdl_rma.segments.collectives.engine.share_reduction import ShareReduction
+from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
 
 # Up to this many bytes at each receiver, everyone's vector to everyone beats a share each.
@@ -24,19 +23,14 @@ _ALL_PUSH_RANKS = 32
 
 
 class Allreduce(Collective):
-    """Reduction over some ranks, double buffered: write to ``active``, start, go on, wait, read ``result``.
+    """Reduction whose result takes the place of the operand in its buffer, on all ranks.
 
-    The result takes the place of the operand in its buffer. Bitwise the same on all ranks and from run to
-    run: every element is reduced in one place, on a node in the order of ``ranks``; 16-bit floats in
-    float32, with one rounding at the end. Across nodes MPI's reductions combine the sums of the nodes, and
-    what the minimum of a NaN is, is theirs to say.
+    Bitwise the same on all ranks and from run to run: every element is reduced in one place, on a node in
+    the order of ``ranks``; 16-bit floats in float32, with one rounding at the end. Across nodes MPI's
+    reductions combine the sums of the nodes, and what the minimum of a NaN is, is theirs to say.
 
     Parameters
     ----------
-    manager, ranks, name
-        As for every :class:`Collective`; ``ranks`` in the order of summation.
-    count
-        Number of elements; 0 is legal.
     dtype
         float16 to 64, complex64 or 128, int8 to 64, uint8 to 64, bool, or the text ``"bfloat16"``:
         ``active`` and ``result`` are then uint16 arrays that hold the bits.
@@ -60,7 +54,7 @@ class Allreduce(Collective):
         manager: SegmentManager,
         ranks: Sequence[int],
         count: int,
-        dtype: npt.DTypeLike | str = np.float32,
+        dtype: DTypeLike = np.float32,
         op: str = "sum",
         name: str = "allreduce",
         *,
@@ -73,8 +67,7 @@ class Allreduce(Collective):
         size = len(site.layout.ranks)
         reduction = Reduction(op, self.element, size if divisor is None else divisor, name)
         pushes = all_push_is_better(size, self.count * self.dtype.itemsize, one_round)
-        algorithm = _ByAllPush if pushes else _ByNodes
-        super().__init__(algorithm(site, self.count, reduction))
+        super().__init__((_ByAllPush if pushes else _ByNodes)(site, self.count, reduction))
 
 
 def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:

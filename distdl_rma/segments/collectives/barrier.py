@@ -54,13 +54,9 @@ class Barrier:
     def wait(self, timeout: float | None = None, value: int = 0) -> int:
         """Wait until all ranks have called, and return the largest number that one brought; blocking.
 
-        A number is from 0 to 2**32 - 1; after a timeout that of the first call counts.
-
-        Raises
-        ------
-        ExchangeTimeout
-            At the deadline, naming ranks that have not come. The call can be repeated; this rank counts
-            as having come, whatever it does in between.
+        A number is from 0 to 2**32 - 1; after a timeout that of the first call counts. ``ExchangeTimeout`` at
+        the deadline names ranks that have not come. The call can be repeated; this rank counts as having
+        come, whatever it does in between.
         """
         if self._closed or self._manager.closed:
             raise ClosedError(f"barrier {self.name!r}: already closed")

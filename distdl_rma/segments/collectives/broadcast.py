@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+from numpy.typing import DTypeLike
 
-from distdl_rma.segments.collectives.engine.collective import Collective
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
+from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
@@ -23,22 +22,7 @@ class Bcast(Collective):
 
     On a node every rank loads the vector from its source itself; across nodes MPI's ``Ibcast`` carries it to
     one rank of each. A step is complete at the root once the ranks of its node have it. What others than
-    the root write to ``active`` is overwritten.
-
-    Parameters
-    ----------
-    manager, ranks, name
-        As for every :class:`Collective`.
-    count
-        Number of elements; 0 is legal.
-    dtype
-        Any type of numpy without Python objects.
-    root
-        Rank id of the root; the first of ``ranks`` if None.
-
-    Notes
-    -----
-    Requirement A15, for one direction of the reduction.
+    the root write to ``active`` is overwritten. Requirement A15, for one direction of the reduction.
     """
 
     def __init__(
@@ -46,7 +30,7 @@ class Bcast(Collective):
         manager: SegmentManager,
         ranks: Sequence[int],
         count: int,
-        dtype: npt.DTypeLike = np.float32,
+        dtype: DTypeLike = np.float32,
         root: int | None = None,
         name: str = "broadcast",
     ) -> None:

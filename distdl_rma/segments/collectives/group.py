@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import DTypeLike
 
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.alltoall import Alltoall
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.broadcast import Bcast
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.reduce import Reduce
-from distdl_rma.segments.collectives.reduce_scatter import Reducescatter
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduce_scatter import Reduce, Reducescatter
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.uncopyable import SharedByCopies
 
@@ -32,7 +31,7 @@ class Group(SharedByCopies):
     ) -> None:
         chosen = manager.ranks if ranks is None else tuple(ranks)
         self.name = name
-        self.ranks = CollectiveSite.checked(manager, chosen, name).layout.ranks
+        self.ranks = NodeLayout.checked(chosen, manager.segment.direct_nodes, manager.rank, name).ranks
         self._manager = manager
         self._barrier: Barrier | None = None
 
@@ -68,13 +67,13 @@ class Group(SharedByCopies):
         self._manager.flush(self.ranks, timeout)
 
     def allreduce(
-        self, count: int, dtype: npt.DTypeLike | str = np.float32, op: str = "sum", name: str = "allreduce"
+        self, count: int, dtype: DTypeLike = np.float32, op: str = "sum", name: str = "allreduce"
     ) -> Allreduce:
         """Make an :class:`Allreduce` of the group; local."""
         return Allreduce(self._manager, self.ranks, count, dtype, op, name)
 
     def allgather(
-        self, count: int | Sequence[int], dtype: npt.DTypeLike = np.float32, name: str = "allgather"
+        self, count: int | Sequence[int], dtype: DTypeLike = np.float32, name: str = "allgather"
     ) -> Allgather:
         """Make an :class:`Allgather` of the group; local."""
         return Allgather(self._manager, self.ranks, count, dtype, name)
@@ -82,7 +81,7 @@ class Group(SharedByCopies):
     def reduce_scatter(
         self,
         count: int | Sequence[int],
-        dtype: npt.DTypeLike | str = np.float32,
+        dtype: DTypeLike = np.float32,
         op: str = "sum",
         name: str = "reduce_scatter",
     ) -> Reducescatter:
@@ -90,11 +89,7 @@ class Group(SharedByCopies):
         return Reducescatter(self._manager, self.ranks, count, dtype, op, name)
 
     def broadcast(
-        self,
-        count: int,
-        dtype: npt.DTypeLike = np.float32,
-        root: int | None = None,
-        name: str = "broadcast",
+        self, count: int, dtype: DTypeLike = np.float32, root: int | None = None, name: str = "broadcast"
     ) -> Bcast:
         """Make a :class:`Bcast` of the group from a rank id; local."""
         return Bcast(self._manager, self.ranks, count, dtype, root, name)
@@ -102,7 +97,7 @@ class Group(SharedByCopies):
     def reduce(
         self,
         count: int,
-        dtype: npt.DTypeLike | str = np.float32,
+        dtype: DTypeLike = np.float32,
         op: str = "sum",
         root: int | None = None,
         name: str = "reduce",
@@ -111,10 +106,7 @@ class Group(SharedByCopies):
         return Reduce(self._manager, self.ranks, count, dtype, op, root, name)
 
     def alltoall(
-        self,
-        count: int | Sequence[Sequence[int]],
-        dtype: npt.DTypeLike = np.float32,
-        name: str = "alltoall",
+        self, count: int | Sequence[Sequence[int]], dtype: DTypeLike = np.float32, name: str = "alltoall"
     ) -> Alltoall:
         """Make an :class:`Alltoall` of the group; local."""
         return Alltoall(self._manager, self.ranks, count, dtype, name)

@@ -1,19 +1,18 @@
-"""Double-buffered reductions of which every rank gets a part."""
+"""Reducescatter and Reduce, collectives of flat vectors, double-buffered: a part for each, or all for one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+from numpy.typing import DTypeLike
 
-from distdl_rma.geometry.split import Balanced, Listed
-from distdl_rma.segments.collectives.engine.collective import Collective
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
+from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count, check_lengths
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of
-from distdl_rma.segments.collectives.engine.share_reduction import ShareReduction
+from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
 
 
@@ -22,16 +21,8 @@ class Reducescatter(Collective):
 
     The parts lie one behind the other in the order of the ranks. Bitwise what :class:`Allreduce` gives on
     one node; across nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce`` where one
-    node gets all.
-
-    Parameters
-    ----------
-    manager, ranks, name
-        As for every :class:`Collective`; ``ranks`` in the order of summation.
-    count
-        Elements of the whole vector, cut into balanced parts; or a sequence with the elements of each part.
-    dtype, op
-        As for :class:`Allreduce`.
+    node gets all. ``count`` is that of the whole vector, cut into balanced parts, or a sequence with the
+    elements of each part; ``op`` is as for :class:`Allreduce`.
     """
 
     def __init__(
@@ -39,7 +30,7 @@ class Reducescatter(Collective):
         manager: SegmentManager,
         ranks: Sequence[int],
         count: int | Sequence[int],
-        dtype: npt.DTypeLike | str = np.float32,
+        dtype: DTypeLike = np.float32,
         op: str = "sum",
         name: str = "reduce_scatter",
     ) -> None:
@@ -55,6 +46,30 @@ class Reducescatter(Collective):
         reduction = Reduction(op, self.element, size, name)
         terms = f"collective={type(self).__name__}\ncounts={self.counts}"
         super().__init__(_ByNodes(site, self.counts, reduction, terms))
+
+
+class Reduce(Reducescatter):
+    """Reduction to one rank: all write ``active``, start and wait, and the root reads ``result``.
+
+    The reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
+    the root, or for a tree of MPI's ``Ireduce`` that leads to the root's node. ``result`` has no elements
+    on other ranks. Bitwise the same from run to run, and on one node what :class:`Allreduce` gives.
+    """
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        ranks: Sequence[int],
+        count: int,
+        dtype: DTypeLike = np.float32,
+        op: str = "sum",
+        root: int | None = None,
+        name: str = "reduce",
+    ) -> None:
+        layout = CollectiveSite.checked(manager, ranks, name).layout
+        self.root, number = layout.checked_root(root, name), check_count(count, name)
+        counts = [number if rank == self.root else 0 for rank in layout.ranks]
+        super().__init__(manager, ranks, counts, dtype, op, name)
 
 
 class _ByNodes(ShareReduction):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.reductions import summed_dtype

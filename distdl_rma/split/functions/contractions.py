@@ -10,7 +10,7 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced, Split
+from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.shapes import argument, derived, frozen
 from distdl_rma.split.moves import all_sum

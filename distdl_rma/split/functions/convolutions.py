@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap

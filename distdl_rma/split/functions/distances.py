@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.losses import finished
 from distdl_rma.split.operands import as_part, machine_of, on_copies

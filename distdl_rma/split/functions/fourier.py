@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.operands import machine_of, on_copies
 from distdl_rma.split.reducing import arguments, positive, put_back, with_whole

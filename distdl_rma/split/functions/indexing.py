@@ -11,7 +11,7 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced, Split
+from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.pointwise import pointwise

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import all_sum

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced, Listed, Split
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.convolutions import each_dim
 from distdl_rma.split.moves import redistributed

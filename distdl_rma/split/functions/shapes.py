@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import redistributed

@@ -10,13 +10,12 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Stencil
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.windows.adaptive_pool import AdaptiveAvgPooling, AdaptiveMaxPooling, AdaptiveOptions
-from distdl_rma.ops.windows.max_windows import MaxWindows
 from distdl_rma.ops.windows.pad import Padding, PadOptions
-from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions
+from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, MaxWindows
 from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.convolutions import each_dim

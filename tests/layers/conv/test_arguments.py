@@ -8,8 +8,13 @@ from torch import nn
 
 from distdl_rma import ArgumentError, PartitionError, layers
 from distdl_rma.geometry import Partition
-from distdl_rma.layers.conv.arguments import Partitions, check_dtypes, stencil_of, torch_layer
-from distdl_rma.layers.conv.base import ConvolutionLayer
+from distdl_rma.layers.conv.base import (
+    ConvolutionLayer,
+    Partitions,
+    check_dtypes,
+    stencil_of,
+    torch_layer,
+)
 from distdl_rma.ops.conv.worker_grid import IN, OUT
 
 LAYERS = [
@@ -72,6 +77,7 @@ def test_windows_are_those_of_torch_for_named_padding_too():
 
 def test_partitions_come_first_or_by_name():
     assert Partitions.among("Conv", 3, (P, 4, 5), NONE) == ((P, None, None), (4, 5))
+    assert Partitions.among("Conv", 3, (P, Q, 4), NONE) == ((P, Q, None), (4,))
     assert Partitions.among("Conv", 3, (P, Q, P, 4), NONE) == ((P, Q, P), (4,))
     assert Partitions.among("Conv", 3, (P, Q, 4), {**NONE, "P_w": P}) == ((P, Q, P), (4,))
     with pytest.raises(PartitionError, match="P_W is given twice"):

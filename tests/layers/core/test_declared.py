@@ -4,7 +4,7 @@ import torch
 
 from distdl_rma import Partition
 from distdl_rma.geometry import Decomposition
-from distdl_rma.layers.core.declared import DeclaredTensors, placeholder_shard
+from distdl_rma.layers.core.layer import DeclaredTensors, placeholder_shard
 
 
 def blocks(me, shape, ranks=(0, 1, 2)):

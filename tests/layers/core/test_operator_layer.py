@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import ShapeError, zero_volume_tensor
-from distdl_rma.layers.core.input_facts import source_of
+from distdl_rma.layers.core.agreement import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import trouble_with
@@ -64,7 +64,7 @@ def test_a_call_passes_several_inputs(P_world, comm):
 def test_ranks_outside_get_results_without_elements(P_world, comm):
     P_x = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
     layer = AddLayer(P_x, P_x)
-    assert (layer.plans is None) == (comm.rank > 0)
+    assert (layer.agreement is None) == (comm.rank > 0)
     x = torch.ones(2, 3) if P_x.active else zero_volume_tensor(2)
     assert layer(x, x).shape == ((2, 3) if P_x.active else (2, 0))
 
@@ -73,7 +73,7 @@ def test_a_layer_is_connected_for_inputs_before_they_are_there(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
     layer = AddLayer(P_x, P_x)
     layer.connect_for([layer.expected(P_x, (comm.size, 3), None, at) for at in (0, 1)])
-    connected = layer.plans.last
+    connected = layer.agreement.last
     assert connected.connected
     layer(torch.ones(1, 3), torch.ones(1, 3))
-    assert layer.plans.last is connected
+    assert layer.agreement.last is connected

@@ -13,7 +13,7 @@ from distdl_rma.layers import (
     DistributedLinearReduceScatter,
     DistributedLinearReduceScatterZero,
 )
-from distdl_rma.layers.core.initial_weights import linear_values
+from distdl_rma.layers.core.placement import linear_values
 from tests.layers.live_memory import LiveMemory
 from tests.layers.sequential import agree, shard
 

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.layers import DistributedCrossEntropyLoss, DistributedMSELoss
+from distdl_rma import UnsupportedError
+from distdl_rma.geometry import Decomposition
+from distdl_rma.layers import DistributedCrossEntropyLoss, DistributedMSELoss, DistributedNLLLoss
 from tests.layers.loss.same_words import refused
-from tests.layers.sequential import shard
+from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
 
@@ -41,3 +45,57 @@ def test_representation_tells_the_arguments(P_world, comm):
         "DistributedCrossEntropyLoss(reduction=mean, ignore_index=3, label_smoothing=0.0, weight=(4,),"
         f" P_x=({comm.size}, 1))"
     )
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("width", [2, 5])
+def test_classes_that_are_split_are_gathered_for_indices_and_probabilities(P_world, comm, width):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size, 1))
+    x = torch.randn(3, width, 4, dtype=torch.float64, requires_grad=True)
+    indices = torch.randint(0, width, (3, 4))
+    probabilities = torch.softmax(torch.randn(3, width, 4, dtype=torch.float64), 1).requires_grad_()
+    weight = torch.rand(width, dtype=torch.float64)
+    loss = DistributedCrossEntropyLoss(P_x, weight, label_smoothing=0.1)
+    for target in (indices, probabilities):
+        expected = nn.CrossEntropyLoss(weight, label_smoothing=0.1)(x, target)
+        local = shard(P_x, x).requires_grad_()
+        floating = target.is_floating_point()
+        local_target = shard(P_x, target).requires_grad_() if floating else target
+        value = loss(local, local_target)
+        value.backward()
+        agree(value, expected, "value, on every rank")
+        leaves = (x, target) if floating else (x,)
+        for mine, gradient in zip(
+            (local, local_target), torch.autograd.grad(expected, leaves), strict=floating
+        ):
+            agree(mine.grad, shard(P_x, gradient), "gradient")
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.grad(loss(local, indices), local, create_graph=True)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_does_not_fit_is_refused_with_split_classes_too(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    loss, odd = DistributedNLLLoss(P_x, name="label"), comm.rank == comm.size - 1
+    x, target = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    wrong = torch.zeros(2 + odd, 3)
+    refused(comm, loss, wrong, target, rf"rank {comm.size - 1}: input has shape \(3, 3\) but target \(2,\)")
+    refused(comm, loss, wrong, target.new_zeros(2 + odd), "'label': input: .* must agree in dimension 0")
+    refused(comm, loss, x, target[: 2 - odd], r"class indices have shape \(2,\)")
+    refused(comm, loss, x.double() if odd else x, target, "torch.float32 but rank . torch.float64")
+    refused(comm, loss, x, x if odd else target, "'label': target: rank 0 passes torch.int64 but rank")
+    refused(comm, loss, x, target + odd, "ranks 0 and .* must have the same class indices, but they differ")
+    refused(comm, loss, x, target + 99, "rank 0: Target 99 is out of bounds")
+    assert loss(x.requires_grad_(), target) == 0
+
+
+@pytest.mark.parametrize("grid", ["batch", "classes"])
+def test_arguments_may_be_changed_later(P_world, comm, grid):
+    shape = (comm.size, 1) if grid == "batch" else (1, comm.size)
+    P_x = P_world.create_cartesian_topology_partition(shape)
+    x, target = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    loss, rows = DistributedCrossEntropyLoss(P_x), Decomposition.balanced(P_x, x.shape).slices()[0]
+    assert loss(shard(P_x, x), target[rows]).item() == pytest.approx(F.cross_entropy(x, target).item())
+    loss.ignore_index, loss.reduction = 3, "sum"
+    expected = F.cross_entropy(x, target, ignore_index=3, reduction="sum")
+    assert loss(shard(P_x, x), target[rows]).item() == pytest.approx(expected.item())

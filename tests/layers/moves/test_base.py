@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import ShapeError, UnsupportedError, zero_volume_tensor
+from distdl_rma import ArgumentError, ShapeError, UnsupportedError, zero_volume_tensor
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers import (
     AllGather,
     AllSumReduce,
@@ -14,6 +15,7 @@ from distdl_rma.layers import (
     Repartition,
     SumReduce,
 )
+from distdl_rma.layers.moves.base import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.movement import check
 from tests.matrix import check_each, over_seeds
@@ -198,3 +200,27 @@ def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm
 @over_seeds(96, each=12)
 def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, seeds):
     check_each(check, P_world, comm, seeds)
+
+
+KINDS = {"axes_reduce": AllSumReduce, "axes_all_gather": AllGather, "axes_reduce_scatter": ReduceScatter}
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_axes_are_given_in_one_way(P_world, what):
+    for axes in ({}, {what: 0, "axes_keep": 0}):
+        with pytest.raises(ArgumentError, match=f"{KINDS[what].__name__}: give either {what} or axes_keep"):
+            KINDS[what](P_world, **axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [(1, "out of range"), (-2, "out of range"), ([0, -1], "more than once"), (0.5, "are integers")],
+)
+def test_axes_are_those_of_the_grid(P_world, axes, message):
+    with pytest.raises(ArgumentError, match=message):
+        AllSumReduce(P_world, axes_reduce=axes)
+
+
+def test_axes_are_sorted_and_may_be_those_that_are_kept():
+    P = Partition(tuple(range(8)), (2, 2, 2), 0)
+    assert chosen_axes("it", P, "axes", (-1, 0), None) == chosen_axes("it", P, "axes", None, 1) == (0, 2)

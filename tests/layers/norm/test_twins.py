@@ -27,6 +27,7 @@ def pair(P_world, kind, **options):
     dims, arguments = ARGUMENTS[kind]
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size, *(1,) * (dims - 2)))
     layer = getattr(distributed, f"Distributed{kind}")(P_x, *arguments, **options)
+    options.pop("placement", None)
     return layer, getattr(nn, kind)(*arguments, **options)
 
 
@@ -99,7 +100,7 @@ def test_momentum_may_be_set_between_calls_and_makes_no_other_operation(P_world,
         x = torch.randn(4, 6, 5, dtype=torch.float64)
         layer(shard(layer.P_x, x))
         twin(x)
-        used.add(id(layer.plans.last))
+        used.add(id(layer.agreement.last))
         start, stop = layer.store.box(comm.rank).bounds[0]
         agree(layer.running_var, twin.running_var[start:stop], "running_var")
     assert len(used) == 1
@@ -116,3 +117,20 @@ def test_placements_have_one_vocabulary(P_world, comm):
         make(P_x, 6, placement="cut", weights="replicated")
     with pytest.raises(ArgumentError, match="placement is one of"):
         make(P_x, 6, placement="root")
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_parameters_of_every_kind_may_be_whole_where_the_input_is_cut(P_world, comm, kind):
+    layer, twin = pair(P_world, kind, dtype=torch.float64, placement="replicated")
+    assert layer.placement == "replicated"
+    x = torch.randn([2, 6, 5, 3, 4][: ARGUMENTS[kind][0]], dtype=torch.float64, requires_grad=True)
+    local = shard(layer.P_x, x).requires_grad_()
+    for module, given in ((layer, local), (twin, x)):
+        module(given).square().sum().backward()
+    agree(local.grad, shard(layer.P_x, x.grad), "input gradient")
+    state = twin.state_dict()
+    for key, value in layer.state_dict().items():
+        assert value.shape == state[key].shape
+        agree(value, state[key], key)
+    for mine, theirs in zip(layer.parameters(), twin.parameters(), strict=True):
+        agree(mine.grad, theirs.grad, "parameter gradient")

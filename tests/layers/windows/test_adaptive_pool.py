@@ -17,7 +17,7 @@ def test_global_average_moves_one_vector_per_rank(P_world, comm):
     P_x = rows(P_world)
     layer = layers.DistributedAdaptiveAvgPool2d(P_x, 1)
     layer(shard(P_x, image(shape=(2, 3, 40, 40))))
-    operation = layer.plans.last
+    operation = layer.agreement.last
     assert operation.gather is None
     exchange = operation.scatter.forward.exchange
     assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)

@@ -8,103 +8,31 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
-from distdl_rma.geometry.stencil import Stencil, Window
+from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, with_channels
-from tests.geometry.strategies import extents_for, partitions, splits, unbalanced, windows
-
-# One instance, and one channel.
-ONE = ((0, 1), (0, 1))
-some = settings(max_examples=80)
-each_dimension = pytest.mark.parametrize("dim", [1, 2])
-
-
-def points(box):
-    return set(itertools.product(*(range(start, stop) for start, stop in box.bounds)))
-
-
-@st.composite
-def boxes(draw, shape):
-    """A box of the one instance and channel inside of a shape, possibly empty in space."""
-    bounds = [*ONE]
-    for extent in shape[2:]:
-        start = draw(st.integers(0, extent))
-        bounds.append((start, draw(st.integers(start, extent))))
-    return Box(tuple(bounds))
-
-
-@st.composite
-def stencils(draw, dim):
-    """A stencil of all tensor dimensions and an input shape that it fits into; one instance, one channel."""
-    found = [draw(windows()) for _ in range(dim)]
-    extents = tuple(draw(extents_for(window, most=9)) for window in found)
-    return with_channels(Stencil(tuple(found)), 0, 1), (1, 1, *extents)
-
-
-@st.composite
-def tiles(draw, dim):
-    """A tile of any own inputs and any outputs, whether they have to do with each other or not."""
-    stencil, shape = draw(stencils(dim))
-    outputs = draw(boxes(stencil.outputs(shape)))
-    return OwnAndHalo(stencil=stencil, domain=Box.of_shape(shape), own=draw(boxes(shape)), outputs=outputs)
-
-
-any_tile = st.integers(1, 2).flatmap(tiles)
-
-
-def patches(tile):
-    return [patch for patch in (tile.core, *tile.strips) if patch is not None]
-
-
-def convolve(x, w, stencil):
-    """Convolution without padding over all dimensions, tap by tap."""
-    counts = [
-        (n - window.dilation * (k - 1) - 1) // window.stride + 1
-        for window, n, k in zip(stencil.windows, x.shape, w.shape, strict=True)
-    ]
-    y = np.zeros(counts, dtype=np.int64)
-    for tap in np.ndindex(*w.shape):
-        read = (
-            slice(t * window.dilation, t * window.dilation + (n - 1) * window.stride + 1, window.stride)
-            for t, window, n in zip(tap, stencil.windows, counts, strict=True)
-        )
-        y += w[tap] * x[(*read,)]
-    return y
-
-
-def padded(x, margins):
-    return np.pad(x, margins)
-
-
-def global_case(stencil, shape, seed):
-    """Input and weight with leading dimensions of 1, and the whole convolution."""
-    rng = np.random.default_rng(seed)
-    x = rng.integers(-9, 10, shape)
-    w = rng.integers(-9, 10, [window.kernel for window in stencil.windows])
-    return x, w, convolve(padded(x, [(window.left, window.right) for window in stencil.windows]), w, stencil)
-
-
-def part_of(x, box, domain):
-    return x[box.slices(domain)]
-
-
-def core_of(tile, x, w, y):
-    """Add what the tile's own data adds."""
-    if tile.core is not None:
-        inside = part_of(x, tile.own, tile.domain)[tile.core.crop]
-        y[tile.core.place] += convolve(padded(inside, tile.core.margins), w[tile.core.weight], tile.stencil)
-
-
-def strips_of(tile, blocks, w, y):
-    """Add what the remote data adds, given in one block per strip."""
-    for strip, block in zip(tile.strips, blocks, strict=True):
-        y[strip.place] += convolve(block, w[strip.weight], tile.stencil)
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
+from tests.geometry.strategies import partitions, splits, unbalanced
+from tests.ops.conv.tiles import (
+    ONE,
+    any_tile,
+    convolve,
+    core_of,
+    each_dimension,
+    global_case,
+    inputs_read,
+    part_of,
+    points,
+    some,
+    stencils,
+    strips_of,
+    tiles,
+)
 
 
 def test_the_reference_convolution_is_one():
@@ -170,19 +98,6 @@ def test_the_halo_exchange_brings_what_the_strips_need(dim, data, seed):
         assert np.array_equal(y, part_of(whole, tile.outputs, Box.of_shape(whole.shape)))
 
 
-def inputs_read(tile):
-    """Inputs of the domain that some output reads through some tap, no more."""
-    per_dim = [
-        {
-            j * window.stride - window.left + t * window.dilation
-            for j in range(*outputs)
-            for t in range(window.kernel)
-        }
-        for window, outputs in zip(tile.stencil.windows, tile.outputs.bounds, strict=True)
-    ]
-    return set(itertools.product(*per_dim)) & points(tile.domain)
-
-
 @each_dimension
 @some
 @given(data=st.data())
@@ -217,66 +132,6 @@ def test_sides_are_disjoint_and_with_the_own_data_they_cover_what_is_read(tile):
     assert together == points(hull) - points(tile.own)
     assert inputs_read(tile) <= points(tile.own) | together
     assert len(sides) <= 2 * tile.own.dim
-
-
-@some
-@given(any_tile)
-def test_a_patch_misses_no_output_and_no_tap_that_reads_its_data(tile):
-    for data in (tile.own, *tile.halo):
-        patch = Patch.of(tile.stencil, data, tile.outputs)
-        for output in points(tile.outputs):
-            for tap in np.ndindex(*(window.kernel for window in tile.stencil.windows)):
-                read = tuple(
-                    j * window.stride - window.left + t * window.dilation
-                    for j, t, window in zip(output, tap, tile.stencil.windows, strict=True)
-                )
-                if read in points(data):
-                    assert patch is not None
-                    assert output in points(patch.outputs)
-                    assert all(low <= t < high for t, (low, high) in zip(tap, patch.taps, strict=True))
-                    assert read in points(patch.region)
-
-
-@some
-@given(any_tile)
-def test_the_region_of_a_patch_gives_exactly_its_outputs(tile):
-    for patch in patches(tile):
-        assert not patch.outputs.empty
-        assert patch.outputs & tile.outputs == patch.outputs
-        kernel = [high - low for low, high in patch.taps]
-        block, w = (np.ones(shape, dtype=int) for shape in (patch.region.shape, kernel))
-        assert convolve(block, w, tile.stencil).shape == patch.outputs.shape
-        assert all(
-            0 <= low < high <= window.kernel
-            for (low, high), window in zip(patch.taps, tile.stencil.windows, strict=True)
-        )
-
-
-@some
-@given(any_tile)
-def test_margins_fill_the_region_around_the_data(tile):
-    for patch in patches(tile):
-        inside = np.ones(patch.data.shape)[(patch.data & patch.region).slices(patch.data)]
-        assert inside.size
-        assert min(itertools.chain(*patch.margins)) >= 0
-        assert padded(inside, patch.margins).shape == patch.region.shape
-        before = [low for low, _ in patch.margins]
-        assert (patch.data & patch.region).start == tuple(np.add(patch.region.start, before))
-
-
-@some
-@given(any_tile, st.integers(0, 99))
-def test_native_padding_gives_what_explicit_zeros_give(tile, seed):
-    rng = np.random.default_rng(seed)
-    for patch in patches(tile):
-        native = patch.native_padding
-        inside = rng.integers(-9, 10, (patch.data & patch.region).shape)
-        w = rng.integers(-9, 10, [high - low for low, high in patch.taps])
-        if native is not None:
-            explicit = convolve(padded(inside, patch.margins), w, tile.stencil)
-            assert np.array_equal(
-                convolve(padded(inside, [(n, n) for n in (0, 0, *native)]), w, tile.stencil), explicit
-            )
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])

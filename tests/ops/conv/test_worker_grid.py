@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distdl_rma.geometry import Box, Partition, Stencil
-from distdl_rma.geometry.split import Balanced
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, can_overlap, group_runs
 
 

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from distdl_rma import ShapeError, UnsupportedError
-from distdl_rma.ops.core.autograd import GradientNeeds, anchor, anchored, first_derivative, tells_peers
+from distdl_rma.ops.core.autograd import (
+    GradientNeeds,
+    anchor,
+    anchored,
+    deliver,
+    first_derivative,
+    idle,
+    tells_peers,
+    tied,
+)
 
 
 class Machine:
@@ -13,7 +22,7 @@ class Machine:
     closed = False
 
     def __init__(self):
-        self.failures = []
+        self.failures, self.labels = [], self
 
     def fail(self, error):
         self.failures.append(error)
@@ -86,3 +95,30 @@ def test_a_result_is_in_a_graph_where_any_rank_needs_a_gradient():
 
 def test_needs_of_any_kind_are_needs():
     assert [GradientNeeds(*both).any for both in ((0, 0), (1, 0), (0, 1))] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"), [((3, 4), (3, 0)), ((3,), (3, 0)), ((), (0,)), ((3, 0, 2), (3, 0, 2)), ((0,), (0,))]
+)
+def test_an_idle_result_has_no_elements(shape, wanted):
+    x = torch.ones(shape, requires_grad=True)
+    weight = torch.ones(2, 2, requires_grad=True)
+    y = idle(x, (weight, None))
+    assert y.shape == wanted and y is not x
+    y.sum().backward()
+    assert not weight.grad.any() and x.grad.shape == x.shape and not x.grad.any()
+
+
+def test_tied_values_do_not_change():
+    y, other = torch.arange(3.0), torch.full((2,), float("nan"), requires_grad=True)
+    together = tied(y, (other,))
+    assert torch.equal(together, y) and together.requires_grad
+
+
+def test_what_is_delivered_outside_keeps_the_batch():
+    y = torch.ones(3, 4, requires_grad=True)
+    assert deliver(y, True, 3) is y
+    assert deliver(y, False, 3).shape == (3, 0)
+    assert deliver(y, False, None).shape == (0,)
+    deliver(y, False, 3).sum().backward()
+    assert not y.grad.any()

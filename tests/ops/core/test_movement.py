@@ -7,8 +7,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ClosedError, Machine, gather_state_dict
 from distdl_rma.geometry import Decomposition, Exchange
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Window, WindowSplit
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers import DistributedConv2d, Movement
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard

@@ -135,3 +135,16 @@ def test_calls_do_not_import_the_compiler():
     script = [sys.executable, "-c", _WITHOUT_COMPILER]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "fail_on_recompile"])
+def test_a_stance_of_the_compiler_changes_nothing(P_world, compiler, stance):
+    layer, x = DistributedConv2d(rows(P_world), 4, 4, 3, padding=1), torch.rand(1, 4, 6, 6)
+    model = nn.Sequential(layer, nn.GELU())
+    expected, compiled = model(x), compiler(model, backend="eager")
+    assert torch.equal(compiled(x), expected)
+    with torch.compiler.set_stance(stance):
+        y = compiled(x)
+        y.sum().backward()
+    assert torch.equal(y, expected)

@@ -19,12 +19,13 @@ def test_a_block_and_what_is_around_it_is_cut_out_of_the_padded_tensor(P_world, 
     x = torch.arange(1.0, 12.0).reshape(1, 1, 11)
     source = Decomposition.balanced(P_x, x.shape)
     operation = HaloExchange(CallSite(Machine.of(P_world), mode), source, x.dtype, ((2, 1),), mode, 7.0)
-    assert operation.output is None
     y = operation(GradientNeeds(False, False), x[source.slices()])
     constants = {"zeros": ("constant", 0.0), "constant": ("constant", 7.0)}
     padded = F.pad(x, (2, 1), *constants.get(mode, (mode,)))
     start, stop = source.box(P_x.me).bounds[2]
     assert torch.equal(y, padded[:, :, start : stop + 3])
+    assert operation.output.shape == padded.shape
+    assert torch.equal(y, padded[operation.output.slices()])
 
 
 def test_a_tensor_too_small_for_its_padding_is_refused(P_world, comm):

@@ -5,9 +5,9 @@ import torch
 
 from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition
-from distdl_rma.geometry.split import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.norm.kept_values import KeptValues
+from distdl_rma.ops.norm.normalisation import KeptValues
 
 pytestmark = pytest.mark.mpi
 CHANNELS = 7

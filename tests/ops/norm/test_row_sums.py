@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distdl_rma.ops.norm import row_sums as rows
-from distdl_rma.ops.norm.row_sums import row_sums, square_sums, sums_and_products
+from distdl_rma.ops.norm import statistics
+from distdl_rma.ops.norm.statistics import row_sums, square_sums, sums_and_products
 
 SHAPES = [(3, 4, 50, 41), (2, 3, 1, 1), (5, 0, 7), (4, 70_000), (2, 6)]
 
@@ -28,7 +28,7 @@ def test_the_kernel_of_batch_norm_gives_the_sums_that_two_passes_give(shape, mon
     for dims in ((last,), (0, last)):
         mean = torch.randn([1 if d in dims else n for d, n in enumerate(shape)], dtype=torch.float64)
         for few in (1, 1 << 40):
-            monkeypatch.setattr(rows, "_FEW", few)
+            monkeypatch.setattr(statistics, "_FEW", few)
             sums, products = sums_and_products(a, b, mean, dims)
             torch.testing.assert_close(sums, a.sum(dims, keepdim=True))
             torch.testing.assert_close(products, (a * (b - mean)).sum(dims, keepdim=True))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl_rma.geometry import Decomposition, Partition
-from distdl_rma.geometry.split import Listed
+from distdl_rma.geometry.intervals import Listed
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 
 

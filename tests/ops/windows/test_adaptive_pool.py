@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.geometry.stencil import TableWindow
+from distdl_rma.geometry.halo import TableWindow
 from distdl_rma.ops.windows.adaptive_pool import (
     AdaptiveAvgPooling,
     AdaptiveMaxPooling,

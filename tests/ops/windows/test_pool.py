@@ -2,11 +2,22 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
-from distdl_rma.geometry.stencil import Stencil
-from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, outer_product
+from distdl_rma.geometry.halo import Stencil
+from distdl_rma.ops.windows.pool import (
+    AvgPooling,
+    AvgPoolOptions,
+    MaxPooling,
+    MaxPoolOptions,
+    argmax_windows,
+    flat_index,
+    gather_at,
+    outer_product,
+)
 from tests.layers.random_shards import cut
 from tests.ops.windows.known_input import equals_sequential, operation_on, rows
 
@@ -56,3 +67,25 @@ def test_windows_must_fit_and_read_something(P_world):
     wide = Stencil.of((2,), (1,), (2,), ((1, 1),))
     with pytest.raises(ShapeError, match="output 0 of 1 reads nothing but padding of the global input"):
         operation_on(rows(P_world), MaxPooling, MaxPoolOptions(wide), (1, 1, 1))
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(0, 99))
+def test_coordinates_are_those_of_torchs_indices(kernel, stride, dilation, seed):
+    torch.manual_seed(seed)
+    x = torch.randint(0, 4, (2, 3, 7, 6)).double()
+    expected, index = F.max_pool2d(x, kernel, stride, 0, dilation, return_indices=True)
+    found = argmax_windows(x, [kernel] * 2, [stride] * 2, [dilation] * 2)
+    assert torch.equal(flat_index(found, x.shape[2:]), index)
+    assert torch.equal(gather_at(x, found), expected)
+
+
+def test_the_first_of_equal_elements_counts_and_nan_above_all():
+    x = torch.tensor([1.0, 1.0, float("inf"), float("nan"), 5.0, 5.0]).view(1, 1, -1)
+    (found,) = argmax_windows(x, [2], [2], [1])
+    assert found.flatten().tolist() == [0, 3, 4]
+
+
+def test_the_gradient_of_an_element_that_wins_twice_is_summed():
+    x = torch.tensor([0.0, 3.0, 1.0], dtype=torch.float64).view(1, 1, -1).requires_grad_()
+    gather_at(x, argmax_windows(x, [2], [1], [1])).sum().backward()
+    assert x.grad.flatten().tolist() == [0.0, 2.0, 0.0]

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
-from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
+from distdl_rma.ops.windows.resize import Interpolation, Resize, ResizeOptions, Resizing
 from tests.fuzz.pooling import Resized
+from tests.layers.sequential import agree
 from tests.ops.windows.known_input import equals_sequential, rows
 
 
@@ -33,3 +37,50 @@ def test_outputs_and_gradients_are_those_of_the_whole(P_world, mode, size):
     options = ResizeOptions(size, None, mode, None if mode == "nearest" else False)
     reference = Resized(nn.Upsample(size, mode=mode))
     equals_sequential(rows(P_world, 2), Resizing, options, x, reference)
+
+
+LINES = {"nearest": 1, "nearest-exact": 1, "linear": 1, "bicubic": 2}
+resized = given(st.integers(1, 9), st.integers(1, 14), st.sampled_from(sorted(LINES)), st.booleans())
+
+
+def taps(n, m, mode, corners):
+    corners = corners and not mode.startswith("nearest")
+    return Interpolation.of(mode, LINES[mode], Resize(n, m, None, corners), torch.float64), corners
+
+
+@resized
+def test_a_line_is_resized_as_by_torch(n, m, mode, corners):
+    interpolation, corners = taps(n, m, mode, corners)
+    ones = (1,) * (LINES[mode] - 1)
+    x = torch.randn(2, 3, *ones, n, dtype=torch.float64)
+    aligned = None if mode.startswith("nearest") else corners
+    expected = F.interpolate(x, size=(*ones, m), mode=mode, align_corners=aligned)
+    agree(interpolation.apply(x, x.dim() - 1), expected)
+
+
+@resized
+def test_weights_of_an_output_sum_to_one_and_its_taps_are_in_its_window(n, m, mode, corners):
+    interpolation, _ = taps(n, m, mode, corners)
+    window = interpolation.window
+    assert window.outputs == m
+    assert (interpolation.index >= torch.tensor(window.first)).all()
+    assert (interpolation.index <= torch.tensor(window.last)).all()
+    if interpolation.weight is not None:
+        agree(interpolation.weight.sum(0), torch.ones(m, dtype=torch.float64))
+
+
+@resized
+def test_a_part_is_computed_from_what_it_reads(n, m, mode, corners):
+    interpolation, _ = taps(n, m, mode, corners)
+    x = torch.randn(n, dtype=torch.float64)
+    start, stop = m // 3, m
+    first, last = interpolation.window.reads(start, stop)
+    part = interpolation.part(start, stop, first)
+    assert torch.equal(part.apply(x[first:last], 0), interpolation.apply(x, 0)[start:stop])
+
+
+@pytest.mark.parametrize("scale", [0.4, 1.3, 2.0])
+def test_a_factor_decides_where_outputs_lie(scale):
+    x = torch.randn(1, 1, 7, dtype=torch.float64)
+    interpolation = Interpolation.of("linear", 1, Resize(7, int(7 * scale), scale), torch.float64)
+    agree(interpolation.apply(x, 2), F.interpolate(x, scale_factor=scale, mode="linear"))

@@ -6,8 +6,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError, UnsupportedError
 from distdl_rma.geometry import Decomposition
-from distdl_rma.geometry.split import Listed
-from distdl_rma.geometry.stencil import Stencil, TableWindow
+from distdl_rma.geometry.halo import Stencil, TableWindow
+from distdl_rma.geometry.intervals import Listed
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions
 from distdl_rma.ops.windows.window_operation import extents_to_pool
 from tests.ops.windows.known_input import equals_sequential, operation_on, rows

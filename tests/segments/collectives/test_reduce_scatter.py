@@ -1,11 +1,11 @@
-"""Reductions of which every rank gets a part."""
+"""Reductions of which every rank gets a part, or one of them all."""
 
 import random
 
 import numpy as np
 import pytest
 
-from distdl_rma.segments import Allgather, Allreduce, Reducescatter
+from distdl_rma.segments import Allgather, Allreduce, Reduce, Reducescatter
 
 pytestmark = pytest.mark.mpi
 
@@ -35,3 +35,16 @@ def test_one_count_is_cut_into_balanced_parts(segments, comm):
     job.start()
     assert job.wait().tolist() == [comm.size] * job.counts[comm.rank]
     job.close()
+
+
+@pytest.mark.parametrize("count", [1, 4000])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_the_root_alone_has_the_result(segments, comm, count, op):
+    rows = [np.arange(count) * (rank + 1) for rank in segments.ranks]
+    for root in segments.ranks:
+        job = Reduce(segments, segments.ranks, count, np.int64, op, root, f"{op} to {root}")
+        job.active[:] = rows[comm.rank]
+        job.start()
+        expected = getattr(np.array(rows), op)(0)
+        assert np.array_equal(job.wait(), expected if comm.rank == root else [])
+        job.close()

@@ -15,8 +15,8 @@ from benchmarks.traffic import (
     reduce_traffic,
 )
 from distdl_rma.geometry import Decomposition, Exchange, Partition
-from distdl_rma.geometry.split import Balanced
-from distdl_rma.geometry.stencil import Window, WindowSplit
+from distdl_rma.geometry.halo import Window, WindowSplit
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from tests.segments.collectives.engine.test_node_layout import machine_nodes
 

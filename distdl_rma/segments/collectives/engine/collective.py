@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.engine.reduction import Array
+from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
 
 # Looks at the flags of a small step before the wait becomes a patient one.
 _LOOKS = 300
 
 
-class Algorithm(Protocol):
-    """One way to carry out the steps of a collective, numbered from 1.
+class CollectiveSite(NamedTuple):
+    """On whose memory a collective is carried out, among which ranks, under which name."""
 
-    Attributes
-    ----------
-    operands, results
-        What the caller writes and reads, for even and odd steps.
-    needs_progress
-        Whether other ranks wait for what this one does in ``advance``.
-    broken
-        What interrupted a step in the middle; empty if nothing did. Such a step cannot be taken up again.
-    """
+    manager: SegmentManager
+    layout: NodeLayout
+    name: str
+
+    @classmethod
+    def checked(cls, manager: SegmentManager, ranks: Sequence[int], name: str) -> CollectiveSite:
+        """Of arguments given by a caller; ``PartitionError`` as :meth:`NodeLayout.checked`."""
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        return cls(manager, layout, name)
+
+
+class Algorithm(Protocol):
+    """One way to carry out the steps of a collective, numbered from 1."""
 
     site: CollectiveSite
+    # What the caller writes and reads, for even and odd steps.
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
+    # Whether other ranks wait for what this one does in ``advance``.
     needs_progress: bool
+    # What interrupted a step in the middle, which cannot be taken up again; empty if nothing did.
     broken: str
 
     def connect(self, timeout: float | None) -> None:
@@ -65,9 +74,11 @@ class Collective:
     the collective, and make it anew on all ranks.
 
     Every collective is made with the segment ``manager`` of a machine, ``ranks`` (rank ids, this one
-    included) and a ``name`` for messages, alike on all ranks. Making one raises ``PartitionError`` if ranks
-    are listed twice, are not of the machine or lack this one or the root, ``ShapeError`` if a number of
-    elements or a dtype is none, and ``ArgumentError`` for an operation that is unknown.
+    included) and a ``name`` for messages, alike on all ranks. ``count`` is a number of elements, which may
+    be 0, ``dtype`` any type of numpy without Python objects, for reductions those of ``Allreduce``, and
+    ``root`` a rank id, the first of ``ranks`` if None. Making one raises ``PartitionError`` if ranks are
+    listed twice, are not of the machine or lack this one or the root, ``ShapeError`` if a number of elements
+    or a dtype is none, and ``ArgumentError`` for an operation that is unknown.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:

@@ -8,8 +8,8 @@ from functools import cached_property
 from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.rank_groups import Groups, grouped, leaders, share_holders
-from distdl_rma.geometry.split import Balanced, Listed
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,8 @@ class NodeLayout:
     """The ranks of a collective by node, seen from one of them.
 
     A vector is cut into as many balanced shares as the smallest node has ranks. On every node its holders
-    work on one share each; between nodes, those with the same share work together.
-
-    Parameters
-    ----------
-    ranks
-        Rank ids in the order of the collective.
-    machine_nodes
-        All ranks of the machine by node: those that load and store each other's memory.
-    me
-        This rank.
+    work on one share each; between nodes, those with the same share work together. ``machine_nodes`` are
+    all ranks of the machine by node: those that load and store each other's memory.
     """
 
     ranks: tuple[int, ...]
@@ -51,10 +43,7 @@ class NodeLayout:
     def checked(cls, ranks: Sequence[int], machine_nodes: Groups, me: int, who: str) -> NodeLayout:
         """Layout of ranks given by a caller, ``who`` in messages.
 
-        Raises
-        ------
-        PartitionError
-            If a rank is listed twice or is not of the machine, or this rank is not among them.
+        ``PartitionError`` if a rank is listed twice or is not of the machine, or this rank is not among them.
         """
         chosen, known = tuple(ranks), {rank for node in machine_nodes for rank in node}
         if me not in chosen or len(set(chosen)) != len(chosen) or not known.issuperset(chosen):
@@ -123,11 +112,9 @@ class NodeLayout:
 
     def share(self, count: int) -> slice:
         """Elements of a vector that this rank works on."""
-        return (
-            slice(0, 0)
-            if self.my_share is None
-            else slice(*Balanced(count, self.shares).interval(self.my_share))
-        )
+        if self.my_share is None:
+            return slice(0, 0)
+        return slice(*Balanced(count, self.shares).interval(self.my_share))
 
     def scatter_pieces(self, lengths: Sequence[int]) -> tuple[tuple[RankSlice, ...], ...]:
         """For each node: what of its ranks' results this rank reduces, and whose it is.

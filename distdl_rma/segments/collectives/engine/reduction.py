@@ -9,31 +9,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
+from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
 
-Array = npt.NDArray[Any]
+Array = NDArray[Any]
 
 # Bytes reduced at a time: all rows of a block stay in the cache until it is stored to every peer.
 _BLOCK_BYTES = 256 << 10
-_UFUNCS: dict[str, Callable[..., Any]] = {
-    "sum": np.add,
-    "mean": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
+# By numpy, and by MPI without the division of a mean.
+_OPERATIONS: dict[str, tuple[Callable[..., Any], MPI.Op]] = {
+    "sum": (np.add, MPI.SUM),
+    "mean": (np.add, MPI.SUM),
+    "prod": (np.multiply, MPI.PROD),
+    "min": (np.minimum, MPI.MIN),
+    "max": (np.maximum, MPI.MAX),
 }
-_MPI_OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+_INEXACT = "a mean of integers is not exact; use sum, or a floating dtype"
+_UNORDERED = "complex numbers have no order; reduce real and imaginary parts, or magnitudes"
 # What an operation would mean is open for these kinds of numpy's types: why, and what to do instead.
 _REFUSED = {
-    ("mean", "i"): "a mean of integers is not exact; use sum, or a floating dtype",
-    ("mean", "u"): "a mean of integers is not exact; use sum, or a floating dtype",
+    ("mean", "i"): _INEXACT,
+    ("mean", "u"): _INEXACT,
     ("mean", "b"): "a mean of bool counts nothing; reduce them as floats",
     ("sum", "b"): "a sum of bool counts nothing; use max for any of them, or an integer dtype to count",
-    ("min", "c"): "complex numbers have no order; reduce real and imaginary parts, or magnitudes",
-    ("max", "c"): "complex numbers have no order; reduce real and imaginary parts, or magnitudes",
+    ("min", "c"): _UNORDERED,
+    ("max", "c"): _UNORDERED,
 }
 
 
@@ -56,35 +58,30 @@ class Element:
 
     def narrow(self, wide: Array, out: Array) -> None:
         """Store reduced values, rounded once."""
-        if self.name == "bfloat16":
-            out[...] = narrow_bfloat16(wide)
-        else:
-            out[...] = wide
+        out[...] = narrow_bfloat16(wide) if self.name == "bfloat16" else wide
 
 
-_TYPES: tuple[tuple[str, npt.DTypeLike, npt.DTypeLike], ...] = (
-    ("float32", np.float32, np.float32),
-    ("float64", np.float64, np.float64),
-    ("float16", np.float16, np.float32),
-    ("bfloat16", np.uint16, np.float32),
-    ("complex64", np.complex64, np.complex64),
-    ("complex128", np.complex128, np.complex128),
+_FLOATS = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
+_INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+# What is reduced in a wider type.
+_WIDER = {
+    "float16": "float32",
+    "bfloat16": "float32",
     # Some MPIs have sums of short integers stop at the largest: modulo 2**32 they wrap around as they should.
-    ("int8", np.int8, np.int32),
-    ("int16", np.int16, np.int32),
-    ("int32", np.int32, np.int32),
-    ("int64", np.int64, np.int64),
-    ("uint8", np.uint8, np.uint32),
-    ("uint16", np.uint16, np.uint32),
-    ("uint32", np.uint32, np.uint32),
-    ("uint64", np.uint64, np.uint64),
+    "int8": "int32",
+    "int16": "int32",
+    "uint8": "uint32",
+    "uint16": "uint32",
     # MPI has no arithmetic of its truth values: as numbers 0 and 1.
-    ("bool", np.bool_, np.uint8),
-)
-_ELEMENTS = {name: Element(name, np.dtype(storage), np.dtype(wide)) for name, storage, wide in _TYPES}
+    "bool": "uint8",
+}
+_ELEMENTS = {
+    name: Element(name, np.dtype("uint16" if name == "bfloat16" else name), np.dtype(_WIDER.get(name, name)))
+    for name in (*_FLOATS, *_INTEGERS, "bool")
+}
 
 
-def element_of(dtype: npt.DTypeLike | str, who: str) -> Element:
+def element_of(dtype: DTypeLike, who: str) -> Element:
     """Element type of a numpy dtype, or of ``"bfloat16"``, which is stored as uint16 words.
 
     Raises ``ShapeError`` if it is none that can be reduced; names ``who`` asked.
@@ -144,30 +141,23 @@ class Reduction:
     """One operation on rows of one element type; every element in the order of the rows.
 
     Infinities and what is no number are results as any other: numpy's error state and filters of warnings
-    make no difference.
-
-    16-bit floats are reduced in float32 and rounded once, integers wrap around. ``divisor`` is what
-    a mean divides by, ``who`` is for messages.
-
-    Raises
-    ------
-    ArgumentError
-        If the operation is unknown, or the divisor is below 1.
-    ShapeError
-        If it has no meaning for the elements, as a mean of integers or the largest of complex numbers.
+    make no difference. 16-bit floats are reduced in float32 and rounded once, integers wrap around.
+    ``divisor`` is what a mean divides by, ``who`` is for messages.
     """
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
-        if op not in _UFUNCS:
-            raise ArgumentError(f"{who!r}: operation is one of {list(_UFUNCS)}, got {op!r}")
+        if op not in _OPERATIONS:
+            raise ArgumentError(f"{who!r}: operation is one of {list(_OPERATIONS)}, got {op!r}")
         kind = "f" if element.name == "bfloat16" else element.storage.kind
         if (op, kind) in _REFUSED:
             raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}")
         if divisor < 1:
             raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
         self.op, self.element, self.divisor = op, element, divisor
-        self.ufunc = _product if (op, kind) == ("prod", "c") else _UFUNCS[op]
-        self.divides = op == "mean" and divisor > 1
+        self._ufunc, self.mpi = _OPERATIONS[op]
+        if (op, kind) == ("prod", "c"):
+            self._ufunc = _product
+        self._divides = op == "mean" and divisor > 1
         self._block = _BLOCK_BYTES // element.wide.itemsize
         self._scratch = np.empty(0, element.wide)
 
@@ -176,18 +166,15 @@ class Reduction:
         """What ranks have to agree on, a line ``name=value`` for each fact."""
         return f"op={self.op}\ndtype={self.element.name}\ndivisor={self.divisor}"
 
-    @property
-    def mpi(self) -> MPI.Op:
-        """The same operation of MPI, without the division of a mean."""
-        return _MPI_OPERATIONS[self.op]
-
     def reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
         """Reduce rows of one length and store the result to all targets, which may be some of the rows."""
         with np.errstate(all="ignore"):
             for begin in range(0, rows[0].size, self._block):
                 end = begin + self._block
                 first, *others = [target[begin:end] for target in targets]
-                self._reduce_block([row[begin:end] for row in rows], first)
+                wide = first if self.element.exact else np.empty(first.size, self.element.wide)
+                self._combine([row[begin:end] for row in rows], wide)
+                self._finish(wide, first)
                 for other in others:
                     other[...] = first
 
@@ -203,13 +190,8 @@ class Reduction:
         with np.errstate(all="ignore"):
             self._finish(wide, out)
 
-    def _reduce_block(self, rows: list[Array], out: Array) -> None:
-        wide = out if self.element.exact else np.empty(out.size, self.element.wide)
-        self._combine(rows, wide)
-        self._finish(wide, out)
-
     def _finish(self, wide: Array, out: Array) -> None:
-        if self.divides:
+        if self._divides:
             np.divide(wide, self.divisor, out=wide)
         if out is not wide:
             self.element.narrow(wide, out)
@@ -221,12 +203,9 @@ class Reduction:
         if len(rows) == 1:
             out[...] = rows[0]
             return
-        total = rows[0]
-        for row in rows[1:-1]:
-            total = self.ufunc(total, row, out=self._spare(out.size))
-        self.ufunc(total, rows[-1], out=out)
-
-    def _spare(self, size: int) -> Array:
-        if self._scratch.size < size:
+        if len(rows) > 2 and self._scratch.size < out.size:
             self._scratch = np.empty(self._block, self.element.wide)
-        return self._scratch[:size]
+        total, scratch = rows[0], self._scratch[: out.size]
+        for row in rows[1:-1]:
+            total = self._ufunc(total, row, out=scratch)
+        self._ufunc(total, rows[-1], out=out)

@@ -12,9 +12,10 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.engine.between_nodes import BetweenNodes
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.reduction import Array
+from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.engine.collective import CollectiveSite
+from distdl_rma.segments.collectives.engine.reduction import Array, Reduction
+from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.header import WaitReason
@@ -22,32 +23,62 @@ from distdl_rma.segments.waiting.header import WaitReason
 _PARITIES = 2
 # Notifications that one rank of a node may give another in one step, each for a reason of its own.
 _PHASES = 4
+# Those of a reduction.
+_READY, _DONE = range(2)
+
+
+class BetweenNodes:
+    """Communicator of ranks of several nodes, in the order given; ``ranks`` is empty where there is none.
+
+    ``name`` and ``terms`` are alike on all of the ranks, as for :class:`Barrier`.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str) -> None:
+        self._manager, self._name, self._terms = manager, name, terms
+        self.ranks = tuple(ranks) if len(ranks) > 1 else ()
+        self._barrier: Barrier | None = None
+        self._comm: MPI.Intracomm | None = None
+        self._number = 0
+
+    def connect(self, timeout: float | None) -> None:
+        """Make the communicator; once, blocking. After a timeout it can be repeated."""
+        if self.ranks and self._comm is None:
+            # Making a communicator cannot be interrupted: not before all its ranks are here.
+            barrier, shared = self._gathering(), self._manager.communicators
+            self._number = barrier.wait(timeout, shared.proposal(self.ranks))
+            self._comm = shared.take(self.ranks, self._number)
+            barrier.close()
+
+    def announce(self) -> None:
+        """Let the others see what this rank connects, without waiting for them."""
+        if self.ranks:
+            self._gathering().connect(0.0)
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator; only where there is one."""
+        if self._comm is None:
+            raise RuntimeError(f"{self._name!r}: no communicator between nodes on this rank")
+        return self._comm
+
+    def free(self) -> None:
+        """Give the communicator back, local; for when nothing is under way on it."""
+        if self._comm is not None:
+            self._manager.communicators.give_back(self.ranks, self._number)
+        self._comm = None
+
+    def _gathering(self) -> Barrier:
+        if self._barrier is None:
+            self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
+        return self._barrier
 
 
 class SteppedAlgorithm(ABC):
     """Algorithm whose step is a generator, ``script``, that yields as long as it has to wait.
 
-    Each rank has a vector in the segment, twice, which the ranks of its node load and store.
-
-    Parameters
-    ----------
-    site
-        Manager, ranks and name.
-    count, dtype
-        Number and type of the elements of a rank's vector.
-    across
-        Ranks that MPI's collectives combine between the nodes; this one may be none of them.
-    terms
-        What must be the same on all ranks, a line ``name=value`` for each fact.
-
-    Attributes
-    ----------
-    vectors
-        This rank's vector for even and odd steps.
-    rows
-        For even and odd steps the vectors of the node's ranks, in their order, once connected.
-    operands, results
-        What the caller writes and reads, for even and odd steps; the vectors, unless a subclass says so.
+    Each rank has a vector of ``count`` elements in the segment, twice, which the ranks of its node load and
+    store. MPI's collectives combine the ranks of ``across`` between the nodes; this one may be none of them.
+    ``terms`` must be the same on all ranks, a line ``name=value`` for each fact.
     """
 
     needs_progress = True
@@ -64,8 +95,10 @@ class SteppedAlgorithm(ABC):
         self.memory = manager.get_segment_buffer(_PARITIES * self._stride, _PHASES * len(here), name)
         self._words, self._me = self.memory.flags, here.index(layout.me)
         self._at = {rank: at for at, rank in enumerate(here)}
+        # This rank's vector for even and odd steps; the operands and results, unless a subclass says so.
         vectors = tuple(self.memory.view(dtype, (count,), k * self._stride) for k in range(_PARITIES))
         self.vectors = self.operands = self.results = vectors
+        # For even and odd steps the vectors of the node's ranks, in their order, once connected.
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
         self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
@@ -100,13 +133,10 @@ class SteppedAlgorithm(ABC):
         self._connected = True
 
     def _exchange_addresses(self, timeout: float | None) -> dict[int, RemoteBuffer]:
-        others = self.layout.others_here
-        if not others:
-            return {}
+        others, terms = self.layout.others_here, self._terms
         try:
-            return self.memory.exchange(
-                others, self.site.name, fingerprint(self._terms), timeout, terms=self._terms
-            )
+            plan = fingerprint(terms)
+            return self.memory.exchange(others, self.site.name, plan, timeout, terms=terms) if others else {}
         except MismatchError:
             # The other nodes would wait for this one.
             with suppress(MismatchError, ExchangeTimeout):
@@ -196,3 +226,31 @@ class SteppedAlgorithm(ABC):
         """Count loads from peers that were made elsewhere."""
         self._counters.gets += number
         self._counters.bytes_got += nbytes
+
+
+class ShareReduction(SteppedAlgorithm):
+    """A step: all have written their vectors, the holders reduce ``elements`` each, all may read."""
+
+    def __init__(
+        self, site: CollectiveSite, count: int, elements: int, reduction: Reduction, terms: str
+    ) -> None:
+        storage, terms = reduction.element.storage, f"{terms}\n{reduction.terms}"
+        super().__init__(site, count, storage, site.layout.same_share, terms)
+        self.reduction, self._elements = reduction, elements
+
+    @abstractmethod
+    def reduce(self, rows: list[Array]) -> Iterator[None]:
+        """Reduce this rank's share of the node's vectors, of all nodes, and store what becomes of it."""
+
+    def script(self, parity: int) -> Iterator[None]:
+        """One step on the vectors of its parity."""
+        layout = self.layout
+        self.notify(_READY, layout.holders)
+        if layout.my_share is not None:
+            yield from self.wait_for(_READY, layout.here)
+            if self._elements:
+                loads = len(layout.here) - 1
+                self.count_gets(loads, loads * self._elements * self.vectors[0].itemsize)
+                yield from self.reduce(self.rows[parity])
+            self.notify(_DONE, layout.here)
+        yield from self.wait_for(_DONE, layout.holders)

@@ -6,8 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ClosedError, ExchangeTimeout, ProtocolError
+from distdl_rma import ClosedError, ExchangeTimeout, PartitionError, ProtocolError
 from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
+from distdl_rma.segments.collectives.engine.collective import CollectiveSite
 from distdl_rma.segments.manager import SegmentManager
 from tests.matrix import over_seeds
 from tests.segments.cases import Case
@@ -364,3 +365,12 @@ def test_collectives_that_come_and_go_share_their_communicators(comm):
     assert len(made) == 7 and sum(made) <= 3
     manager.close()
     own.Free()
+
+
+def test_ranks_are_checked_and_laid_out_by_node(segments):
+    manager, layout, name = CollectiveSite.checked(segments, segments.ranks[::-1], "here")
+    assert (manager, name) == (segments, "here")
+    assert layout.ranks == segments.ranks[::-1] and layout.me == segments.rank
+    assert {frozenset(node) for node in layout.nodes} == {*map(frozenset, segments.segment.direct_nodes)}
+    with pytest.raises(PartitionError, match="'here': ranks must be unique"):
+        CollectiveSite.checked(segments, (), "here")

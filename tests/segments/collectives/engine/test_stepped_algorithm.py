@@ -1,14 +1,19 @@
-"""Steps that are generators: notifications on a node, and what becomes of a step in the middle."""
+"""Steps that are generators: notifications on a node, communicators between nodes, shares of a reduction."""
 
 import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout
-from distdl_rma.segments.collectives.engine.collective import Collective
-from distdl_rma.segments.collectives.engine.collective_site import CollectiveSite
-from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
+from distdl_rma.segments.collectives.engine.reduction import Reduction, element_of
+from distdl_rma.segments.collectives.engine.stepped_algorithm import (
+    BetweenNodes,
+    ShareReduction,
+    SteppedAlgorithm,
+)
 
 pytestmark = pytest.mark.mpi
+COUNT = 11
 
 
 class Chain(SteppedAlgorithm):
@@ -58,3 +63,63 @@ def test_a_step_that_waits_says_for_whom(segments, comm, chain):
             chain.wait(timeout=0.02)
         comm.Barrier()
     chain.wait()
+
+
+def test_ranks_have_a_communicator_in_their_order_and_the_next_user_has_the_same(segments, comm):
+    ranks = segments.ranks[::-1]
+    if len(ranks) == 1:
+        alone = BetweenNodes(segments, ranks, "alone", "")
+        alone.connect(None)
+        assert alone.ranks == ()
+        with pytest.raises(RuntimeError, match="'alone': no communicator between nodes"):
+            _ = alone.comm
+        return
+    made = []
+    for name in ("first", "second"):
+        between = BetweenNodes(segments, ranks, name, "")
+        between.connect(None)
+        between.connect(None)
+        assert between.comm.allgather(comm.rank) == list(ranks)
+        made.append(between.comm)
+        between.free()
+        between.free()
+    assert made[0] == made[1]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_users_at_one_time_have_communicators_of_their_own(segments, comm):
+    first, second = (BetweenNodes(segments, segments.ranks, name, "") for name in ("one", "other"))
+    first.connect(None)
+    second.connect(None)
+    assert first.comm != second.comm
+    # Nobody gives back before all have both.
+    comm.Barrier()
+    first.free()
+    second.free()
+
+
+class NodeSum(ShareReduction):
+    """The sum of each node, on its first rank."""
+
+    def __init__(self, site):
+        share = site.layout.share(COUNT)
+        self._share = share
+        reduction = Reduction("sum", element_of(np.int64, site.name), 1, site.name)
+        super().__init__(site, COUNT, share.stop - share.start, reduction, "collective=NodeSum")
+
+    def reduce(self, rows):
+        shares = [row[self._share] for row in rows]
+        self.reduction.reduce(shares, shares[:1])
+        yield
+
+
+def test_the_holders_reduce_every_element_once_and_only_then_is_the_step_complete(segments):
+    job = Collective(NodeSum(CollectiveSite.checked(segments, segments.ranks, "node sum")))
+    node = next(node for node in segments.segment.direct_nodes if segments.rank in node)
+    for step in range(30):
+        job.active[:] = np.arange(COUNT) + segments.rank + step
+        job.start()
+        result = job.wait()
+        if segments.rank == node[0]:
+            assert np.array_equal(result, sum(np.arange(COUNT) + rank + step for rank in node))
+    job.close()

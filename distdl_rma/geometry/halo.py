@@ -1,0 +1,207 @@
+"""How wide a halo is: which inputs the outputs of windows read, sliding ones and those of a table."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.intervals import Mapped, Split
+
+
+@dataclass(frozen=True)
+class Window:
+    """Sliding window of one dimension.
+
+    Output ``j`` reads the inputs ``j * stride - left + t * dilation`` for ``t`` in ``range(kernel)``.
+    """
+
+    kernel: int  # number of taps, at least 1
+    stride: int = 1  # step between outputs
+    dilation: int = 1  # step between taps
+    left: int = 0  # padding at the two ends of the dimension; a negative one crops
+    right: int = 0
+    ceil: bool = False  # whether a last window that sticks out of the padding counts, if it begins before it
+
+    def __post_init__(self) -> None:
+        if min(self.kernel, self.stride, self.dilation) < 1:
+            raise ShapeError(f"kernel, stride and dilation must be at least 1, got {self}")
+
+    @property
+    def span(self) -> int:
+        """Inputs from the first to the last tap, both included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def outputs(self, extent: int) -> int:
+        """Number of outputs for an input of the given extent; 0 or less if the window does not fit."""
+        beyond = self.stride - 1 if self.ceil else 0
+        count = (extent + self.left + self.right - self.span + beyond) // self.stride + 1
+        # As torch: a window must not begin behind the input and its left padding.
+        return count - (self.ceil and (count - 1) * self.stride >= extent + self.left)
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        return start * self.stride - self.left, (stop - 1) * self.stride - self.left + self.span
+
+    def readers(self, start: int, stop: int) -> tuple[int, int]:
+        """Outputs whose window, first to last tap, meets inputs ``[start, stop)``."""
+        first = -((self.span - 1 - self.left - start) // self.stride)
+        return first, (stop - 1 + self.left) // self.stride + 1
+
+    def taps(self, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+        """From the first to behind the last tap by which outputs ``[first, last)`` read ``[start, stop)``.
+
+        Bounds, not a list: taps between them may read nothing of the inputs.
+        """
+        at_first, at_last = first * self.stride - self.left, (last - 1) * self.stride - self.left
+        lowest = max(0, -((at_last - start) // self.dilation))
+        highest = min(self.kernel - 1, (stop - 1 - at_first) // self.dilation)
+        return lowest, max(lowest, highest + 1)
+
+
+@dataclass(frozen=True)
+class TableWindow:
+    """Index of the first and of the last input that each output of one dimension reads, weakly rising."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    # A table reads no padding.
+    left: ClassVar[int] = 0
+    right: ClassVar[int] = 0
+
+    @classmethod
+    def adaptive(cls, extent: int, outputs: int) -> TableWindow:
+        """Windows of adaptive pooling: from ``floor(j * n / m)`` to behind ``ceil((j + 1) * n / m)``."""
+        return cls(
+            tuple(j * extent // outputs for j in range(outputs)),
+            tuple(-(-(j + 1) * extent // outputs) - 1 for j in range(outputs)),
+        )
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return len(self.first)
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        if not self.first:
+            return 0, 0
+        return self.first[min(start, self.outputs - 1)], self.last[max(stop - 1, 0)] + 1
+
+    def readers(self, start: int, stop: int) -> tuple[int, int]:
+        """Outputs that read from inputs ``[start, stop)``."""
+        return bisect_left(self.last, start), bisect_left(self.first, stop)
+
+
+@dataclass(frozen=True)
+class WindowSplit(Mapped):
+    """What each part of an output dimension reads of an input dimension of some extent.
+
+    It may stick out of the input; there lies the padding.
+    """
+
+    window: Window | TableWindow
+    extent: int
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Inputs that outputs read."""
+        return self.window.reads(start, stop)
+
+
+@dataclass(frozen=True)
+class InnerSplit(Mapped):
+    """What each part reads of the domain alone, where the padding is made from elements of the domain.
+
+    By ``mode`` the padding reads: ``"constant"`` nothing; ``"replicate"`` the last element; ``"reflect"`` as
+    many elements behind the last as it is wide.
+    """
+
+    base: WindowSplit
+    mode: str
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self.base.extent
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Of an interval that may stick out, what lies in the domain or is read from there."""
+        n = self.extent
+        start, stop = min(max(start, 0), n), min(max(stop, 0), n)
+        if self.mode == "replicate":
+            return min(start, n - 1), max(stop, 1)
+        if self.mode == "reflect":
+            # The same for all parts, so that the ends rise: a little more than some parts near the end need.
+            window = self.base.window
+            return min(start, max(0, n - 1 - window.right)), max(stop, min(n, window.left + 1))
+        return start, stop
+
+
+@dataclass(frozen=True)
+class ReadersSplit(Mapped):
+    """Which outputs read each part of an input dimension by a table; neighbours may share some."""
+
+    window: TableWindow
+
+    @property
+    def extent(self) -> int:
+        """Number of outputs."""
+        return self.window.outputs
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Outputs that read inputs."""
+        return self.window.readers(start, stop)
+
+
+@dataclass(frozen=True)
+class Stencil:
+    """One sliding window per spatial dimension."""
+
+    windows: tuple[Window, ...]
+
+    @classmethod
+    def of(
+        cls,
+        kernel: tuple[int, ...],
+        stride: tuple[int, ...],
+        dilation: tuple[int, ...],
+        padding: tuple[tuple[int, int], ...],
+        ceil: bool = False,
+    ) -> Stencil:
+        """Stencil from one tuple per parameter; ``padding`` has a (left, right) pair per dimension."""
+        if min((side for sides in padding for side in sides), default=0) < 0:
+            raise ShapeError(f"padding must be at least 0, got {padding}")
+        each = zip(kernel, stride, dilation, padding, strict=True)
+        return cls(tuple(Window(k, s, d, left, right, ceil) for k, s, d, (left, right) in each))
+
+    def with_halo(self, outputs: Sequence[Split], shape: Sequence[int]) -> tuple[WindowSplit, ...]:
+        """What each part of the outputs reads of an input of the given shape, dimension by dimension.
+
+        How wide the halo around a rank's own inputs is follows from this alone: ``Window.reads``.
+        """
+        return tuple(WindowSplit(s, w, n) for s, w, n in zip(outputs, self.windows, shape, strict=True))
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Output shape for an input shape; a ``ShapeError`` if a window does not fit into its dimension."""
+        extents = tuple(w.outputs(n) for w, n in zip(self.windows, shape, strict=True))
+        if any(extent < 1 for extent in extents):
+            raise ShapeError(
+                f"global input {shape} is too small for kernel {tuple(w.kernel for w in self.windows)}"
+                f" with dilation {tuple(w.dilation for w in self.windows)}"
+                f" and padding {tuple((w.left, w.right) for w in self.windows)}"
+            )
+        return extents
+
+    def reads(self, box: Box) -> Box:
+        """Inputs that a box of outputs reads; it may stick out of the domain, there lies the padding."""
+        if box.empty:
+            return Box(tuple((w.reads(*b)[0],) * 2 for w, b in zip(self.windows, box.bounds, strict=True)))
+        return Box(tuple(w.reads(*b) for w, b in zip(self.windows, box.bounds, strict=True)))
+
+    def readers(self, box: Box) -> Box:
+        """Outputs whose windows meet a box of inputs."""
+        bounds = (w.readers(*b) for w, b in zip(self.windows, box.bounds, strict=True))
+        return Box(tuple((first, max(first, last)) for first, last in bounds))

@@ -1,0 +1,193 @@
+"""One dimension cut into intervals, one per part, and the search for the parts that meet an interval."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
+
+from distdl_rma.errors import PartitionError
+
+
+class Split(Protocol):
+    """Intervals of one dimension, one per part; both their ends rise (weakly) with the part."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part, for searching; they may cross where the part is empty."""
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part, ``start <= stop``."""
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Balanced blocks: the first ``extent % parts`` parts get one element more (requirement A2)."""
+
+    extent: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        if self.extent < 0 or self.parts < 1:
+            raise PartitionError(f"cannot cut extent {self.extent} into {self.parts} parts")
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part; computed, not stored."""
+        quotient, longer = divmod(self.extent, self.parts)
+        start = part * quotient + min(part, longer)
+        return start, start + quotient + (part < longer)
+
+    ends = interval
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of every part."""
+        return tuple(stop - start for start, stop in map(self.interval, range(self.parts)))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Consecutive blocks of the given lengths."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 0:
+            raise PartitionError(f"lengths of parts must be at least 0, got {self.lengths}")
+
+    @cached_property
+    def _cuts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.lengths, initial=0))
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self.lengths)
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self._cuts[-1]
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part."""
+        return self._cuts[part], self._cuts[part + 1]
+
+    ends = interval
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Parts of which several hold the same: for every part that of ``base`` which it holds, never falling."""
+
+    base: Split
+    held: tuple[int, ...]
+
+    @property
+    def parts(self) -> int:
+        """Number of parts, copies included."""
+        return len(self.held)
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self.base.extent
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part."""
+        return self.base.ends(self.held[part])
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part."""
+        return self.base.interval(self.held[part])
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The parts of another dimension seen through a map of intervals, whose ends rise with those it maps.
+
+    Parts may overlap and leave gaps, and are empty where those of ``base`` are. Subclasses say the image of
+    an interval, and the extent of the dimension that it lies in.
+    """
+
+    base: Split
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return self.base.parts
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Ends of the image of an interval; they may cross where it is empty."""
+        raise NotImplementedError
+
+    def ends(self, part: int) -> tuple[int, int]:
+        """Rising ends of a part."""
+        return self.image(*self.base.ends(part))
+
+    def interval(self, part: int) -> tuple[int, int]:
+        """Half-open interval of a part."""
+        start, stop = self.base.interval(part)
+        low, high = self.ends(part)
+        return (low, max(low, high)) if start < stop else (low, low)
+
+
+@dataclass(frozen=True)
+class Grouped(Mapped):
+    """Groups that the parts of another dimension belong to, wholly or not: two parts may share one.
+
+    A group is ``size`` elements of the other dimension, and ``width`` of this one.
+    """
+
+    size: int
+    width: int
+
+    @property
+    def extent(self) -> int:
+        """Extent of the dimension."""
+        return self.base.extent // self.size * self.width
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """All of the groups that an interval meets."""
+        return start // self.size * self.width, -(-stop // self.size) * self.width
+
+
+@dataclass(frozen=True)
+class Section(Mapped):
+    """What the parts have of an interval of length ``extent``, counted from where it begins, ``offset``."""
+
+    offset: int
+    extent: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.extent < 0 or self.offset + self.extent > self.base.extent:
+            raise PartitionError(
+                f"[{self.offset}, {self.offset + self.extent}) is no interval of extent {self.base.extent}"
+            )
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """What an interval has of the section."""
+        low, high = (min(max(end - self.offset, 0), self.extent) for end in (start, stop))
+        return low, high
+
+
+def meeting(split: Split, start: int, stop: int) -> range:
+    """Parts that share an element with ``[start, stop)``, found by bisection.
+
+    Parts of the range that are empty themselves may be included.
+    """
+    if start >= stop:
+        return range(0)
+    parts = range(split.parts)
+    first = bisect_right(parts, start, key=lambda part: split.ends(part)[1])
+    last = bisect_left(parts, stop, key=lambda part: split.ends(part)[0])
+    return range(first, max(first, last))

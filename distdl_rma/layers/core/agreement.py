@@ -1,0 +1,326 @@
+"""Where the ranks of a layer agree on the shapes and types of a call, which may differ from call to call.
+
+Each rank tells the others what it passes (``InputFacts``), and all plan for what all of them said.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, ProtocolError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange, rows_of_all
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, trouble_with
+from distdl_rma.segments.collectives.all_push import AllPush
+
+_KEPT_PLANS = 16
+_DTYPE_CODES = list(DTYPES)
+_NO_DTYPE = -1
+# Words of a row: type of the weights, what needs a gradient, how many inputs and numbers, the numbers; then
+# of each input its type, how many dimensions, the extents.
+_HEAD = 4 + MAX_DIMS
+_PER_INPUT = 2 + MAX_DIMS
+
+# Shape and type of one input.
+_Input = tuple[tuple[int, ...], torch.dtype]
+
+
+class InputFacts(NamedTuple):
+    """What one rank says of its inputs, of its weights and of what it wants, before data moves."""
+
+    inputs: tuple[_Input, ...]
+    needs: GradientNeeds
+    weights: torch.dtype | None = None
+    call_arguments: tuple[int, ...] = ()
+    problem: str = ""
+    given: int = 1  # inputs of the call, where the layer may take another number of them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape of the first input."""
+        return self.inputs[0][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the first input."""
+        return self.inputs[0][1]
+
+    def of(self, at: int) -> InputFacts:
+        """The same with one of the inputs alone."""
+        return self._replace(inputs=self.inputs[at : at + 1])
+
+    @classmethod
+    def about(
+        cls,
+        xs: Sequence[torch.Tensor],
+        weight: torch.Tensor | None = None,
+        call_arguments: tuple[int, ...] = (),
+        idle: Sequence[bool] = (False,),
+        problem: str = "",
+    ) -> InputFacts:
+        """Facts about local tensors, a weight that the layer will use, and numbers it was called with.
+
+        ``idle`` says of which inputs this rank has no part: there all tensors without elements are the same.
+        What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
+        """
+        given = len(xs)
+        problem = problem or _trouble(xs, given, call_arguments)
+        if problem:
+            return cls((), GradientNeeds(False, False), problem=problem)
+        if given < len(idle):
+            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
+        recording = torch.is_grad_enabled()
+        pairs = zip(xs, idle, strict=False)
+        inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
+        others = tuple([recording and x.requires_grad for x in xs[1:]]) if given > 1 else ()
+        learns = recording and weight is not None and weight.requires_grad
+        needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
+        return cls(inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a plan depends on."""
+        return self.inputs, self.weights, self.call_arguments, self.given
+
+    def encode(self, inputs: int) -> NDArray[np.int64]:
+        """Row of numbers that travels, for so many inputs; a problem becomes an input of no type."""
+        words = np.zeros(_HEAD + inputs * _PER_INPUT, np.int64)
+        if not self.inputs:
+            words[_HEAD] = _NO_DTYPE
+            return words
+        weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
+        needs = sum(needed << bit for bit, needed in enumerate((self.needs.weights, *self.needs.inputs)))
+        head = (weights, needs, self.given, len(self.call_arguments), *self.call_arguments)
+        words[: len(head)] = head
+        for at, (shape, dtype) in enumerate(self.inputs):
+            row = (_DTYPE_CODES.index(dtype), len(shape), *shape)
+            start = _HEAD + at * _PER_INPUT
+            words[start : start + len(row)] = row
+        return words
+
+    @classmethod
+    def decode(cls, words: Sequence[int]) -> InputFacts:
+        """Facts from the row of numbers."""
+        weights, needs, given, count, *numbers = words[:_HEAD]
+        inputs: list[_Input] = []
+        for start in range(_HEAD, len(words), _PER_INPUT):
+            code, dims, *shape = words[start : start + _PER_INPUT]
+            if code == _NO_DTYPE:
+                return cls((), GradientNeeds(False, False))
+            inputs.append((tuple(shape[:dims]), _DTYPE_CODES[code]))
+        first, *others = [bool(needs >> at & 1) for at in range(1, len(inputs) + 1)]
+        kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
+        wanted = GradientNeeds(first, bool(needs & 1), tuple(others))
+        return cls(tuple(inputs), wanted, kind, tuple(numbers[:count]), given=given)
+
+
+_NOTHING: _Input = (0,), _DTYPE_CODES[0]
+
+
+def _trouble(xs: Sequence[torch.Tensor], given: int, call_arguments: tuple[int, ...]) -> str:
+    # What is no tensor that can move, or does not fit into a row.
+    for at, x in enumerate(xs):
+        problem = trouble_with(x, f"input {at}" if given > 1 else "input")
+        if problem:
+            return problem
+    if not call_arguments:
+        return ""
+    if len(call_arguments) > MAX_DIMS:
+        return f"the call has {len(call_arguments)} numbers, {MAX_DIMS} are the most"
+    worst = max(call_arguments, key=abs, default=0)
+    return "" if abs(worst) < 1 << 63 else f"the call has the number {worst}, which is out of range"
+
+
+def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
+    """Type that all ranks pass; ``ShapeError`` if two differ, which names both."""
+    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
+    for rank, dtype in others:
+        if dtype != expected:
+            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
+    return expected
+
+
+def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
+    """Type of an input; ``ShapeError`` if ranks of P_x differ, or one outside passes elements."""
+    for rank, fact in facts.items():
+        if rank not in P_x and 0 not in fact.shape:
+            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
+    return common_dtype({rank: facts[rank] for rank in P_x.ranks})
+
+
+def source_of(
+    P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
+) -> tuple[Decomposition, torch.dtype]:
+    """Who owns what of an input on P_x, and its type; ``ShapeError`` if the shards form no grid either.
+
+    Along the grid dimensions ``replicate`` the ranks have the same part of it.
+    """
+    dtype = input_dtype(P_x, facts)
+    shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+    return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype
+
+
+class Plan(Protocol):
+    """What a layer derives from the facts of all its ranks."""
+
+    def void(self) -> None:
+        """Give up the exchange that some ranks may have started on this plan."""
+
+
+P = TypeVar("P", bound=Plan)
+P_co = TypeVar("P_co", bound=Plan, covariant=True)
+
+
+class Planner(Protocol[P_co]):
+    """Who has plans: a layer, as the plans know it."""
+
+    @property
+    def site(self) -> CallSite:
+        """Where the calls are."""
+
+    def plan(self, facts: dict[int, InputFacts]) -> P_co:
+        """Plan for the facts of all ranks, by rank id; alike on all of them, errors included.
+
+        Made outside of inference mode: what a plan keeps is used in training too.
+        """
+
+    def built_with(self) -> str:
+        """What is to be alike on all ranks; those that differ raise ``MismatchError`` in their first call."""
+        return ""
+
+    def outcome(self) -> CallOutcome | None:
+        """How ranks outside are told what becomes of the call that begins; None where nobody waits."""
+        return None
+
+
+class ShapeAgreement(Generic[P]):
+    """What the ranks of one layer pass, agreed upon for a message a call, and the plans that follow from it.
+
+    In every call each rank tells the others what it passes, in one small row, hidden behind the local
+    compute: a rank whose own input looks as before starts on the last plan (``guess``) and learns afterwards
+    whether that was right (``settle``). So a change that only some ranks see (a smaller last batch, another
+    image size) reaches all of them in the same call. What does not fit is told in words, in a second round
+    that takes place only then.
+
+    ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes;
+    ``tells`` says whether there may be ranks outside that wait for an outcome. The owner is held weakly, and
+    must live as long as this is used: a layer that its own agreement referred to would be freed late, and
+    its memory too.
+    """
+
+    def __init__(self, owner: Planner[P], ranks: Sequence[int], inputs: int = 1, tells: bool = False) -> None:
+        self._owner = weakref.ref(owner)
+        (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
+        self._inputs, self._tells = inputs, tells
+        self._outcome: CallOutcome | None = None
+        self._rows: AllPush | None = None
+        self._errors = ErrorExchange(self._machine, self._ranks, self._name)
+        self._plans: OrderedDict[tuple[object, ...], P] = OrderedDict()
+        # Plan of the last call, and what fitted it of this rank's facts.
+        self.last: P | None = None
+        self._last_key: object = None
+        self.guess: P | None = None
+        # What this rank said last, as a row, and what a plan depends on; and what came of the rows: most
+        # calls repeat both.
+        self._said: tuple[InputFacts, NDArray[np.int64], object] | None = None
+        self._settled: tuple[bytes, tuple[P, GradientNeeds]] | None = None
+
+    def begin(self, mine: InputFacts) -> None:
+        """Tell the other ranks about a call, and find the guess. Waits for them in the first call only."""
+        # Asked for now: within an operation of autograd grad mode is off.
+        self._outcome = self._asked().outcome() if self._tells else None
+        if self._said is None or self._said[0] != mine:
+            self._said = mine, mine.encode(self._inputs), mine.key
+        _, row, key = self._said
+        if len(self._ranks) > 1:
+            if self._rows is None:
+                with self._telling():
+                    self._rows = self._meet(len(row))
+            self._rows.start(row)
+        self.guess = self.last if self._last_key == key else None
+
+    def _meet(self, count: int) -> AllPush:
+        title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
+        rows = rows_of_all(self, self._machine, self._ranks, count, np.int64, title)
+        rows.connect()
+        return rows
+
+    def settle(self) -> tuple[P, GradientNeeds]:
+        """Plan that holds for this call, and what any rank needs the gradient of.
+
+        Blocking until every rank has begun. If it is not the guess, nothing was moved: start again on this
+        one. Facts that do not fit together raise the same error on every rank.
+        """
+        if self._said is None:
+            raise ProtocolError(f"{self._name!r}: settle without begin")
+        mine, row, key = self._said
+        if self._rows is None:
+            rows = row[None]
+        else:
+            with self._machine.trace.span("agree", self._name):
+                rows = self._rows.wait()
+        words = rows.tobytes()
+        if self._settled is None or self._settled[0] != words:
+            with self._telling():
+                self._settled = words, self._conclude(mine, key, rows.tolist())
+        if self._outcome is not None:
+            self._outcome.tell()
+        return self._settled[1]
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        # What the ranks of the layer refuse, all alike, is refused by those that wait for them too.
+        try:
+            yield
+        except (ExchangeTimeout, PeerFailedError):
+            raise
+        except DistdlError as error:
+            if self._outcome is not None:
+                self._outcome.tell(error)
+            raise
+
+    def _conclude(self, mine: InputFacts, mine_key: object, rows: list[list[int]]) -> tuple[P, GradientNeeds]:
+        facts = {rank: InputFacts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
+        key = tuple(fact.key for fact in facts.values())
+        plan = self._plans.get(key)
+        # Some rank may have started on its guess: that goes first, whatever comes now.
+        if self.last is not None and plan is not self.last:
+            self.last.void()
+        if not all(fact.inputs for fact in facts.values()):
+            raise self._errors.refuse(mine.problem, "")
+        if plan is None:
+            plan = self._plans[key] = self._made(facts)
+        self._plans.move_to_end(key)
+        self.last, self._last_key = plan, mine_key
+        if len(self._plans) > _KEPT_PLANS:
+            # Its memory goes with the last graph that still needs it.
+            self._plans.popitem(last=False)
+        return plan, GradientNeeds.of_any([fact.needs for fact in facts.values()])
+
+    def _made(self, facts: dict[int, InputFacts]) -> P:
+        try:
+            for rank, fact in facts.items():
+                if fact.given != self._inputs:
+                    raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")
+            with torch.inference_mode(False):
+                return self._asked().plan(facts)
+        except DistdlError as error:
+            raise type(error)(f"{self._name!r}: {error}") from None
+
+    def _asked(self) -> Planner[P]:
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError(f"{self._name!r} is gone, and its plans are still used")
+        return owner

@@ -1,0 +1,78 @@
+"""A small network, distributed and sequential, and its training."""
+
+import torch
+from torch import nn
+
+from distdl_rma import GradientSync
+from distdl_rma.layers import (
+    DistributedConv2d,
+    DistributedInstanceNorm2d,
+    DistributedMSELoss,
+)
+
+
+class Scale(nn.Module):
+    """A plain torch module with a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def network(conv, norm):
+    torch.manual_seed(3)
+    return nn.Sequential(
+        conv(3, 6, 3, padding=1, bias=False, dtype=torch.float64),
+        norm(6, affine=True, dtype=torch.float64),
+        nn.ReLU(inplace=True),
+        conv(6, 6, 3, padding=2, dilation=2, dtype=torch.float64),
+        nn.ReLU(inplace=True),
+        Scale(),
+        conv(6, 2, 3, stride=2, padding=1, dtype=torch.float64),
+    )
+
+
+def distributed(P_x):
+    def conv(*arguments, **options):
+        return DistributedConv2d(P_x, *arguments, **options)
+
+    def norm(*arguments, **options):
+        return DistributedInstanceNorm2d(P_x, *arguments, **options)
+
+    return network(conv, norm)
+
+
+def sequential_losses_and_weights(steps=4):
+    model = network(nn.Conv2d, nn.InstanceNorm2d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x in inputs()[:steps]:
+        optimizer.zero_grad()
+        loss = nn.MSELoss()(model(x), target())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 3, 17, 13, dtype=torch.float64, generator=generator) for _ in range(4)]
+
+
+def target():
+    return torch.randn(3, 2, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def make(P_world, comm, grid=None, **options):
+    P_x = P_world.create_cartesian_topology_partition(grid or (1, 1, comm.size, 1))
+    model = distributed(P_x)
+    return P_x, model, GradientSync(model, P_world, **options), DistributedMSELoss(P_x)
+
+
+def close_to(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
