@@ -155,7 +155,15 @@ def distribute(
             f" over these."
             " Say replicas= if the others have other samples"
         )
-    sync = GradientSync(model, machine, reduction=reduction, replicas=replicas, bucket_nbytes=bucket_nbytes)
+    # Those that look at a model see that it is one that computes on split tensors.
+    vars(model)[_KEY] = None
+    try:
+        sync = GradientSync(
+            model, machine, reduction=reduction, replicas=replicas, bucket_nbytes=bucket_nbytes
+        )
+    except BaseException:
+        del vars(model)[_KEY]
+        raise
     vars(model)[_KEY] = Distributed(model, machine, grid, fallback, sync)
     return model
 

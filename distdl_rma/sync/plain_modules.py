@@ -35,7 +35,8 @@ def warn_of_pitfalls(model: nn.Module | None, drifted: Sequence[str], machine: M
     """Warn of modules that see too little, and of generators that drifted apart, on the first rank; local."""
     if machine.rank != machine.ranks[0]:
         return
-    wrong = "" if model is None else shortsighted(model)
+    # On split tensors, plain modules see the whole.
+    wrong = "" if model is None or hasattr(model, "distributed") else shortsighted(model)
     if wrong:
         warnings.warn(
             f"GradientSync: {wrong}: plain modules see only the shard of their rank, and the layers of this"
