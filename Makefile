@@ -89,11 +89,13 @@ fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= F
 mutants: $(STAMP)  ## break a line at a time, and see the tests notice (MUTANT="a name")
 	$(BIN)/python -m tests.mutants $(if $(MUTANT),'$(MUTANT)')
 
-# Two ranks, then the rows for more ranks than cores, then two hosts where that is possible.
+# Two ranks, then the rows for more ranks than cores, then memory from fresh ranks, then two hosts where that is possible.
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 4 $(BIN)/python -m mpi4py -m benchmarks gloo setup \
 	    --output bench-output/crowded.json
+	for ranks in 2 4; do timeout $(BENCH_SECONDS) $(MPIEXEC) -n $$ranks $(BIN)/python -m mpi4py -m benchmarks memory \
+	    --output bench-output/memory-$$ranks.json || exit 1; done
 	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
 

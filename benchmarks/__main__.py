@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import collectives, conv, layers, planning, rma, training
+from benchmarks import collectives, conv, layers, planning, rma, split, training
 from benchmarks.measure import COMM, Row
 from distdl_rma import Machine
 
@@ -23,20 +23,21 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "conv": conv.rows,
     "layers": layers.rows,
     "training": training.rows,
+    "split": split.rows,
     "planning": planning.rows,
 }
-# Not among those that run if none is named: for more ranks than cores.
-CROWDED = {"gloo": collectives.gloo_rows, "setup": layers.setup_rows}
+# Not among those that run if none is named: for more ranks than cores, and for ranks that did nothing before.
+OTHERS = {"gloo": collectives.gloo_rows, "setup": layers.setup_rows, "memory": split.memory_rows}
 RESULTS = Path("bench-output/results.json")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks")
-    parser.add_argument("suites", nargs="*", choices=[[], *SUITES, *CROWDED], help="all if none is named")
+    parser.add_argument("suites", nargs="*", choices=[[], *SUITES, *OTHERS], help="all if none is named")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     with Machine(COMM) as machine:
-        rows = [row for name in options.suites or SUITES for row in shown((SUITES | CROWDED)[name](machine))]
+        rows = [row for name in options.suites or SUITES for row in shown((SUITES | OTHERS)[name](machine))]
     if COMM.rank == 0:
         report(rows, options.output)
 

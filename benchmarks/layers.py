@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
 
-from benchmarks.measure import COMM, REPETITIONS, Row, compare, summary
+from benchmarks.measure import COMM, Row, added, compare, summary
 from distdl_rma import Machine
 from distdl_rma.layers import (
     Broadcast,
@@ -138,19 +139,11 @@ def tiny_rows(machine: Machine) -> Iterator[Row]:
         image = isinstance(bare, nn.Conv2d | nn.InstanceNorm2d)
         x = torch.randn((1, 1, 8 // machine.size, 8) if image else (8, 8 // machine.size), requires_grad=True)
         wide = x if image else torch.randn(8, 8, requires_grad=True)
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for repetition in range(REPETITIONS + 3):
-            for mine, module, data in ((True, ours, x), (False, bare, wide)):
-                COMM.Barrier()
-                begin = time.perf_counter()
-                for _ in range(50):
-                    module(data).sum().backward()
-                taken = (time.perf_counter() - begin) / 50
-                slowest: float = COMM.allreduce(taken, op=MPI.MAX)
-                if repetition >= 3:
-                    seconds[mine].append(slowest * 1e6)
-        added = [a - b for a, b in zip(seconds[True], seconds[False], strict=True)]
-        yield Row(f"{what}, 8x8, time added", "150 us", *summary(added), 150.0, 0.0, 1.0)
+
+        def step(module: nn.Module, data: torch.Tensor) -> None:
+            module(data).sum().backward()
+
+        yield added(f"{what}, 8x8", partial(step, ours, x), partial(step, bare, wide), 150.0, inner=50)
 
 
 def setup_rows(machine: Machine) -> Iterator[Row]:

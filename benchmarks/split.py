@@ -1,0 +1,165 @@
+"""A model that nobody rewrote, on split tensors: against our layers, the bare tile and one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from benchmarks.measure import COMM, Row, added, compare
+from benchmarks.unet import CLASSES, Layers, UNet, step_of
+from distdl_rma import GradientSync, Machine, Partition, distribute, shard
+from distdl_rma.layers import (
+    DistributedBatchNorm2d,
+    DistributedConcat,
+    DistributedConv2d,
+    DistributedConvTranspose2d,
+    DistributedMaxPool2d,
+    DistributedMSELoss,
+)
+
+WIDTH, SIDE = 16, 256
+# For one process with as many threads as there are ranks.
+NARROW, LARGE = 8, 512
+REPETITIONS = 31
+# Of the memory of one process, by the number of ranks.
+MEMORY = {2: 0.55, 4: 0.30}
+MEMORY_STEPS = 3
+
+Step = Callable[[], object]
+
+
+def rows(machine: Machine) -> Iterator[Row]:
+    """All rows of this file that need no fresh processes."""
+    torch.set_num_threads(1)
+    yield from network_rows(machine)
+    yield one_process_row(machine)
+    yield from dispatch_rows(machine)
+
+
+def image(side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input, and what the network is to say of it; alike on all ranks."""
+    torch.manual_seed(2)
+    return torch.randn(1, 1, side, side), torch.randn(1, CLASSES, side, side)
+
+
+def distributed_step(P_x: Partition, width: int, side: int) -> Step:
+    """A step of the network as it is, on split tensors."""
+    x, target = (shard(P_x, whole) for whole in image(side))
+    return step_of(distribute(UNet(width), P_x), x, target, F.mse_loss)
+
+
+def network_rows(machine: Machine) -> Iterator[Row]:
+    """The model as it is against one that was rewritten, and against what the computation alone costs."""
+    P_x = machine.partition((1, 1, machine.size, 1))
+    ours = distributed_step(P_x, WIDTH, SIDE)
+    # These take local blocks.
+    x, target = (shard(P_x, whole).to_local() for whole in image(SIDE))
+    layers = Layers(
+        partial(DistributedConv2d, P_x),
+        partial(DistributedBatchNorm2d, P_x),
+        partial(DistributedMaxPool2d, P_x),
+        partial(DistributedConvTranspose2d, P_x),
+        lambda: DistributedConcat((P_x, P_x)),
+    )
+    rewritten = UNet(WIDTH, layers)
+    sync = GradientSync(rewritten, machine)
+    baselines = {
+        "the same of our layers": (step_of(rewritten, x, target, DistributedMSELoss(P_x)), 1.03),
+        "bare local tile": (step_of(UNet(WIDTH), x, target, F.mse_loss), 1.12),
+    }
+    what = f"training step, unmodified U-Net, width {WIDTH}, {SIDE}x{SIDE}"
+    for against, (baseline, limit) in baselines.items():
+        yield compare(what, ours, baseline, against=against, target=limit, repetitions=REPETITIONS)
+    sync.close()
+
+
+def one_process_row(machine: Machine) -> Row:
+    """Ranks with a thread each, against one of them with a thread for each of them, the others asleep."""
+    ours = distributed_step(machine.partition((1, 1, machine.size, 1)), NARROW, LARGE)
+    x, target = image(LARGE)
+    alone = step_of(UNet(NARROW), x, target, F.mse_loss)
+
+    def one_process() -> None:
+        if machine.rank == 0:
+            torch.set_num_threads(machine.size)
+            alone()
+            torch.set_num_threads(1)
+        asleep_until_all_are_here()
+
+    return compare(
+        f"training step, unmodified U-Net, width {NARROW}, {LARGE}x{LARGE}, a thread per rank",
+        ours,
+        one_process,
+        against=f"one process, {machine.size} threads",
+        target=1.0,
+        repetitions=REPETITIONS,
+    )
+
+
+def asleep_until_all_are_here() -> None:
+    """A barrier that leaves the core to those who compute."""
+    request = COMM.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-4)
+
+
+def dispatch_rows(machine: Machine) -> Iterator[Row]:
+    """Microseconds that a function of split tensors takes above the function of their blocks."""
+    P_x = machine.partition((1, 1, machine.size, 1))
+    x = shard(P_x, torch.randn(1, 1, 8, 8))
+    block = x.to_local()
+    with torch.no_grad():
+        yield added("dispatch of relu", lambda: F.relu(x), lambda: F.relu(block), 10.0, inner=1000)
+        yield added("dispatch of x + x", lambda: x + x, lambda: block + block, 10.0, inner=1000)
+
+
+def memory_rows(machine: Machine) -> Iterator[Row]:
+    """Peak memory of the first steps above what was there before, on the rank with most; of fresh ranks."""
+    torch.set_num_threads(1)
+    x, target = image(LARGE)
+    alone = in_a_child(lambda: peak_kib(step_of(UNet(NARROW), x, target, F.mse_loss)), machine.rank == 0)
+    ours = peak_kib(distributed_step(machine.partition((1, 1, machine.size, 1)), NARROW, LARGE))
+    alone, ours = (max(COMM.allgather(kib)) / 1024 for kib in (alone, ours))
+    what = f"peak memory of a rank of {machine.size}, unmodified U-Net, width {NARROW}, {LARGE}x{LARGE}"
+    yield Row(what, "one process", ours, 0.0, alone, 0.0, MEMORY.get(machine.size), unit="MiB")
+
+
+def peak_kib(step: Step) -> int:
+    """Most memory that the first steps have at once, above what is there before them."""
+    # Has the kernel forget the peak so far.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_kib("VmRSS")
+    for _ in range(MEMORY_STEPS):
+        step()
+    return status_kib("VmHWM") - before
+
+
+def status_kib(name: str) -> int:
+    """A number that the kernel keeps of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def in_a_child(call: Callable[[], int], here: bool) -> int:
+    """What a function finds in a process of its own, on the rank that is to have one; 0 on the others."""
+    if not here:
+        return 0
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Leaves MPI alone, and what would be done at the end of this rank.
+        try:
+            os.write(writer, str(call()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        found = int(answer.read())
+    os.waitpid(child, 0)
+    return found
