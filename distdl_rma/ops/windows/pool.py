@@ -171,12 +171,21 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
         self._read = WindowGather(self.site, stencil, source, self.output, self.dtype, "constant", padding)
         self.gather, self.start = self._read.movement, self._read.held.start
         self.return_indices, self._windows = options.return_indices, stencil.windows
+        self._arguments = list(zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True))
+        self._padded = self._read.held != self._read.region
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        if self.return_indices:
+            return super()._local(x)
+        kernel, stride, dilation = self._arguments
+        y: torch.Tensor = _MAXIMA[len(kernel)](self._read.add_padding(x), kernel, stride, 0, dilation)
+        # Only where all that a window reads is -inf may the padding have won.
+        return super()._local(x) if self._padded and bool(y.isneginf().any()) else y
 
     def _argmax(self, x: torch.Tensor) -> Coordinates:
-        arguments = zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True)
-        found = argmax_windows(self._read.add_padding(x), *arguments)
+        found = argmax_windows(self._read.add_padding(x), *self._arguments)
         found = [at + first for at, first in zip(found, self._read.region.start, strict=True)]
-        return found if self._read.held == self._read.region else self._inside(found)
+        return self._inside(found) if self._padded else found
 
     def _inside(self, found: Coordinates) -> Coordinates:
         # Where all that a window reads is -inf, the padding may have won; torch takes the first input then.
