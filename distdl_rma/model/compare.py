@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,7 +128,7 @@ def compare(
     with _unchanged(alone), _unchanged(split), torch.random.fork_rng(devices=()):
         alone.load_state_dict({key: value.clone() for key, value in split.state_dict().items()})
         expected: dict[tuple[str, int], list[torch.Tensor]] = {}
-        with _outputs(alone, lambda path, at, ys: expected.update({(path, at): [y.detach() for y in ys]})):
+        with _outputs(alone, lambda path, at, ys: expected.update({(path, at): _kept(ys)})):
             given = _step(alone, arguments, targets, loss_fn, seed)
 
         def check(path: str, at: int, ys: list[torch.Tensor]) -> None:
@@ -190,6 +190,11 @@ def _step(
     if loss.requires_grad:
         loss.backward()
     return loss, leaves
+
+
+def _kept(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Copies: what follows may change an output in place, as an activation does.
+    return [y.detach().clone() for y in outputs]
 
 
 def _difference(what: str, name: str, found: Any, expected: Any) -> Difference:

@@ -63,6 +63,16 @@ def test_equal_models_are_equal_and_stay_what_they_were(models):
 
 
 @pytest.mark.mpi
+def test_outputs_that_are_changed_in_place_are_compared_as_they_came():
+    torch.manual_seed(4)
+    alone = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.LeakyReLU(inplace=True))
+    split = distribute(copy.deepcopy(alone), {"H": -1})
+    found = compare(alone, split, torch.randn(SHAPE))
+    assert found.equal, str(found)
+    split.distributed.close()
+
+
+@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3)
 def test_the_first_module_that_differs_and_its_rows(models):
     alone, split = models
