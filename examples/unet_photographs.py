@@ -77,15 +77,21 @@ def psnr(image: torch.Tensor, original: torch.Tensor) -> float:
     return -10 * (image - original).square().mean().log10().item()
 
 
-def draw(photos: Photographs, sharpened: torch.Tensor, borders: Sequence[int], path: Path) -> None:
+def draw(
+    photos: Photographs,
+    sharpened: torch.Tensor,
+    borders: Sequence[int],
+    path: Path,
+    columns_at: Sequence[int] = (),
+) -> None:
     """Write a picture: a row per photograph, out of focus, sharpened and as it was.
 
     Parameters
     ----------
     photos, sharpened
         Whole photographs, and what the network made of them.
-    borders
-        Rows of pixels at which shards begin.
+    borders, columns_at
+        Rows, and columns, of pixels at which shards begin.
     path
         PNG file to write.
     """
@@ -102,6 +108,14 @@ def draw(photos: Photographs, sharpened: torch.Tensor, borders: Sequence[int], p
             text = title if images is photos.sharp else f"{title}, {psnr(image, original):.1f} dB"
             place.imshow(image.movedim(0, 2).numpy())
             place.set(title=text, xticks=[], yticks=[])
-            for border in borders:
-                place.axhline(border - 0.5, color="white", linewidth=0.6, linestyle=(0, (6, 6)), alpha=0.7)
+            line: dict[str, Any] = {
+                "color": "white",
+                "linewidth": 0.6,
+                "linestyle": (0, (6, 6)),
+                "alpha": 0.7,
+            }
+            for row in borders:
+                place.axhline(row - 0.5, **line)
+            for column in columns_at:
+                place.axvline(column - 0.5, **line)
     figure.savefig(path)
