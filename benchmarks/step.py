@@ -135,7 +135,7 @@ def measure_on(machine: Machine, progress: str, measured: Measured) -> None:
     P_x = machine.partition((1, 1, machine.size, 1))
     model = network(partial(DistributedConv2d, P_x))
     sync = GradientSync(model, machine)
-    x = shard(P_x, torch.randn(SHAPE))
+    x = shard(P_x, torch.randn(SHAPE)).to_local()
     step = training(model, DistributedMSELoss(P_x, name="loss"), x)
     variants = {f"{progress}, {name}": (step, switch) for name, switch in SWITCHES.items()}
     time_in_turn(measured, variants)

@@ -58,7 +58,7 @@ def main() -> None:
         sync = GradientSync(model, machine, bucket_nbytes=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         image = torch.rand(1, 3, SIDE, SIDE)
-        x = shard(P_x, image)
+        x = shard(P_x, image).to_local()
 
         def step() -> None:
             optimizer.zero_grad()

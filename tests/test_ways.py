@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distdl_rma import GradientSync, Machine, shard
+from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import DistributedConv2d
+from distdl_rma.ops.shards import shard
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"

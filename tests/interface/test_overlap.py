@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import GradientSync, shard
+from distdl_rma import GradientSync
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
 from distdl_rma.ops.conv.own_and_halo import Patch
+from distdl_rma.ops.shards import shard
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 pytestmark = pytest.mark.mpi

@@ -3,8 +3,9 @@
 SCRIPT = """
 import torch
 from mpi4py import MPI
-from distdl_rma import MPIPartition, shard
+from distdl_rma import MPIPartition
 from distdl_rma.layers import DistributedConv1d
+from distdl_rma.ops.shards import shard
 
 comm = MPI.COMM_WORLD
 P_world = MPIPartition(comm)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from distdl_rma import Partition, PartitionError, shard
+from distdl_rma import Partition, PartitionError
 from distdl_rma.geometry import Box, Decomposition
+from distdl_rma.ops.shards import shard
 
 RANKS, GRID = (3, 5, 2, 7, 4, 6), (2, 1, 3)
 
