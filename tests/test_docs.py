@@ -126,12 +126,13 @@ def test_the_python_of_a_page_runs_on_two_ranks(page: Path, problems: dict[Path,
         pytest.fail(f"{name(page)}: {problems[page]}", pytrace=False)
 
 
-def test_the_first_script_of_the_readme_is_complete() -> None:
+def test_the_first_script_of_the_readme_is_complete_and_changes_three_lines() -> None:
     first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert first, "README.md shows no Python"
     compile(first[1], "README.md", "exec")
-    for needed in ("GradientSync(model, P_world)", "loss.backward()", "optimizer.step()"):
+    for needed in ("distribute(model, ", "loss.backward()", "optimizer.step()"):
         assert needed in first[1]
+    assert first[1].count("  # was ") == 3
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name)
