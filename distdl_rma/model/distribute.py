@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from itertools import count
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import ConfigurationError, PartitionError
+from distdl_rma.errors import ConfigurationError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import uncompiled
+from distdl_rma.model.calls import Calls, modes
+from distdl_rma.ops.core.autograd import ENOUGH, uncompiled
+from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.split import site
 from distdl_rma.split.entry import alike_on_all_ranks, grid_for
+from distdl_rma.split.layout import described
 from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
+from distdl_rma.split.trail import TRAILS, Step
 from distdl_rma.sync.gradients import GradientSync
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,23 +35,52 @@ _KEY = "distributed"
 class Distributed:
     """What ``distribute`` did to a model: how its inputs are cut, and who sums its gradients.
 
-    The model has it as ``model.distributed``, local to ask. ``sync`` is its ``GradientSync``.
+    The model has it as ``model.distributed``, local to ask. A copy of the model has one of its own.
     """
 
     def __init__(
-        self, model: nn.Module, machine: Machine, grid: Grid, fallback: str, sync: GradientSync
+        self, model: nn.Module, machine: Machine, grid: Grid, fallback: str, options: dict[str, Any]
     ) -> None:
-        self.machine, self.grid, self.fallback, self.sync = machine, grid, fallback, sync
-        self._model = weakref.ref(model)
-        self._seen: set[object] = set()
-        self._handles = [
-            model.register_forward_pre_hook(self._cut_inputs, prepend=True, with_kwargs=True),
-        ]
+        self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
+        number = machine.kept["models"] = machine.kept.get("models", 0) + 1
+        self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
+        self._belongs_to(model)
+        self._handles = [model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)]
         for path, module in model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(_Enter(path, fallback == "move"), prepend=True),
                 module.register_forward_hook(_leave, always_call=True),
             ]
+        self._handles.append(model.register_forward_hook(self._end, always_call=True))
+
+    def _belongs_to(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._sync: GradientSync | None = None
+        self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._seen: set[object] = set()
+        self._calls: dict[tuple[int, ...], Calls] = {}
+        # Of calls that run: who is told of their end, and what was being handled when they began.
+        self._running: list[tuple[Calls | None, BaseException | None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        model = memo.get(id(self._model()))
+        if not isinstance(model, nn.Module):
+            raise UnsupportedError("model.distributed belongs to its model: copy that")
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(vars(self))
+        twin._belongs_to(model)
+        # Those that a copy on some ranks alone makes are none of the others' business.
+        twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
+        twin._handles = copy.deepcopy(self._handles, memo)
+        return twin
+
+    @property
+    def sync(self) -> GradientSync:
+        """Its ``GradientSync``; that of a copy is made by the first call that records a graph. Collective."""
+        if self._sync is None:
+            self._sync = GradientSync(self._model(), self.machine, **self._options)
+        return self._sync
 
     def partition(self, dims: int) -> Partition:
         """The grid for tensors of so many dimensions."""
@@ -55,28 +92,16 @@ class Distributed:
 
     def close(self) -> None:
         """Make the model what it was, on plain tensors; local, idempotent."""
+        if self._sync is not None:
+            self._sync.close()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        self.sync.close()
+        for calls in self._calls.values():
+            calls.close()
+        self._handles, self._calls = [], {}
         model = self._model()
         if model is not None:
             vars(model).pop(_KEY, None)
-
-    @uncompiled
-    def _cut_inputs(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = tensors_in(args, kwargs)
-        if any(isinstance(x, SplitTensor) for x in given):
-            return None
-        whole = [x for x in given if self._is_cut(x)]
-        # Blocks taken for whole tensors would be wrong in silence: the ranks compare them, once for each
-        # kind.
-        kind = tuple((x.shape, x.dtype) for x in whole)
-        if kind not in self._seen:
-            alike_on_all_ranks(self.machine, whole, "an input of a distributed model")
-            self._seen.add(kind)
-
-        return self.cut(args), self.cut(kwargs)
 
     def cut(self, arguments: Any) -> Any:
         """Arguments with whole tensors cut as the grid says; local."""
@@ -87,9 +112,98 @@ class Distributed:
         return mapped(changed, arguments)
 
     def _is_cut(self, x: torch.Tensor) -> bool:
+        if isinstance(x, SplitTensor):
+            return False
         if isinstance(self.grid, Partition):
             return x.dim() == self.grid.dim
         return x.dim() in _IMAGES
+
+    @uncompiled
+    def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
+        while self._running:
+            # Left by what no hook sees, as an interrupt.
+            self._leave_trail()
+        TRAILS.append([])
+        self._running.append((None, sys.exc_info()[1]))
+        given = tensors_in(args, kwargs)
+        split = [x for x in given if isinstance(x, SplitTensor)]
+        whole = [x for x in given if not split and self._is_cut(x)]
+        if not split and not whole:
+            return None
+        calls = self._calls_of(split[0].partition if split else self.grid)
+        self._running[-1] = calls, sys.exc_info()[1]
+        calls.begin(self._facts(given), partial(self._described, given))
+        if torch.is_grad_enabled():
+            _ = self.sync
+        if not whole:
+            return None
+        # Blocks taken for whole tensors would be wrong in silence: the ranks compare them, once for each
+        # kind.
+        kind = tuple((x.shape, x.dtype) for x in whole)
+        if kind not in self._seen:
+            alike_on_all_ranks(self.machine, whole, "an input of a distributed model")
+            self._seen.add(kind)
+        return self.cut(args), self.cut(kwargs)
+
+    @uncompiled
+    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        if not self._running:
+            return
+        calls, before, trail = self._leave_trail()
+        # This is also called when the forward raises.
+        error = sys.exc_info()[1]
+        if calls is None:
+            return
+        if error is None or error is before:
+            calls.end(trail)
+        elif isinstance(error, ENOUGH):
+            calls.abandon()
+        else:
+            calls.failed(error, trail)
+
+    def _leave_trail(self) -> tuple[Calls | None, BaseException | None, list[Step]]:
+        return *self._running.pop(), TRAILS.pop() or []
+
+    def _calls_of(self, grid: Grid) -> Calls:
+        ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks
+        found = self._calls.get(ranks)
+        if found is None:
+            found = self._calls[ranks] = Calls(self.machine, ranks, self._name)
+        return found
+
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        model = self._model()
+        if not self._modules and model is not None:
+            self._modules = [(path, weakref.ref(module)) for path, module in model.named_modules()]
+        return [(path, module) for path, one in self._modules if (module := one()) is not None]
+
+    def _facts(self, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        # What all ranks of a call have alike, in numbers.
+        facts = [*modes(), *(module.training for _, module in self._parts())]
+        for x in given:
+            facts += [*x.shape, DTYPES.index(x.dtype) if x.dtype in DTYPES else -1, x.requires_grad]
+            if isinstance(x, SplitTensor):
+                layout = x.decomposition
+                facts += [-1 if axis is None else axis for axis in layout.axes]
+                facts += [hash(split) for split in layout.splits]
+        return tuple(facts)
+
+    def _described(self, given: Sequence[torch.Tensor]) -> str:
+        # The same in words.
+        grad, inference, autocast = modes()
+        parts = self._parts()
+        mode = parts[0][1].training
+        others = [path for path, module in parts if module.training != mode]
+        but = f" but for {', '.join(map(repr, others))}" if others else ""
+        graph = "records a graph" if grad and not inference else "records no graph"
+        short = " under autocast" if autocast else ""
+        passed = ", ".join(map(_said, given))
+        return f"passes {passed}, is in {'train' if mode else 'eval'}(){but}, {graph}{short}"
+
+
+def _said(x: torch.Tensor) -> str:
+    cut = f", {described(x.decomposition)}" if isinstance(x, SplitTensor) else ""
+    return f"{tuple(x.shape)} of {x.dtype}{cut}{', which requires a gradient' if x.requires_grad else ''}"
 
 
 _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
@@ -155,16 +269,15 @@ def distribute(
             f" over these."
             " Say replicas= if the others have other samples"
         )
+    options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
+    handle = Distributed(model, machine, grid, fallback, options)
     # Those that look at a model see that it is one that computes on split tensors.
-    vars(model)[_KEY] = None
+    vars(model)[_KEY] = handle
     try:
-        sync = GradientSync(
-            model, machine, reduction=reduction, replicas=replicas, bucket_nbytes=bucket_nbytes
-        )
+        _ = handle.sync
     except BaseException:
-        del vars(model)[_KEY]
+        handle.close()
         raise
-    vars(model)[_KEY] = Distributed(model, machine, grid, fallback, sync)
     return model
 
 

@@ -194,7 +194,7 @@ def redistributed(
         site.moved.add(what)
         if not may_move():
             raise UnsupportedError(
-                f"{site.name} ({site.where}): {what} would move from {lay.described(source)} to"
+                f"{site.name}: {what} would move from {lay.described(source)} to"
                 f" {lay.described(target)}, which fallback='error' forbids; redistribute() it before"
             )
     y: torch.Tensor = _Move.apply(x, way)  # type: ignore[no-untyped-call]

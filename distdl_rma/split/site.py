@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from itertools import islice
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, TypeVar
@@ -29,10 +30,11 @@ class Site:
     and the error names both.
     """
 
-    def __init__(self, machine: Machine, path: str, function: Any, where: str) -> None:
-        self.machine, self.path, self.function, self.where = machine, path, name_of(function), where
+    def __init__(self, machine: Machine, path: str, function: Any, frame: FrameType | None) -> None:
+        self.machine, self.path, self.function, self.where = machine, path, name_of(function), where(frame)
         short = self.function.rpartition(".")[2]
-        self.name = f"{path} {short}" if path else f"{where} {short}"
+        # Two places never have one name: ranks that first meet at different ones would exchange data.
+        self.name = f"{path} {short} ({self.where}:{_column(frame)})".strip()
         # Operands that went to other layouts by a rule.
         self.moved: set[str] = set()
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
@@ -72,6 +74,14 @@ def where(frame: FrameType | None) -> str:
     return "" if frame is None else f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+def _column(frame: FrameType | None) -> int:
+    # Where in its line the call ends, which no two calls do at one place; else the place in the bytecode.
+    if frame is None:
+        return 0
+    _, _, _, column = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    return frame.f_lasti if column is None else column
+
+
 def site_of(machine: Machine, function: Any) -> Site:
     """The site of a call that is going on."""
     frame, path = user_frame(), module_path()
@@ -80,7 +90,7 @@ def site_of(machine: Machine, function: Any) -> Site:
     key = (path, *place, function)
     found = sites.get(key)
     if found is None:
-        found = sites[key] = Site(machine, path, function, where(frame))
+        found = sites[key] = Site(machine, path, function, frame)
     return found
 
 

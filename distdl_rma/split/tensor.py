@@ -17,6 +17,7 @@ from distdl_rma.split.entry import told_layout
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.site import module_path, site_of, user_frame, where
 from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
+from distdl_rma.split.trail import TRAILS, note
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 
@@ -46,7 +47,7 @@ class SplitTensor(torch.Tensor):
     ) -> SplitTensor:
         """For functions of this package: a rank's block, whose shape is that of its box."""
         made: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, layout.shape, dtype=local.dtype, device=local.device
+            cls, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made._local, made._layout = local, layout
         # Where torch would give a view, and this is a copy since elements moved: what it must not outlive.
@@ -149,6 +150,8 @@ class SplitTensor(torch.Tensor):
         """What torch calls instead of its functions."""
         with _NO_SUBCLASS():
             rule = RULES.get(func) or RULES[WITHOUT_RULE]
+            if TRAILS:
+                note(func, rule.kind, module_path())
             if OBSERVERS:
                 return OBSERVERS[-1](rule, func, args, kwargs or {})
             return rule.handler(func, args, kwargs or {})
@@ -171,16 +174,23 @@ class SplitTensor(torch.Tensor):
 
 def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of split tensors within a rule, by its own rule: for what is made of other functions."""
-    with torch._C._EnableTorchFunction():
-        return function(*args, **kwargs)
+    TRAILS.append(None)
+    try:
+        with torch._C._EnableTorchFunction():
+            return function(*args, **kwargs)
+    finally:
+        TRAILS.pop()
 
 
 def local_of(x: SplitTensor) -> torch.Tensor:
     """The block of an argument, once nothing speaks against its use."""
-    if x.requires_grad:
+    # The graph is that of the blocks: a tensor that autograd itself made of a split one has no other.
+    if x.grad_fn is not None:
         raise UnsupportedError(
             _refusal(
-                "torch.autograd.Function", "it was called on a split tensor, whose gradient it would lose"
+                "torch.autograd.Function",
+                "it was called on a split tensor, whose gradient it would lose: so do checkpoint(), without"
+                " use_reentrant=False, and backward hooks of modules; hooks of tensors do not",
             )
         )
     if x._copy_of is not None and x._copy_of[0]._version != x._copy_of[1]:

@@ -16,7 +16,7 @@ from distdl_rma.machine import Machine
 # Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
 # How torch ends a recomputation under checkpointing as soon as nothing more is needed: no failure.
-_ENOUGH: tuple[type[BaseException], ...] = tuple(
+ENOUGH: tuple[type[BaseException], ...] = tuple(
     kind for name, kind in vars(torch.utils.checkpoint).items() if name == "_StopRecomputationError"
 )
 _REASON = "distributed layers exchange data with other ranks, which is no part of a graph"
@@ -102,7 +102,7 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
             if _compiles() is None:
                 return forward(layer, *args, **kwargs)
             return _apart(forward, layer, *args, **kwargs)
-        except _ENOUGH:
+        except ENOUGH:
             raise
         except Exception as error:
             _report(layer.machine, error)

@@ -79,6 +79,8 @@ def _changed(func: Any, x: SplitTensor) -> SplitTensor:
         raise refused(
             func, "it changes what torch has as a view of another tensor, and elements of it were moved here"
         )
+    if x._local.requires_grad and not x.requires_grad:
+        x.requires_grad_()
     return x
 
 

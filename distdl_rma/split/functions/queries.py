@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
+from distdl_rma.machine import Machine
+from distdl_rma.split.moves import reduced
+from distdl_rma.split.operands import common_partition
+from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused
 
 _T: Any = torch.Tensor
 
@@ -53,6 +57,8 @@ def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         return func(local_of(x), on_split)
     result = func(local_of(x), *args[1:], **kwargs)
+    if x.requires_grad != x._local.requires_grad:
+        x.requires_grad_(x._local.requires_grad)
     return x if result is x._local else result
 
 
@@ -78,14 +84,57 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Backward of a loss that all ranks hold alike, or of a split tensor from a gradient cut alike."""
     x, *others = args
     given = (others[0] if others else None) if "gradient" not in kwargs else kwargs.pop("gradient")
-    if isinstance(given, SplitTensor):
-        if given._layout is not x._layout:
-            given = given.redistribute(layout=x._layout)
-        given = given._local
-    elif given is not None and x.is_split:
-        given = given[x._layout.slices()]
+    given = _cut_alike(given, x)
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
     composed(func, local_of(x), given, *others[1:], **kwargs)
+
+
+@rule("gradient", torch.autograd.grad)
+def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Gradients with respect to split tensors, cut alike, and to plain ones, summed over the ranks."""
+    outputs, inputs = args
+    given = kwargs.pop("grad_outputs", None)
+    partition = common_partition(func, [*outputs, *inputs])
+    site = site_of(Machine.of(partition), func)
+    if given is not None:
+        given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        given = [_cut_alike(g, y) for g, y in zip(given, outputs, strict=True)]
+    ends, roots = mapped(_block_of, list(outputs)), mapped(_block_of, list(inputs))
+    found = composed(func, ends, roots, grad_outputs=given, **kwargs)
+
+    def whole(x: torch.Tensor, gradient: torch.Tensor | None, at: int) -> torch.Tensor | None:
+        if gradient is None:
+            return None
+        if isinstance(x, SplitTensor):
+            return SplitTensor(gradient, x._layout)
+        return reduced(site, gradient, partition.ranks, what=f"gradient of input {at}")
+
+    return tuple(whole(x, g, at) for at, (x, g) in enumerate(zip(inputs, found, strict=True)))
+
+
+@rule("gradient", torch.autograd.backward)
+def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """As ``backward`` of each, in one pass."""
+    (ends,) = args
+    given, inputs = kwargs.pop("grad_tensors", None), kwargs.pop("inputs", None)
+    if given is not None:
+        given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        given = [_cut_alike(g, y) for g, y in zip(given, ends, strict=True)]
+    inputs = None if inputs is None else mapped(_block_of, list(inputs))
+    composed(func, mapped(_block_of, list(ends)), given, inputs=inputs, **kwargs)
+
+
+def _block_of(x: torch.Tensor) -> torch.Tensor:
+    return local_of(x) if isinstance(x, SplitTensor) else x
+
+
+def _cut_alike(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    # A gradient for a block of a tensor.
+    if gradient is None or not isinstance(x, SplitTensor):
+        return gradient
+    if isinstance(gradient, SplitTensor):
+        return local_of(gradient.redistribute(layout=x._layout))
+    return gradient[x._layout.slices()]
 
 
 _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __array__".split()

@@ -1,0 +1,145 @@
+"""Calls of a distributed model: begun alike by all ranks, gone through by the same way, and ended alike."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distdl_rma.errors import (
+    ClosedError,
+    DistdlError,
+    ExchangeTimeout,
+    MismatchError,
+    PeerFailedError,
+    SegmentError,
+)
+from distdl_rma.machine import Machine
+from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.split.trail import Step
+
+_BEGUN, _ENDED, _RAISED = range(3)
+_WORDS, _TEXT_BYTES = 4, 400
+# So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
+_GRACE_SECONDS = 1.0
+# What peers wait for in vain, or know already.
+_KNOWN = PeerFailedError, ClosedError
+_AT_ONCE = ExchangeTimeout, SegmentError
+
+
+class Calls:
+    """What the ranks of a distributed model tell each other when a call begins and ends; blocking, small.
+
+    Nobody begins a call before all others do, so what a rank sends in one call cannot be taken for part of
+    another. At its end all of them know whether they went the same way through the model; a rank that raises
+    tells those that do not.
+    """
+
+    def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
+        self._machine, self._ranks, self._name = machine, tuple(ranks), name
+        self._rows = AllPush(machine.segments, ranks, _WORDS, np.int64, f"calls of {name}")
+        self._open = False
+
+    def begin(self, facts: tuple[int, ...], described: Callable[[], str]) -> None:
+        """Begin a call; ``MismatchError`` on all ranks if facts differ, which are then described."""
+        rows = self._exchanged(_BEGUN, hash(facts), 0)
+        self._open = True
+        if (rows != rows[0]).any():
+            self._open = False
+            said = self._told(described())
+            raise MismatchError(f"{self._name}: the ranks call it in different ways: {said}")
+
+    def end(self, trail: Sequence[Step]) -> None:
+        """End a call; ``MismatchError`` on all ranks if they went different ways."""
+        if not self._open:
+            return
+        self._open = False
+        rows = self._exchanged(_ENDED, _hash_of(trail), len(trail))
+        if (rows[:, 0] == _RAISED).any():
+            # Its notice is on the way.
+            self._machine.segments.waiter.until(lambda: False, self._rows.missing, 10 * _GRACE_SECONDS)
+        if (rows != rows[0]).any():
+            raise MismatchError(self._parting(trail, int(rows[:, 2].max())))
+
+    def failed(self, error: BaseException, trail: Sequence[Step]) -> None:
+        """Say that the call raised: to ranks that do not raise alike this one has failed."""
+        machine = self._machine
+        begun, self._open = self._open, False
+        if machine.closed or isinstance(error, _KNOWN) or not begun:
+            return
+        machine.labels.make_readable(error) if isinstance(error, Exception) else None
+        if not isinstance(error, _AT_ONCE):
+            try:
+                rows = self._exchanged(_RAISED, _hash_of(trail), len(trail), _GRACE_SECONDS)
+                if not (rows != rows[0]).any():
+                    # As on one machine: who catches it can go on.
+                    return
+            except PeerFailedError:
+                return
+            except DistdlError:
+                pass
+        machine.fail(error)
+
+    def abandon(self) -> None:
+        """End a call that all ranks leave alike before its end."""
+        self._open = False
+
+    def close(self) -> None:
+        """Give the memory back; local, idempotent."""
+        self._rows.close()
+
+    def _exchanged(self, phase: int, word: int, number: int, timeout: float | None = None) -> NDArray[Any]:
+        self._rows.start(np.array([phase, word, number, 0], np.int64))
+        return self._rows.wait(timeout)
+
+    def _parting(self, trail: Sequence[Step], longest: int) -> str:
+        # Where the ways of the ranks parted: all of them tell each other all calls.
+        words = np.zeros(longest + 1, np.int64)
+        words[: len(trail)] = [step.word for step in trail]
+        rows = self._all_of(words, f"calls of {self._name} (ways)")
+        at = int((rows != rows[0]).any(0).argmax())
+        mine = trail[at].described if at < len(trail) else "the end of the model"
+        return (
+            f"{self._name}: the ranks went different ways: after {at} equal calls "
+            f"{self._told(f'calls {mine}')}: do modes, shapes or branches depend on the data of a rank?"
+        )
+
+    def _told(self, text: str) -> str:
+        # What each rank says of itself, once for those that say the same.
+        words = np.zeros(_TEXT_BYTES // 8, np.int64)
+        clipped = text.encode()[:_TEXT_BYTES]
+        words.view(np.uint8)[: len(clipped)] = np.frombuffer(clipped, np.uint8)
+        said: dict[str, list[int]] = {}
+        rows = self._all_of(words, f"calls of {self._name} (differences)")
+        for rank, row in zip(self._ranks, rows, strict=True):
+            said.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
+        return "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {each}"
+            for each, ranks in said.items()
+        )
+
+    def _all_of(self, words: NDArray[np.int64], what: str) -> NDArray[Any]:
+        rows = AllPush(self._machine.segments, self._ranks, len(words), np.int64, what)
+        try:
+            rows.start(words)
+            return rows.wait()
+        finally:
+            rows.close()
+
+
+def _hash_of(trail: Sequence[Step]) -> int:
+    return hash(tuple([step.word for step in trail]))
+
+
+def modes() -> tuple[int, ...]:
+    """Modes of torch that must be alike on all ranks."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        int(torch.is_grad_enabled()),
+        int(torch.is_inference_mode_enabled()),
+        zlib.crc32(str(torch.get_autocast_dtype("cpu")).encode()) if autocast else 0,
+    )
