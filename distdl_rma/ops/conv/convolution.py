@@ -14,7 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import GradientNeeds, anchor, first_derivative, tied
@@ -47,7 +47,7 @@ class GridConvolution(GatherComputeScatter):
         super().__init__(site, source.partition.active, workers.grid.active, output)
         self.scatter = movement_or_none(site, computed, output, dtype, "output")
         self._workers, transposed = workers, workers.rows == IN
-        self._steps = ConvolutionSteps.of(options.stencil, workers.groups, transposed)
+        self._steps = ConvolutionArguments.of(options.stencil, workers.groups, transposed)
         self._shape, self._block = computed.box(rank).shape, workers.blocks(row_split).box(rank)
         self._empty = 0 in (*self._shape, *self._block.shape)
 
@@ -138,7 +138,7 @@ class Convolution(GridConvolution):
         """What this rank adds to the output; blocking where the halo travels meanwhile."""
         if not self.overlaps:
             return super().carry_out(needs, x, weights)
-        return _overlapped(_Call(Agreed(self, needs), _returned), x, weights)
+        return _scheduled(_Call(Agreed(self, needs), _returned), x, weights)
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """That of what was gathered."""
@@ -264,7 +264,7 @@ def convolve(
         return operation(needs, x, **weights), needs
     call = _Call(agreement, fill)
     with no_autocast():
-        y = _overlapped(call, x, weights)
+        y = _scheduled(call, x, weights)
     scatter = call.operation.scatter
     return y if scatter is None else scatter(y, call.needs.any), call.needs
 
@@ -278,12 +278,12 @@ class _Call:
         self.agreement, self.fill = agreement, fill
 
 
-def _overlapped(call: _Call, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    y: Tensor = _Overlapped.apply(x, weights["weight"], weights.get("bias"), anchor(True), call)  # type: ignore[no-untyped-call]
+def _scheduled(call: _Call, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    y: Tensor = _HaloSchedule.apply(x, weights["weight"], weights.get("bias"), anchor(True), call)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Overlapped(torch.autograd.Function):
+class _HaloSchedule(torch.autograd.Function):
     """The schedule: the halo travels while local data are convolved, in both directions."""
 
     @staticmethod

@@ -18,7 +18,7 @@ from distdl_rma.ops.core.tensors import sum_dtype
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class ConvolutionSteps(NamedTuple):
+class ConvolutionArguments(NamedTuple):
     """What torch's convolution wants to know beside its tensors."""
 
     stride: tuple[int, ...]
@@ -28,7 +28,7 @@ class ConvolutionSteps(NamedTuple):
     transposed: bool = False
 
     @classmethod
-    def of(cls, stencil: Stencil, groups: int, transposed: bool = False) -> ConvolutionSteps:
+    def of(cls, stencil: Stencil, groups: int, transposed: bool = False) -> ConvolutionArguments:
         """Steps of the windows in space, without any padding."""
         windows = stencil.windows
         stride, dilation = tuple(w.stride for w in windows), tuple(w.dilation for w in windows)
@@ -59,7 +59,7 @@ class ConvolutionSteps(NamedTuple):
         return stride, padding, dilation, transposed, (0,) * len(stride), groups
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionSteps) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> Tensor:
     """Local convolution by torch, also under autograd.
 
     Torch's oneDNN kernels are at fault where windows stick out of a block on either side: they write beyond
@@ -74,7 +74,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
 
 
 def convolution_adjoint(
-    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionSteps, needs: tuple[bool, bool]
+    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the input and of the weight of :func:`convolution`, those that are needed."""
     inner, taps, _ = _adjoint(gradient, x, weight, steps, (*needs, False))
@@ -82,7 +82,7 @@ def convolution_adjoint(
 
 
 def _adjoint(
-    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionSteps, needs: tuple[bool, bool, bool]
+    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
     channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
     behind = channels if needs[2] else None, *steps.arguments, needs
@@ -96,7 +96,9 @@ def _adjoint(
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionSteps) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.steps = steps
         wide = sum_dtype(x.dtype)
@@ -123,7 +125,7 @@ def _without_onednn() -> Iterator[None]:
         switch.enabled = before
 
 
-def _safe(x: Tensor, weight: Tensor, steps: ConvolutionSteps) -> bool:
+def _safe(x: Tensor, weight: Tensor, steps: ConvolutionArguments) -> bool:
     if x.dtype not in _AT_FAULT or not x.numel():
         return True
     return _wide_enough(steps, x.shape[2:], weight.shape[2:], x.dtype.itemsize < torch.float32.itemsize)
@@ -132,6 +134,6 @@ def _safe(x: Tensor, weight: Tensor, steps: ConvolutionSteps) -> bool:
 # Asked for every patch of every step, mostly of the same few shapes.
 @lru_cache(maxsize=1024)
 def _wide_enough(
-    steps: ConvolutionSteps, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool
+    steps: ConvolutionArguments, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool
 ) -> bool:
     return steps.fills(steps.outputs(extents, kernel) if steps.transposed else extents, kernel, short)

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.exchange import Piece
 from distdl_rma.geometry.halo import Stencil, Window
-from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution, convolution_adjoint
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convolution_adjoint
 
 Slices = tuple[slice, ...]
 _ALL = slice(None)
@@ -114,8 +114,8 @@ class Patch:
         return self.held == self.region
 
     @cached_property
-    def _steps(self) -> ConvolutionSteps:
-        steps = ConvolutionSteps.of(Stencil(self.stencil.windows[LEADING:]), self.groups)
+    def _steps(self) -> ConvolutionArguments:
+        steps = ConvolutionArguments.of(Stencil(self.stencil.windows[LEADING:]), self.groups)
         padding = None if self._whole else self.native_padding
         return steps if padding is None else steps._replace(padding=padding)
 

@@ -39,7 +39,7 @@ class Allgather(Collective):
     ) -> None:
         site = CollectiveSite.checked(manager, ranks, name)
         self.counts, self.dtype = check_lengths(count, len(site.layout.ranks), name), np.dtype(dtype)
-        super().__init__(_ByNodes(site, self.counts, self.dtype))
+        super().__init__(_AllgatherByNodes(site, self.counts, self.dtype))
 
 
 def gather_words(manager: SegmentManager, words: Any, name: str) -> dict[int, Any]:
@@ -71,7 +71,7 @@ def _gathered(manager: SegmentManager, counts: int | Sequence[int], mine: Array,
         collective.close()
 
 
-class _ByNodes(SteppedAlgorithm):
+class _AllgatherByNodes(SteppedAlgorithm):
     def __init__(self, site: CollectiveSite, counts: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         layout = site.layout
         leaders = layout.leaders(layout.ranks[0])

@@ -67,7 +67,7 @@ class Allreduce(Collective):
         size = len(site.layout.ranks)
         reduction = Reduction(op, self.element, size if divisor is None else divisor, name)
         pushes = all_push_is_better(size, self.count * self.dtype.itemsize, one_round)
-        super().__init__((_ByAllPush if pushes else _ByNodes)(site, self.count, reduction))
+        super().__init__((_ByAllPush if pushes else _AllreduceByNodes)(site, self.count, reduction))
 
 
 def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
@@ -130,7 +130,7 @@ def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[]
     return lambda: reduction.reduce(rows, (out,))
 
 
-class _ByNodes(ShareReduction):
+class _AllreduceByNodes(ShareReduction):
     """Some ranks of a node reduce a share each; those with the same share on other nodes combine them."""
 
     def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:

@@ -51,7 +51,7 @@ class Alltoall(Collective):
         self.dtype = np.dtype(dtype)
         blocks = AlltoallBlocks(layout, counts)
         self.sends, self.receives = blocks.sends(layout.me), blocks.receives(layout.me)
-        super().__init__(_ByNodes(site, blocks, self.dtype))
+        super().__init__(_AlltoallByNodes(site, blocks, self.dtype))
 
 
 class Route(NamedTuple):
@@ -125,7 +125,7 @@ class AlltoallBlocks:
                     yield Route(rank, there, size)
 
 
-class _ByNodes(SteppedAlgorithm):
+class _AlltoallByNodes(SteppedAlgorithm):
     def __init__(self, site: CollectiveSite, blocks: AlltoallBlocks, dtype: np.dtype[Any]) -> None:
         layout, me = site.layout, site.layout.me
         begin, terms = blocks.longest_operand, f"collective=Alltoall\ncounts={blocks.counts}"

@@ -37,10 +37,10 @@ class Bcast(Collective):
         self.count, self.dtype = check_count(count, name), np.dtype(dtype)
         site = CollectiveSite.checked(manager, ranks, name)
         self.root = site.layout.checked_root(root, name)
-        super().__init__(_ByNodes(site, self.count, self.dtype, self.root))
+        super().__init__(_BcastByNodes(site, self.count, self.dtype, self.root))
 
 
-class _ByNodes(SteppedAlgorithm):
+class _BcastByNodes(SteppedAlgorithm):
     def __init__(self, site: CollectiveSite, count: int, dtype: np.dtype[Any], root: int) -> None:
         leaders = site.layout.leaders(root)
         super().__init__(site, count, dtype, leaders, f"collective=Bcast\nroot={root}")

@@ -45,7 +45,7 @@ class Reducescatter(Collective):
         self.count = sum(self.counts)
         reduction = Reduction(op, self.element, size, name)
         terms = f"collective={type(self).__name__}\ncounts={self.counts}"
-        super().__init__(_ByNodes(site, self.counts, reduction, terms))
+        super().__init__(_ReducescatterByNodes(site, self.counts, reduction, terms))
 
 
 class Reduce(Reducescatter):
@@ -72,7 +72,7 @@ class Reduce(Reducescatter):
         super().__init__(manager, ranks, counts, dtype, op, name)
 
 
-class _ByNodes(ShareReduction):
+class _ReducescatterByNodes(ShareReduction):
     def __init__(
         self, site: CollectiveSite, counts: tuple[int, ...], reduction: Reduction, terms: str
     ) -> None:

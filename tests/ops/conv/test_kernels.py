@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution, convolution_adjoint
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convolution_adjoint
 from tests.layers import sequential
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -41,7 +41,12 @@ def random_narrow(rng):
             break
     groups = rng.choice([1, 1, 2])
     channels = [groups * rng.choice([1, 3, 16, 17]) for _ in range(2)]
-    return ConvolutionSteps(tuple(stride), tuple(padding), tuple(dilation), groups), kernel, extents, channels
+    return (
+        ConvolutionArguments(tuple(stride), tuple(padding), tuple(dilation), groups),
+        kernel,
+        extents,
+        channels,
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -84,7 +89,9 @@ def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (3, 3, 2), (4, 2, 3), (5, 3, 3)])
 def test_taps_that_meet_padding_only_have_no_gradient(dims, kernel, stride, padding):
-    steps = ConvolutionSteps((1,) * (dims - 1) + (stride,), (0,) * (dims - 1) + (padding,), (1,) * dims, 1)
+    steps = ConvolutionArguments(
+        (1,) * (dims - 1) + (stride,), (0,) * (dims - 1) + (padding,), (1,) * dims, 1
+    )
     for _ in range(3):
         x = torch.randn(2, 16, *(3,) * (dims - 1), 1).bfloat16()
         weight = torch.randn(17, 16, *(1,) * (dims - 1), kernel).bfloat16()
@@ -113,7 +120,7 @@ def test_images_are_left_to_the_fast_kernels():
         (5, 1, 2, 2, 11),
         (7, 2, 3, 1, 12),
     ):
-        steps = ConvolutionSteps((stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
+        steps = ConvolutionArguments((stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
         assert steps.fills((n, n), (kernel, kernel), short=True)
         # Rows that come from a neighbour, as many as windows reach over.
         rows = dilation * (kernel - 1)

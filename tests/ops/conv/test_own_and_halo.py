@@ -15,7 +15,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.geometry.halo import Stencil, Window
-from distdl_rma.ops.conv.kernels import ConvolutionSteps, convolution
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from tests.geometry.strategies import partitions, splits, unbalanced
 from tests.ops.conv.tiles import (
@@ -244,7 +244,7 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
     whole = torch.zeros(reads.shape, dtype=torch.float64)
     whole[(reads & parts.domain).slices(reads)] = x[(reads & parts.domain).slices(parts.domain)]
     both, twin = whole.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = convolution(both, twin, None, ConvolutionSteps.of(stencil, 1))
+    expected = convolution(both, twin, None, ConvolutionArguments.of(stencil, 1))
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
     y, d_weight, d_reads = torch.zeros_like(expected), torch.zeros_like(weight), torch.zeros_like(whole)
