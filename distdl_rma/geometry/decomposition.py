@@ -106,10 +106,29 @@ class Decomposition:
         axes = tuple(None if d in replicate else d for d in range(partition.dim))
         return cls(partition, tuple(_simplest(tuple(parts)) for parts in lengths), axes)
 
-    @property
+    def __hash__(self) -> int:
+        """Worked out once: what is kept for decompositions is asked for in every call."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.partition, self.splits, self.axes))
+
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
         return tuple(split.extent for split in self.splits)
+
+    @cached_property
+    def cut_dims(self) -> tuple[int, ...]:
+        """Tensor dimensions that grid dimensions cut, rising."""
+        return tuple(sorted(axis for axis in self.axes if axis is not None))
+
+    @cached_property
+    def copied_along(self) -> tuple[int, ...]:
+        """Grid dimensions of more than one place along which ranks hold copies."""
+        places = zip(self.axes, self.partition.shape, strict=True)
+        return tuple(g for g, (axis, n) in enumerate(places) if axis is None and n > 1)
 
     @cached_property
     def _grid_dims(self) -> tuple[int | None, ...]:

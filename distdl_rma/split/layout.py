@@ -6,15 +6,17 @@ grid dimension cuts nothing its ranks hold copies. Equal layouts of one process 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import TypeVar
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 
+T = TypeVar("T")
 # So many layouts are remembered.
 _MOST = 1 << 14
 # Which tensor dimension each grid dimension cuts, None where it makes copies.
@@ -31,21 +33,22 @@ def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decompo
         simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)
     )
     found = Decomposition(partition, simple, normal)
-    return _kept("layout", found, lambda: found)
+    return kept(partition, "layout", found, lambda: found)
 
 
-def _kept(what: str, found: Decomposition, make: Callable[[], Decomposition]) -> Decomposition:
-    # What follows from a layout, worked out once for a machine: partitions of different ones compare equal.
-    home = found.partition.home
+def kept(partition: Partition, what: str, key: Hashable, make: Callable[[], T]) -> T:
+    """What follows from layouts on a partition, worked out once for its machine."""
+    # Partitions of different machines compare equal.
+    home = partition.home
     if not isinstance(home, Machine):
         return make()
     known = home.kept.setdefault(what, {})
-    if len(known) > _MOST:
-        known.clear()
-    derived: Decomposition | None = known.get(found)
-    if derived is None:
-        derived = known[found] = make()
-    return derived
+    found: T | None = known.get(key)
+    if found is None:
+        if len(known) > _MOST:
+            known.clear()
+        found = known[key] = make()
+    return found
 
 
 def simplest(split: Split) -> Split:
@@ -80,16 +83,12 @@ def balanced(partition: Partition, shape: Sequence[int], axes: Axes | None = Non
 
 def cut_dims(found: Decomposition) -> tuple[int, ...]:
     """Tensor dimensions that are cut, rising."""
-    return tuple(sorted(axis for axis in found.axes if axis is not None))
+    return found.cut_dims
 
 
 def copied_along(found: Decomposition) -> tuple[int, ...]:
     """Grid dimensions of more than one place along which ranks hold copies."""
-    return tuple(
-        g
-        for g, (axis, n) in enumerate(zip(found.axes, found.partition.shape, strict=True))
-        if axis is None and n > 1
-    )
+    return found.copied_along
 
 
 def whole(found: Decomposition, dims: Collection[int]) -> Decomposition:
@@ -137,20 +136,26 @@ def on_grid(found: Decomposition) -> Decomposition:
         grid = Partition(tuple(ranks), shape, partition.me, partition.home)
         return Decomposition(grid, found.splits, tuple(range(len(shape))))
 
-    return _kept("grid", found, make)
+    return kept(found.partition, "grid", found, make)
 
 
 def owners(found: Decomposition) -> Decomposition:
     """The first of those that hold copies, for every block."""
     first = dict.fromkeys(copied_along(found), 0)
-    return _kept("owners", found, lambda: replace(found, partition=found.partition.slab(first)))
+    return kept(
+        found.partition, "owners", found, lambda: replace(found, partition=found.partition.slab(first))
+    )
 
 
 def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:
     """Ranks that differ from this one in some grid dimensions alone, itself included."""
-    partition = found.partition
-    index = partition.index_of(partition.me)
-    return partition.slab({g: i for g, i in enumerate(index) if g not in grid_dims}).ranks
+    partition, dims = found.partition, tuple(grid_dims)
+
+    def make() -> tuple[int, ...]:
+        index = partition.index_of(partition.me)
+        return partition.slab({g: i for g, i in enumerate(index) if g not in dims}).ranks
+
+    return kept(partition, "line", (partition, dims), make)
 
 
 def holds(source: Decomposition, target: Decomposition) -> bool:

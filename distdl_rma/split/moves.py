@@ -124,7 +124,7 @@ def to_blocks(
 
 def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
     """A plain tensor for use beside blocks of ``result``: of ranks with equal blocks one contributes."""
-    copied = lay.copied_along(result)
+    copied = result.copied_along
     if not copied or not x.requires_grad:
         return x
     index = result.partition.index

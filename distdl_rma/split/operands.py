@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from distdl_rma.errors import PartitionError, ShapeError
-from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
@@ -43,7 +43,12 @@ def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
 
 def machine_of(x: SplitTensor) -> Machine:
     """Machine of a tensor's ranks."""
-    return Machine.of(x._layout.partition)
+    partition = x._layout.partition
+    machine = partition.home
+    if isinstance(machine, Machine) and not machine.segments.closed:
+        return machine
+    # Which says what is wrong.
+    return Machine.of(partition)
 
 
 @rule("copies", WITHOUT_RULE)
@@ -85,20 +90,27 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
 
     The first of several of one size counts.
     """
-    shapes = [tuple(x._layout.shape) if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands]
+    # First, since layouts of two machines compare equal.
+    partition = common_partition(func, operands)
+    known = tuple(x._layout if isinstance(x, SplitTensor) else x.shape for x in operands)
+    return lay.kept(partition, "common", known, lambda: _common_layout(func, known, partition))
+
+
+def _common_layout(
+    func: Any, operands: Sequence[Decomposition | torch.Size], partition: Partition
+) -> Decomposition:
+    split = [x for x in operands if isinstance(x, Decomposition)]
+    shapes = [x.shape if isinstance(x, Decomposition) else tuple(x) for x in operands]
     try:
         shape = torch.broadcast_shapes(*shapes)
     except RuntimeError:
         raise ShapeError(
             f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together; all are global: a"
-            f" plain"
-            " tensor that is a block of this rank becomes a split one by SplitTensor.from_local"
+            " plain tensor that is a block of this rank becomes a split one by SplitTensor.from_local"
         ) from None
-    partition = common_partition(func, operands)
     splits: list[Split] = [Balanced(n, 1) for n in shape]
     axes: list[int | None] = [None] * partition.dim
-    split = [x._layout for x in operands if isinstance(x, SplitTensor)]
-    for found in sorted(split, key=lambda each: -Box.of_shape(each.shape).volume):
+    for found in sorted(split, key=lambda each: -prod(each.shape)):
         ahead = len(shape) - len(found.shape)
         for g, axis in enumerate(found.axes):
             if axis is None or axes[g] is not None or found.shape[axis] != shape[axis + ahead]:
@@ -110,14 +122,22 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
 
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
     """Layout of an operand that broadcasts to a result: cut where that is, whole where it has extent 1."""
-    ahead = len(result.shape) - len(shape)
-    cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
-    splits = [result.splits[d + ahead] if cut[d] else Balanced(n, 1) for d, n in enumerate(shape)]
-    axes = tuple(
-        axis - ahead if axis is not None and axis >= ahead and cut[axis - ahead] else None
-        for axis in result.axes
-    )
-    return lay.layout(result.partition, splits, axes)
+    shape = tuple(shape)
+    return result if shape == result.shape else _part_for(shape, result)
+
+
+def _part_for(shape: tuple[int, ...], result: Decomposition) -> Decomposition:
+    def make() -> Decomposition:
+        ahead = len(result.shape) - len(shape)
+        cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
+        splits = [result.splits[d + ahead] if cut[d] else Balanced(n, 1) for d, n in enumerate(shape)]
+        axes = tuple(
+            axis - ahead if axis is not None and axis >= ahead and cut[axis - ahead] else None
+            for axis in result.axes
+        )
+        return lay.layout(result.partition, splits, axes)
+
+    return lay.kept(result.partition, "part", (shape, result), make)
 
 
 def as_part(
@@ -128,9 +148,9 @@ def as_part(
     ``at`` tells the operands of one site apart. Differentiable.
     """
     if not isinstance(x, SplitTensor):
-        rank = part.partition.me
-        cut = x[part.box(rank).slices(Box.of_shape(part.shape))] if lay.cut_dims(part) else x
-        return once(cut, result)
+        if part.cut_dims:
+            x = x[lay.kept(part.partition, "slices", part, part.slices)]
+        return once(x, result)
     local = redistributed(site, local_of(x), x._layout, part, f"operand {at}")
     # Along these, copies are used beside different blocks.
     apart = tuple(

@@ -19,6 +19,16 @@ T = TypeVar("T")
 # Kinds of inputs that a site keeps operations for.
 _KEPT = 16
 _OURS, _OUTSIDE = ("torch.", "distdl_rma."), ("torch", "contextlib")
+
+
+class _Inner(dict[str, bool]):
+    # Whether the code of a module is torch's or of this package, for each that was met.
+    def __missing__(self, module: str) -> bool:
+        found = self[module] = module.startswith(_OURS) or module in _OUTSIDE
+        return found
+
+
+_INNER = _Inner()
 _THREAD = threading.local()
 
 
@@ -62,8 +72,7 @@ def user_frame() -> FrameType | None:
     """The innermost frame that is neither torch's nor of this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_OURS) and name not in _OUTSIDE:
+        if not _INNER[frame.f_globals.get("__name__", "")]:
             return frame
         frame = frame.f_back
     return None

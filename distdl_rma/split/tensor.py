@@ -107,7 +107,7 @@ class SplitTensor(torch.Tensor):
     @property
     def is_split(self) -> bool:
         """Whether any dimension is cut; otherwise every rank has all of it."""
-        return bool(lay.cut_dims(self._layout))
+        return bool(self._layout.cut_dims)
 
     def to_local(self) -> torch.Tensor:
         """This rank's block, in the graph; not a copy."""

@@ -83,7 +83,9 @@ def windowed(
 def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
     """The same, with copies of what has a single element in a dimension that was cut."""
     layout = y._layout
-    single = [d for d in lay.cut_dims(layout) if layout.shape[d] == 1]
+    if 1 not in layout.shape:
+        return y
+    single = [d for d in layout.cut_dims if layout.shape[d] == 1]
     if not single:
         return y
     target = lay.whole(layout, single)
