@@ -120,10 +120,11 @@ def report(model: nn.Module) -> Iterator[StepReport]:
         )
         return y
 
-    start = counters.bytes_put + counters.bytes_collective, counters.puts, counters.seconds_waited
     OBSERVERS.append(observe)
     try:
         with machine.record() as recording:
+            # The ranks have met to begin the recording.
+            start = counters.bytes_put + counters.bytes_collective, counters.puts, counters.seconds_waited
             yield seen
             seen.seconds = recording.now
     finally:
