@@ -12,7 +12,20 @@ from house import between, drawn, floors, imports, levels
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-FLOORS = ["state", "sync", "layers", "ops", "machine", "segments", "geometry", "labels", "trace", "errors"]
+FLOORS = [
+    "model",
+    "state",
+    "sync",
+    "layers",
+    "split",
+    "ops",
+    "machine",
+    "segments",
+    "geometry",
+    "trace",
+    "labels",
+    "errors",
+]
 
 
 def test_the_picture_is_what_the_imports_say():

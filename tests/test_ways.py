@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from distdl_rma import GradientSync, Machine
+from distdl_rma import GradientSync, Machine, distribute
+from distdl_rma import shard as split_over
 from distdl_rma.layers import DistributedConv2d
 from distdl_rma.ops.shards import shard
 
@@ -54,6 +56,25 @@ def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_world, comm):
     for seen, heading in ((forward, "A tensor's way through a convolution"), (backward, "A gradient's way")):
         assert seen - waited <= named(heading)
         assert named(heading) <= seen
+
+
+def test_a_split_tensor_goes_the_way_of_the_page(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    torch.manual_seed(0)
+    model = distribute(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1)), P_x)
+    x = split_over(P_x, torch.randn(1, 2, 8, 8))
+
+    def call():
+        # In one place, which keeps the operation.
+        return model(x)
+
+    for _ in range(3):
+        call().sum().backward()
+    seen, _ = entered(call)
+    way = named("A split tensor's way through a convolution")
+    assert seen - named("A notification's way") <= way
+    assert way <= seen
+    model.distributed.close()
 
 
 def test_a_notification_goes_the_way_of_the_page(P_world, comm):
