@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """Convolutions, a norm, tied weights, a parameter that is used on split and replicated tensors, a head."""
+    """Convolutions, a norm, tied weights, and a parameter that is used on split and replicated tensors."""
 
     def __init__(self):
         super().__init__()
