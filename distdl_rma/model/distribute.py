@@ -214,8 +214,13 @@ class _Enter:
     def __init__(self, path: str, moves: bool) -> None:
         self.path, self.moves = path or "model", moves
 
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
+    def __call__(self, module: nn.Module, _args: Any) -> None:
         site.enter(self.path, self.moves)
+        if (module._backward_hooks or module._backward_pre_hooks) and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{self.path}: backward hooks of modules are called by a graph that split tensors do not have;"
+                " call register_hook on its input or output in a forward hook instead"
+            )
 
 
 def _leave(_module: nn.Module, _args: Any, _output: Any) -> None:

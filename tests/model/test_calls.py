@@ -1,0 +1,139 @@
+"""Calls of a distributed model that some ranks begin, go through or end otherwise than others."""
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import MismatchError, UnsupportedError, distribute, shard
+from distdl_rma.model.calls import Calls
+from distdl_rma.split import SplitTensor
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2)
+        self.act = torch.relu
+
+    def forward(self, x):
+        return self.act(self.norm(self.first(x))).square()
+
+
+@pytest.fixture
+def model(P_world):
+    made = distribute(Net(), {"H": -1})
+    yield made
+    made.distributed.close()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(1, 1, 12, 8)
+
+
+@pytest.fixture
+def odd(comm):
+    return comm.rank == 1
+
+
+def still_works(model, x):
+    model.train()
+    model(x).sum().backward()
+
+
+def test_modes_that_differ(model, x, odd):
+    model.train(not odd)
+    with pytest.raises(MismatchError, match=r"rank 1 .*is in eval\(\), records") as found:
+        model(x)
+    assert "is in train()" in str(found.value)
+    model.train()
+    model.norm.train(not odd)
+    with pytest.raises(MismatchError, match="but for 'norm'"):
+        model(x)
+    still_works(model, x)
+    with torch.set_grad_enabled(not odd), pytest.raises(MismatchError, match="records no graph"):
+        model(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=odd), pytest.raises(MismatchError, match="autocast"):
+        model(x)
+    still_works(model, x)
+
+
+def test_inputs_that_differ(model, x, odd, comm, P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    rows = 4 - odd
+    with pytest.raises(MismatchError, match=rf"passes \(1, 1, {3 * comm.size}, 8\)"):
+        model(SplitTensor.from_local(x[:, :, :rows], P_x, (1, 1, rows * comm.size, 8)))
+    with pytest.raises(MismatchError, match="float64"):
+        model(shard(P_x, x.double() if odd else x))
+    with pytest.raises(MismatchError, match="requires a gradient"):
+        model(shard(P_x, x.clone().requires_grad_(odd)))
+    still_works(model, x)
+
+
+def test_functions_on_blocks_that_differ(model, x, odd):
+    good = model.act
+    model.act = lambda y: torch.sin(y) if odd else torch.cos(y)
+    with pytest.raises(MismatchError, match=r"went different ways: after 2 equal calls.*test_calls") as found:
+        model(x)
+    assert "cos" in str(found.value) and "sin" in str(found.value)
+    model.act = lambda y: torch.sin(y) if odd else y
+    with pytest.raises(MismatchError, match="torch.sin"):
+        model(x)
+
+    def once_more(y):
+        return y.square() if odd else y
+
+    model.register_forward_hook(lambda m, args, y: None)
+    model.act = lambda y: once_more(y)
+    with pytest.raises(MismatchError, match="different ways"):
+        model(x)
+    model.act = good
+    still_works(model, x)
+
+
+def test_questions_are_free(model, x, odd):
+    def act(y):
+        if odd:
+            assert y.shape[2] == 12 and y.dim() == 4 and y.requires_grad and repr(y)
+        return torch.relu(y)
+
+    model.act = act
+    still_works(model, x)
+
+
+def test_an_exception_on_all_ranks_leaves_the_machine_usable(model, x):
+    def broken(y):
+        raise ValueError("no such sample")
+
+    def refused(y):
+        return y.as_strided((1,), (1,))
+
+    good, expected = model.act, model(x).full_tensor()
+    for act, kind in ((broken, ValueError), (refused, UnsupportedError), (broken, ValueError)):
+        model.act = act
+        with pytest.raises(kind):
+            model(x)
+        model.act = good
+        torch.testing.assert_close(model(x).full_tensor(), expected)
+
+
+def test_calls_inside_a_handler_of_another_exception(model, x):
+    try:
+        raise KeyError("the user's own")
+    except KeyError:
+        still_works(model, x)
+
+
+def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd):
+    from distdl_rma import Machine
+
+    calls = Calls(Machine.of(P_world), P_world.ranks, "Some model")
+    others = "ranks 0, 2" if comm.size > 2 else "rank 0"
+    with pytest.raises(MismatchError, match=rf"{others} is even; rank 1 is odd"):
+        calls.begin((odd,), lambda: "is odd" if odd else "is even")
+    calls.begin((), str)
+    calls.end([])
+    calls.close()
