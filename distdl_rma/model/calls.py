@@ -40,7 +40,7 @@ class Calls:
     """
 
     def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
-        self._machine, self._ranks, self._name = machine, tuple(ranks), name
+        self._machine, self.ranks, self._name = machine, tuple(ranks), name
         self._rows = AllPush(machine.segments, ranks, _WORDS, np.int64, f"calls of {name}")
         self._open = False
 
@@ -115,7 +115,7 @@ class Calls:
         words.view(np.uint8)[: len(clipped)] = np.frombuffer(clipped, np.uint8)
         said: dict[str, list[int]] = {}
         rows = self._all_of(words, f"calls of {self._name} (differences)")
-        for rank, row in zip(self._ranks, rows, strict=True):
+        for rank, row in zip(self.ranks, rows, strict=True):
             said.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
         return "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {each}"
@@ -123,7 +123,7 @@ class Calls:
         )
 
     def _all_of(self, words: NDArray[np.int64], what: str) -> NDArray[Any]:
-        rows = AllPush(self._machine.segments, self._ranks, len(words), np.int64, what)
+        rows = AllPush(self._machine.segments, self.ranks, len(words), np.int64, what)
         try:
             rows.start(words)
             return rows.wait()

@@ -141,7 +141,7 @@ class Distributed:
         # kind.
         kind = tuple((x.shape, x.dtype) for x in whole)
         if kind not in self._seen:
-            alike_on_all_ranks(self.machine, whole, "an input of a distributed model")
+            alike_on_all_ranks(self.machine, calls.ranks, whole, "an input of a distributed model")
             self._seen.add(kind)
         return self.cut(args), self.cut(kwargs)
 
@@ -218,7 +218,7 @@ class _Enter:
         site.enter(self.path, self.moves)
         if (module._backward_hooks or module._backward_pre_hooks) and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{self.path}: backward hooks of modules are called by a graph that split tensors do not have;"
+                f"{self.path}: backward hooks of modules come from a graph that split tensors do not have;"
                 " call register_hook on its input or output in a forward hook instead"
             )
 
@@ -274,6 +274,9 @@ def distribute(
             f" over these."
             " Say replicas= if the others have other samples"
         )
+    if not isinstance(grid, Partition):
+        # With the most dimensions there are: whether it fits the ranks is known now.
+        grid_for(grid, machine, _IMAGES[-1])
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, fallback, options)
     # Those that look at a model see that it is one that computes on split tensors.

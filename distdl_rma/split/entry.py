@@ -80,13 +80,15 @@ def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
     return Partition(ranks, shape, rank, machine)
 
 
-def alike_on_all_ranks(machine: Machine, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Refuse plain tensors that differ between the ranks; blocking, collective over the machine."""
+def alike_on_all_ranks(
+    machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
+) -> None:
+    """Refuse plain tensors that differ between some ranks of a machine; blocking, collective over these."""
     words = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
     mine = fingerprint(words)
-    rows = AllPush(machine.segments, machine.ranks, 1, np.int64, what)
+    rows = AllPush(machine.segments, ranks, 1, np.int64, what)
     rows.start(np.array([mine], np.int64))
-    found = dict(zip(machine.ranks, rows.wait()[:, 0].tolist(), strict=True))
+    found = dict(zip(ranks, rows.wait()[:, 0].tolist(), strict=True))
     rows.close()
     for rank, word in found.items():
         if word != mine:

@@ -1,0 +1,200 @@
+"""Models and inputs that do not fit together: right, or refused with a sentence, on all ranks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import (
+    ArgumentError,
+    Machine,
+    PartitionError,
+    ShapeError,
+    UnsupportedError,
+    distribute,
+    shard,
+)
+from distdl_rma.split import SplitTensor
+from tests.model.against_alone import train_beside
+from tests.model.nets import UNet
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+
+
+@pytest.fixture
+def P_x(P_world):  # noqa: N802
+    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+
+
+@pytest.fixture
+def s(P_x):
+    return shard(P_x, torch.randn(2, 3, 12, 5))
+
+
+def test_shapes_that_do_not_broadcast(s, comm):
+    for other in (torch.randn(2, 3, 7, 5), s.to_local().clone(), torch.randn(4)):
+        for call in (lambda a, b: a + b, torch.where, F.mse_loss, lambda a, b: torch.cat([a, b])):
+            with pytest.raises((ShapeError, RuntimeError, TypeError)):
+                call(s, other) if call is not torch.where else torch.where(s > 0, s, other)
+    with pytest.raises(ShapeError, match=r"all are global.*SplitTensor\.from_local"):
+        s * torch.randn(2, 3, 7, 5)
+    torch.testing.assert_close((s * s).full_tensor(), s.full_tensor() ** 2)
+
+
+def test_tensors_on_other_partitions_and_machines(s, comm, P_world):
+    other = P_world.create_cartesian_topology_partition((1, comm.size, 1, 1))
+    with pytest.raises(PartitionError, match="different partitions"):
+        s + shard(other, torch.randn(2, 3, 12, 5))
+    with Machine(comm, segment_size="8MiB") as machine:
+        foreign = shard(machine.partition((1, 1, comm.size, 1)), torch.randn(2, 3, 12, 5))
+        with pytest.raises(PartitionError, match="two machines"):
+            torch.cat([s, foreign])
+        with pytest.raises(PartitionError, match="two machines"):
+            F.mse_loss(s, foreign)
+
+
+def test_values_and_memory_are_refused_with_the_remedy(s):
+    for call in (
+        lambda x: x.numpy(),
+        lambda x: x.tolist(),
+        lambda x: x[:1, :1, :1, :1].item(),
+        lambda x: x.__array__(),
+        pickle.dumps,
+        lambda x: bool((x > 0).all(3).all(1)[0, :1]),
+        lambda x: x.untyped_storage(),
+        lambda x: x.data_ptr(),
+    ):
+        if call(s.full_tensor()) is None:
+            continue
+        with pytest.raises(UnsupportedError, match=r"full_tensor\(\)|to_local\(\)|redistribute\(\)"):
+            call(s)
+    total = s.sum()
+    assert float(total) == total.item() == total.tolist() == total.numpy()
+    assert bool(s.abs().max() > 0) is True
+    state = io_of(s)
+    assert isinstance(state, UnsupportedError)
+
+
+def io_of(x):
+    import io
+
+    try:
+        torch.save({"x": x}, io.BytesIO())
+    except UnsupportedError as error:
+        return error
+    return None
+
+
+def test_writes_through_slices(s):
+    whole = s.full_tensor().clone()
+    for change in (
+        lambda x: x[:, :, 3:9].mul_(2),
+        lambda x: x[:, 1].zero_(),
+        lambda x: x.__setitem__((slice(None), 0, slice(2, 5)), 1.5),
+        lambda x: x[:, :, 1::3].add_(1),
+        lambda x: x.narrow(2, 1, 4).fill_(3),
+        lambda x: x.transpose(1, 3)[:, 2:4].sub_(1),
+    ):
+        expected, found = whole.clone(), shard(s.partition, whole)
+        change(expected)
+        try:
+            change(found)
+        except UnsupportedError as error:
+            assert "at test_bad_input.py:" in str(error)  # noqa: PT017
+            continue
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+
+class Positions(nn.Module):
+    """Holds tensors of the size of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(1, 2, 11, 7))
+        self.rows = nn.Parameter(torch.randn(11, 1))
+        self.register_buffer("mask", (torch.rand(11, 7) > 0.3).double())
+        self.register_buffer("grid", torch.linspace(0, 1, 11).view(1, 1, -1, 1))
+        self.tokens = nn.Parameter(torch.randn(77, 2))
+        self.conv = nn.Conv2d(1, 2, 3, padding=1)
+        self.mix = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x) + self.embedding
+        y = y * self.mask + self.rows * self.grid
+        y = self.mix(torch.cat([y, self.grid.expand(y.shape[0], 1, -1, y.shape[3])], 1))
+        tokens = y.flatten(2).transpose(1, 2) + self.tokens
+        return tokens.square().mean((0, 2)) * self.rows.mean()
+
+
+def test_parameters_and_buffers_of_image_size(comm):
+    for grid in (f"{comm.size}x1", f"1x{comm.size}", *(["2x2"] if comm.size == 4 else [])):
+        torch.manual_seed(2)
+        train_beside(Positions(), grid, torch.randn(2, 1, 11, 7), lambda y: y.sum(), steps=3)
+
+
+@pytest.mark.parametrize("bilinear", [False, True])
+def test_more_blocks_than_rows(comm, bilinear):
+    # In the middle of the net two rows are left, of more ranks.
+    torch.manual_seed(2)
+    x = torch.randn(2, 1, 16 if bilinear else 18, 9)
+    grid = f"{comm.size}x1"
+    train_beside(UNet(bilinear=bilinear), grid, x, lambda y: (y - 0.3).square().mean(), steps=3)
+
+
+def test_fewer_rows_than_ranks_at_once(comm):
+    torch.manual_seed(2)
+    net = nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1)
+    )
+    net.append(nn.AdaptiveAvgPool2d(1)).append(nn.Flatten()).append(nn.Linear(3, 2))
+    x = torch.randn(2, 1, 2, 9)
+    train_beside(net, f"{comm.size}x1", x, lambda y: y.square().mean(), steps=3)
+
+
+def test_grids_that_do_not_fit_the_ranks(comm):
+    x = torch.randn(1, 1, 8, 8)
+    for grid in (f"{comm.size + 1}x1", {"H": comm.size, "W": 2}, {"H": 5}):
+        with pytest.raises((PartitionError, ArgumentError), match="rank"):
+            shard(grid, x)
+        model = nn.Conv2d(1, 1, 3)
+        with pytest.raises((PartitionError, ArgumentError), match="rank"):
+            distribute(model, grid)
+        assert not hasattr(model, "distributed")
+    for grid in ("two by two", "2x-1", 4, {"Q": 2}, {"H": -1, "W": -1}):
+        with pytest.raises((PartitionError, ArgumentError)):
+            distribute(nn.Conv2d(1, 1, 3), grid)
+        with pytest.raises((PartitionError, ArgumentError)):
+            shard(grid, x)
+
+
+def test_blocks_that_form_no_grid(P_x, comm):
+    with pytest.raises(ShapeError):
+        SplitTensor.from_local(torch.randn(1, 1 + comm.rank, 2, 2), P_x)
+    with pytest.raises(ShapeError, match="float64"):
+        SplitTensor.from_local(
+            torch.randn(1, 1, 2, 2, dtype=torch.float64 if comm.rank else torch.float32), P_x
+        )
+
+
+def test_inputs_that_the_grid_does_not_cut(comm):
+    # Labels, times and tokens stay plain, alike on all ranks.
+    class Conditioned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3, padding=1)
+            self.time = nn.Linear(3, 2)
+
+        def forward(self, x, t, scale=1.0):
+            return self.conv(x) * scale + self.time(t)[:, :, None, None]
+
+    alone = Conditioned().double()
+    split = distribute(copy.deepcopy(alone), {"H": -1})
+    x, t = torch.randn(2, 1, 9, 6).double(), torch.randn(2, 3).double()
+    for model in (alone, split):
+        model(x, t, scale=2.0).square().mean().backward()
+    for p, other in zip(split.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad)
+    split.distributed.close()
