@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -139,7 +139,12 @@ class RunningStatistics:
         kept: KeptValues | None = None,
     ) -> None:
         self._site, self._store, self._share = site, store, share
-        self._statistics, self._kept = statistics, kept
+        self._statistics, self._kept, self._speaks = statistics, kept, False
+        if statistics is not None:
+            total = statistics.total
+            # From a variance to the unbiased one.
+            self._correction = total / (total - 1).clamp(min=1)
+            self._speaks = statistics.groups.ranks[0] == site.machine.rank
         self._instances = axes.instances(len(source.shape))
         self._number = max(1, prod(source.shape[d] for d in self._instances))
         self._empty = 0 in (n for d, n in enumerate(source.shape) if d not in axes.weighted)
@@ -169,21 +174,21 @@ class RunningStatistics:
 
         ``moments`` are mean and variance, where there is a part of the batch.
         """
-        batch, found, speaks = None, self._statistics, False
-        if found is not None and self._kept is not None and moments is not None:
+        batch: Sequence[Tensor] = ()
+        if self._kept is not None and moments is not None:
             mean, variance = moments
-            unbiased = variance * (found.total / (found.total - 1).clamp(min=1))
-            batch = torch.cat([self._kept.to_store(self._per_channel(values)) for values in (mean, unbiased)])
-            # One of those that share a group speaks for it.
-            speaks = found.groups.ranks[0] == self._site.machine.rank
+            unbiased = variance * self._correction
+            batch = [self._kept.to_store(self._per_channel(values)) for values in (mean, unbiased)]
         if self._sums is not None:
-            self._sums.active[:] = as_array(batch * self._share) if batch is not None and speaks else 0
+            # One of those that share a group speaks for it.
+            speaks = bool(batch) and self._speaks
+            self._sums.active[:] = as_array(torch.cat(list(batch)) * self._share) if speaks else 0
             self._sums.start()
-            batch = as_tensor(self._sums.wait())
+            batch = as_tensor(self._sums.wait()).tensor_split(len(RUNNING))
         # A batch without elements changes nothing; a rank outside keeps nothing where channels are cut.
-        if batch is None or self._empty:
+        if not batch or self._empty:
             return
-        for key, new in zip(RUNNING, batch.tensor_split(len(RUNNING)), strict=True):
+        for key, new in zip(RUNNING, batch, strict=True):
             running[key].copy_(running[key].to(torch.float64).lerp(new, momentum))
 
     def _per_channel(self, values: Tensor) -> Tensor:
