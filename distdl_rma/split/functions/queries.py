@@ -176,7 +176,7 @@ def not_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@rule("copies", _T.__deepcopy__)
+@rule("value", _T.__deepcopy__)
 def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A copy of the block, of leaves only as in torch."""
     return SplitTensor(func(local_of(args[0]), *args[1:]), args[0]._layout)
