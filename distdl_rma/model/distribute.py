@@ -18,7 +18,7 @@ from distdl_rma.errors import ConfigurationError, PartitionError, UnsupportedErr
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls, modes
-from distdl_rma.ops.core.autograd import ENOUGH, uncompiled
+from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.split import site
 from distdl_rma.split.entry import alike_on_all_ranks, grid_for
@@ -45,7 +45,10 @@ class Distributed:
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
-        self._handles = [model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)]
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+            model.register_forward_pre_hook(_NOT_COMPILED, prepend=True),
+        ]
         for path, module in model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(_Enter(path, fallback == "move"), prepend=True),
@@ -206,6 +209,10 @@ def _said(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} of {x.dtype}{cut}{', which requires a gradient' if x.requires_grad else ''}"
 
 
+_NOT_COMPILED = refuse_compiled(
+    "a distributed model computes on split tensors, which are in no graph; compile what is called with plain"
+    " tensors, or run it as it is"
+)
 _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
 
 

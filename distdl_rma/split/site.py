@@ -129,4 +129,6 @@ def enter(path: str, moves: bool = True) -> None:
 
 def leave() -> None:
     """Calls from now on are those of the module that called the last one."""
-    _THREAD.stack.pop()
+    # What raises before it entered leaves too.
+    if getattr(_THREAD, "stack", None):
+        _THREAD.stack.pop()

@@ -69,6 +69,16 @@ def _breaks_graph(function: Callable[Q, R]) -> Callable[Q, R]:
     return function
 
 
+def refuse_compiled(what: str) -> Callable[..., None]:
+    """Hook ahead of a module's forward that refuses to be compiled, with a sentence."""
+
+    def hook(*_arguments: Any) -> None:
+        if _compiles() is not None:
+            raise UnsupportedError(f"torch.compile: {what}")
+
+    return _breaks_graph(hook)
+
+
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Backward that refuses to be differentiated itself, instead of taking its result for a constant."""
 
