@@ -107,19 +107,19 @@ class Distributed:
             vars(model).pop(_KEY, None)
 
     def cut(self, arguments: Any) -> Any:
-        """Arguments with whole tensors cut as the grid says; local."""
+        """Arguments with whole tensors cut as the grid says, those of the most dimensions; local."""
+        dims = self._cut_dims(tensors_in(arguments))
 
         def changed(x: torch.Tensor) -> torch.Tensor:
-            return shard(self.partition(x.dim()), x) if self._is_cut(x) else x
+            return shard(self.partition(dims), x) if x.dim() == dims and not isinstance(x, SplitTensor) else x
 
         return mapped(changed, arguments)
 
-    def _is_cut(self, x: torch.Tensor) -> bool:
-        if isinstance(x, SplitTensor):
-            return False
+    def _cut_dims(self, given: Sequence[torch.Tensor]) -> int:
+        # Others, such as the words that go with a picture, stay plain.
         if isinstance(self.grid, Partition):
-            return x.dim() == self.grid.dim
-        return x.dim() in _IMAGES
+            return self.grid.dim
+        return max([x.dim() for x in given if x.dim() in _IMAGES], default=0)
 
     @uncompiled
     def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -130,7 +130,8 @@ class Distributed:
         self._running.append((None, sys.exc_info()[1]))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
-        whole = [x for x in given if not split and self._is_cut(x)]
+        dims = self._cut_dims(given)
+        whole = [x for x in given if not split and x.dim() == dims]
         if not split and not whole:
             return None
         calls = self._calls_of(split[0].partition if split else self.grid)
@@ -146,7 +147,7 @@ class Distributed:
         if kind not in self._seen:
             alike_on_all_ranks(self.machine, calls.ranks, whole, "an input of a distributed model")
             self._seen.add(kind)
-        return self.cut(args), self.cut(kwargs)
+        return self.cut((args, kwargs))
 
     @uncompiled
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:

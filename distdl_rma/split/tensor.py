@@ -20,6 +20,8 @@ from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 from distdl_rma.split.trail import TRAILS, note
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
+# So many use the memory of a tensor that shares it with none, when they are counted.
+_ALONE = 2
 
 
 class SplitTensor(torch.Tensor):
@@ -201,6 +203,35 @@ def local_of(x: SplitTensor) -> torch.Tensor:
             )
         )
     return x._local
+
+
+def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
+    """Make a plain tensor a split one, the same object: for one that a function changes by what is split.
+
+    Whoever holds it sees what it became; so nothing else may show its memory, and no gradient may reach it.
+    """
+    problem = ""
+    if type(x) is not torch.Tensor:
+        problem = f"it is a {type(x).__name__}"
+    elif x.requires_grad:
+        problem = "it has a gradient"
+    elif x._base is not None or not x.untyped_storage().resizable() or _uses(x) > _ALONE:
+        problem = "another tensor shows the same memory"
+    if problem:
+        raise refused(
+            func, f"it would change a plain tensor, which every rank has, by a split one; {problem}"
+        )
+    local = x.detach()[layout.slices()].clone()
+    # Nothing may read what is not kept up any more.
+    x.untyped_storage().resize_(0)
+    x.__class__ = SplitTensor
+    made: Any = x
+    made._local, made._layout, made._copy_of = local, layout, None
+
+
+def _uses(x: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    return count
 
 
 def tensors_in(*arguments: Any) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ def whole(y: Any) -> Any:
 def train_beside(
     model: nn.Module,
     grid: Any,
-    inputs: torch.Tensor,
+    inputs: torch.Tensor | tuple[torch.Tensor, ...],
     loss_fn: Callable[[Any], torch.Tensor],
     *,
     steps: int = 10,
@@ -39,7 +39,7 @@ def train_beside(
     alone = model.double()
     split = distribute(copy.deepcopy(alone), grid)
     both = [(each, torch.optim.SGD(each.parameters(), lr=rate, momentum=0.9)) for each in (alone, split)]
-    x = inputs.double()
+    xs = [x.double() for x in (inputs if isinstance(inputs, tuple) else (inputs,))]
     try:
         for mode in ("train", "eval"):
             alone.train(mode == "train")
@@ -49,7 +49,7 @@ def train_beside(
                 for net, optimizer in both:
                     torch.manual_seed(100 + step)
                     optimizer.zero_grad()
-                    loss = loss_fn(net(x))
+                    loss = loss_fn(net(*xs))
                     loss.backward()
                     optimizer.step()
                     losses.append(float(whole(loss).detach()))

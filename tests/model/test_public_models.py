@@ -138,6 +138,138 @@ MODELS = {
 }
 
 
+def shufflenet():
+    return torchvision_models().ShuffleNetV2([1, 1, 1], [8, 12, 16, 24, 32], num_classes=CLASSES)
+
+
+def regnet():
+    models = torchvision_models()
+    blocks = models.regnet.BlockParams.from_init_params(
+        depth=3, w_0=8, w_a=8.0, w_m=2.0, group_width=4, se_ratio=0.25
+    )
+    return models.RegNet(blocks, num_classes=CLASSES, stem_width=8)
+
+
+def maxvit():
+    models = torchvision_models()
+    return models.MaxVit((24, 24), 8, 3, [8, 16], [1, 1], 4, stochastic_depth_prob=0.0, num_classes=CLASSES)
+
+
+def swin_v2():
+    models = torchvision_models().swin_transformer
+    return models.SwinTransformer(
+        [2, 2],
+        8,
+        [2, 2],
+        [2, 2],
+        [3, 3],
+        stochastic_depth_prob=0.3,
+        num_classes=CLASSES,
+        block=models.SwinTransformerBlockV2,
+        downsample_layer=models.PatchMergingV2,
+    )
+
+
+def swin_of_videos():
+    models = torchvision_models().video.swin_transformer
+    return models.SwinTransformer3d(
+        [2, 2, 2], 8, [2, 2], [2, 2], [2, 3, 3], num_classes=CLASSES, stochastic_depth_prob=0.0
+    )
+
+
+def mvit():
+    models = torchvision_models().video.mvit
+    blocks = [
+        models.MSBlockConfig(1, 8, 8, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 2, 2]),
+        models.MSBlockConfig(2, 8, 16, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 1, 1]),
+    ]
+    return models.MViT(
+        (20, 24),
+        4,
+        blocks,
+        residual_pool=True,
+        residual_with_cls_embed=True,
+        rel_pos_embed=True,
+        proj_after_attn=True,
+        num_classes=CLASSES,
+        dropout=0.0,
+        stochastic_depth_prob=0.0,
+    )
+
+
+def of_all(y):
+    """Loss of whatever a model returns."""
+    if isinstance(y, torch.Tensor):
+        return y.square().mean() + y.sin().mean()
+    return sum(of_all(each) for each in (y.values() if isinstance(y, dict) else y))
+
+
+_PLANE = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
+# Models that need fewer steps to be seen: others of torchvision and MONAI.
+MORE = {
+    "ShuffleNet": (shufflenet, [(2, 3, 45, 38)]),
+    "RegNet": (regnet, [(2, 3, 45, 38)]),
+    "MaxViT": (maxvit, [(2, 3, 24, 24)]),
+    "Swin, second version": (swin_v2, [(2, 3, 26, 30)]),
+    "Swin of videos": (swin_of_videos, [(2, 3, 6, 20, 14)]),
+    "MViT": (mvit, [(2, 3, 4, 20, 24)]),
+    "AttentionUnet": (
+        partial(monai_net, "AttentionUnet", channels=(4, 6, 8), strides=(2, 2), **_PLANE),
+        [(2, 1, 36, 28)],
+    ),
+    "DynUNet": (
+        partial(
+            monai_net,
+            "DynUNet",
+            kernel_size=[3, 3, 3],
+            strides=[1, 2, 2],
+            upsample_kernel_size=[2, 2],
+            filters=[2, 4, 4],
+            deep_supervision=True,
+            deep_supr_num=1,
+            res_block=True,
+            **_PLANE,
+        ),
+        [(2, 1, 20, 28)],
+    ),
+    "SegResNet": (
+        partial(monai_net, "SegResNet", init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1), **_PLANE),
+        [(2, 1, 36, 28)],
+    ),
+    "MedNeXt": (
+        partial(
+            monai_net,
+            "MedNeXt",
+            init_filters=4,
+            encoder_expansion_ratio=2,
+            decoder_expansion_ratio=2,
+            bottleneck_expansion_ratio=2,
+            blocks_down=(1, 1),
+            blocks_bottleneck=1,
+            blocks_up=(1, 1),
+            **_PLANE,
+        ),
+        [(2, 1, 24, 20)],
+    ),
+    "VoxelMorph": (
+        lambda: monai_net(
+            "VoxelMorph",
+            backbone=monai_net(
+                "VoxelMorphUNet",
+                spatial_dims=2,
+                in_channels=2,
+                unet_out_channels=4,
+                channels=(4, 4, 4, 4),
+                final_conv_channels=(4,),
+            ),
+            integration_steps=2,
+            spatial_dims=2,
+        ),
+        [(2, 1, 24, 20), (2, 1, 24, 20)],
+    ),
+}
+
+
 @pytest.fixture(autouse=True)
 def double_precision():
     torch.set_default_dtype(torch.float64)
@@ -158,3 +290,14 @@ def test_training_is_that_of_the_model_alone(comm, name):
     for grid in grids(comm.size):
         torch.manual_seed(5)
         train_beside(made(), grid, torch.randn(shape), loss_fn)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.filterwarnings("ignore:monai.networks.blocks.Warp")
+@pytest.mark.parametrize("name", MORE)
+def test_other_models_take_the_same_steps(comm, name):
+    made, shapes = MORE[name]
+    for grid in (*grids(comm.size), {"N": comm.size}, {"C": comm.size}):
+        torch.manual_seed(5)
+        train_beside(made(), grid, tuple(torch.randn(shape) for shape in shapes), of_all, steps=2)

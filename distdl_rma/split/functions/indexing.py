@@ -14,7 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.pointwise import pointwise
+from distdl_rma.split.functions.masks import by_mask, is_mask
 from distdl_rma.split.functions.shapes import (
     argument,
     cut_as,
@@ -26,7 +26,7 @@ from distdl_rma.split.functions.shapes import (
     uncut,
     whole_along,
 )
-from distdl_rma.split.moves import redistributed, reduced
+from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
@@ -105,7 +105,8 @@ def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return iter(found) if iterates else found
 
 
-def _is_index(each: Any) -> bool:
+def is_index(each: Any) -> bool:
+    """Whether it chooses elements as a tensor of indices does."""
     return isinstance(each, (torch.Tensor, list, range, np.ndarray)) or (
         isinstance(each, tuple) and not hasattr(each, "__index__")
     )
@@ -127,43 +128,51 @@ def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Dimensions that tensors of indices and masks choose from are not cut: another one is cut instead.
     """
     x, index = args
-    given = [_number(each) for each in (index if isinstance(index, tuple) else (index,))]
+    given = numbered(index)
     if not isinstance(x, SplitTensor):
         return _looked_up(func, x, given)
+    y, chosen = basic(func, x, given)
+    return _chosen(func, y, chosen) if chosen else y
+
+
+def numbered(index: Any) -> list[Any]:
+    """What stands in the brackets, one for each; numbers are those of Python."""
+    if isinstance(index, list) and any(isinstance(each, (slice, torch.Tensor)) for each in index):
+        # As torch has it, a list of such is a tuple.
+        index = tuple(index)
+    return [_number(each) for each in (index if isinstance(index, tuple) else (index,))]
+
+
+def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
+    """What chooses from each dimension, or is a new one."""
+    given = list(given)
     spent = sum(
-        each.dim() if _is_mask(each) else not (each is None or each is Ellipsis)
+        each.dim() if is_mask(each) else not (each is None or each is Ellipsis)
         for each in map(_tensor, given)
     )
-    if spent > len(x._layout.shape):
-        raise IndexError(f"too many indices for tensor of dimension {len(x._layout.shape)}")
-    if any(each is True or each is False for each in given):
-        raise refused(func, "an index is a Python bool")
-    rest = [slice(None)] * (len(x._layout.shape) - spent)
-    if Ellipsis in [each for each in given if not _is_index(each)]:
+    if spent > ndim:
+        raise IndexError(f"too many indices for tensor of dimension {ndim}")
+    rest = [slice(None)] * (ndim - spent)
+    if Ellipsis in [each for each in given if not is_index(each)]:
         at = next(n for n, each in enumerate(given) if each is Ellipsis)
         given[at : at + 1] = rest
     else:
         given += rest
-    y, chosen = _basic(func, x, given)
-    return _chosen(func, y, chosen) if chosen else y
+    return given
 
 
 def _tensor(each: Any) -> Any:
     # Lists, ranges and arrays of indices as tensors.
-    return (
-        each if not _is_index(each) or isinstance(each, torch.Tensor) else torch.as_tensor(np.asarray(each))
-    )
+    return each if not is_index(each) or isinstance(each, torch.Tensor) else torch.as_tensor(np.asarray(each))
 
 
-def _is_mask(each: Any) -> bool:
-    return isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
-
-
-def _basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
-    # What numbers, slices and None do; and the tensors of indices by the dimension of that.
+def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
+    """What numbers, slices and None do; and the tensors of indices by the dimension of that."""
+    if any(each is True or each is False for each in given):
+        raise refused(func, "an index is a Python bool")
     chosen: dict[int, torch.Tensor] = {}
     slices, numbers, news, dim, at = [], [], [], 0, 0
-    for each in map(_tensor, given):
+    for each in map(_tensor, one_each(len(x._layout.shape), given)):
         if each is None:
             news.append(at)
             at += 1
@@ -175,7 +184,7 @@ def _basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor
             dim, at = dim + 1, at + 1
         elif isinstance(each, torch.Tensor):
             chosen[at] = each
-            wide = each.dim() if _is_mask(each) else 1
+            wide = each.dim() if is_mask(each) else 1
             dim, at = dim + wide, at + wide
         else:
             raise TypeError(f"{type(each).__name__} is no index of a tensor")
@@ -205,29 +214,43 @@ def _with_new(y: SplitTensor, news: Sequence[int]) -> SplitTensor:
 
 def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> SplitTensor:
     # Elements by tensors of indices, which every rank has all of.
+    masks = {at: each for at, each in chosen.items() if is_mask(each)}
+    if len(chosen) == len(masks) == 1:
+        ((at, mask),) = masks.items()
+        covered = range(at, at + mask.dim())
+        if (isinstance(mask, SplitTensor) and mask.is_split) or set(covered) & set(lay.cut_dims(x._layout)):
+            return by_mask(func, x, mask, at)
     if any(isinstance(each, SplitTensor) and each.is_split for each in chosen.values()):
-        if any(_is_mask(each) for each in chosen.values()):
-            raise refused(
-                func, "no rank knows how many elements a split mask takes; torch.where keeps the shape"
-            )
+        if masks:
+            raise refused(func, "a split mask stands beside other indices; torch.where keeps the shape")
         return _chosen_by_split(func, x, chosen)
-    whole = {at: local_of(each) if isinstance(each, SplitTensor) else each for at, each in chosen.items()}
-    dims = [d for at, each in whole.items() for d in range(at, at + (each.dim() if _is_mask(each) else 1))]
+    dims, index = from_whole(x, chosen)
     local, layout = whole_along(site_of(machine_of(x), func), x, dims)
-    index: list[Any] = []
-    for d in range(len(layout.shape)):
-        if d in whole:
-            index.append(whole[d])
-        elif d not in dims:
-            index.append(slice(None))
     # Out of range on one rank is so on all: what is chosen from is whole.
-    y = local[tuple(index)]
+    y = local[index]
+    return SplitTensor(y, chosen_layout(layout, dims, y))
+
+
+def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[int], tuple[Any, ...]]:
+    """The dimensions that tensors of indices choose from, and the index for a block that has these whole."""
+    whole = {at: local_of(each) if isinstance(each, SplitTensor) else each for at, each in chosen.items()}
+    dims = [d for at, each in whole.items() for d in range(at, at + (each.dim() if is_mask(each) else 1))]
+    found: list[Any] = []
+    for d in range(len(x._layout.shape)):
+        if d in whole:
+            found.append(whole[d])
+        elif d not in dims:
+            found.append(slice(None))
+    return dims, tuple(found)
+
+
+def chosen_layout(layout: Decomposition, dims: list[int], y: torch.Tensor) -> Decomposition:
+    """Layout of what tensors of indices choose from some dimensions of blocks."""
     wide = y.dim() - (len(layout.shape) - len(dims))
     ahead = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     kept: list[int | None] = [d for d in range(len(layout.shape)) if d not in dims]
     kept[ahead:ahead] = [None] * wide
-    result = lay.reordered(layout, kept)
-    return SplitTensor(y, uncut(result, {d: y.shape[d] for d in range(ahead, ahead + wide)}))
+    return uncut(lay.reordered(layout, kept), {d: y.shape[d] for d in range(ahead, ahead + wide)})
 
 
 def _chosen_by_split(func: Any, x: Any, chosen: dict[int, torch.Tensor]) -> SplitTensor:
@@ -254,40 +277,18 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
     if not any(each.is_split for each in split.values()):
         return on_copies(func, (x, tuple(given)), {})
-    if any(_is_mask(each) for each in split.values()):
-        raise refused(func, "no rank knows how many elements a split mask takes; torch.where keeps the shape")
+    if (
+        list(split) == [0]
+        and is_mask(split[0])
+        and all(each is Ellipsis or each == slice(None) for each in given[1:])
+    ):
+        return by_mask(func, x, split[0])
     if list(split) != [0] or any(each is not Ellipsis and each != slice(None) for each in given[1:]):
         raise refused(func, "split indices choose from a first dimension alone")
     return by_rows(func, x, split[0])
 
 
-@rule("movement", _T.__setitem__)
-def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Writes a part that each rank has its piece of; what is moved to be changed is refused."""
-    x, index, value = args
-    given = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, SplitTensor):
-        raise refused(func, f"it would change a plain tensor by a split one; {_REMEDY}")
-    if any(_is_index(_number(each)) or isinstance(each, bool) for each in given):
-        raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
-    part = indexed(_T.__getitem__, (x, index), {})
-    if part._copy_of is not None:
-        raise refused(func, f"it writes what is on another rank; {_REMEDY}")
-    if isinstance(value, torch.Tensor):
-        pointwise(_T.copy_, (part, value), {})
-    else:
-        pointwise(_T.fill_, (part, value), {})
-
-
-@rule("refused", *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split())
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Writes to places that only the indices tell."""
-    if not any(x.is_split for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)):
-        return on_copies(func, args, kwargs)
-    raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
-
-
-@rule("refused", *"masked_select nonzero argwhere take".split())
+@rule("refused", *"nonzero argwhere take".split())
 def of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What no rank knows the shape of."""
     if not any(x.is_split for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)):
@@ -375,23 +376,6 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     more = {key: each for key, each in kwargs.items() if key in ("reduce", "include_self")}
     y = getattr(_T, name)(local, dim, where, value, *rest[3:], **more)
     return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
-
-
-@rule("movement", *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_".split())
-def by_index_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computed as without the underscore, and copied into each rank's block."""
-    x = args[0]
-    if not isinstance(x, SplitTensor):
-        raise refused(
-            func, "it would change a plain tensor by split ones; use the form without the underscore"
-        )
-    if x._copy_of is not None:
-        raise refused(func, f"it writes what is on another rank; {_REMEDY}")
-    handler = by_index if func.__name__.startswith("scatter") else along_one
-    y = handler(getattr(_T, func.__name__[:-1]), args, kwargs)
-    local = redistributed(site_of(machine_of(x), func), y._local, y._layout, x._layout, "result")
-    local_of(x).copy_(local)
-    return x
 
 
 @rule("movement", "one_hot")

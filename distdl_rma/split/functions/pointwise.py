@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from distdl_rma.split import layout as lay
+from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_layout, machine_of, part_for
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, become_split, local_of, refused
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -17,7 +19,7 @@ reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arcsin ar
 arccosh arctanh sinc erf erfc erfinv lgamma digamma mvlgamma polygamma logit sigmoid expit ceil floor
 round trunc fix frac deg2rad rad2deg i0 isnan isinf isfinite isposinf isneginf isreal logical_not
 bitwise_not nan_to_num angle real imag conj conj_physical resolve_conj resolve_neg clone detach contiguous
-zeros_like ones_like full_like empty_like float double half bfloat16 int long short char byte bool to type
+zeros_like ones_like full_like empty_like float double half bfloat16 int long short char byte bool type
 cfloat cdouble zero fill __neg__ __pos__ __abs__ __invert__ relu relu6 elu selu celu gelu silu mish
 softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink softshrink leaky_relu logsigmoid
 threshold clamp clip clamp_min clamp_max log_ndtr ndtr ndtri entr erfcx bessel_j0 i0e i1 i1e cpu
@@ -27,7 +29,7 @@ add sub subtract mul multiply div divide true_divide floor_divide remainder fmod
 minimum fmax fmin atan2 arctan2 hypot logaddexp logaddexp2 copysign nextafter ldexp heaviside xlogy
 xlog1py lerp addcmul addcdiv where masked_fill eq ne lt le gt ge greater greater_equal less less_equal
 not_equal isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
-bitwise_right_shift rsub complex polar gcd lcm type_as __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+bitwise_right_shift rsub complex polar gcd lcm __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
 __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
 __rlshift__ __rshift__ __rrshift__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__
@@ -51,7 +53,7 @@ def _in_place(func: Any) -> bool:
 )
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank computes its block, by the values of its block."""
-    layout, blocks = None, []
+    layout, blocks = None, list[Any]()
     for argument in args:
         if isinstance(argument, SplitTensor):
             if layout is None:
@@ -59,7 +61,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             elif argument._layout is not layout:
                 return _of_several(func, args, kwargs)
             argument = local_of(argument)
-        elif isinstance(argument, torch.Tensor) and (argument.dim() or argument.requires_grad):
+        elif isinstance(argument, torch.Tensor) and (argument.dim() or argument.requires_grad or not blocks):
             return _of_several(func, args, kwargs)
         blocks.append(argument)
     if layout is None or (kwargs and any(isinstance(x, torch.Tensor) for x in kwargs.values())):
@@ -92,7 +94,9 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     in_place = _in_place(func) or kwargs.get("inplace") is True
     first: Any = args[0] if args else next(iter(kwargs.values()))
     if in_place and not isinstance(first, SplitTensor):
-        raise refused(func, "it would change a plain tensor, which every rank has, by one that is split")
+        if not (torch.is_grad_enabled() and any(_block_of(x).requires_grad for x in operands)):
+            return _changed_alike(func, args, kwargs)
+        become_split(func, first, part_for(first.shape, common_layout(func, operands)))
     into = [first] if in_place else operands
     result = common_layout(func, into)
     site = site_of(machine_of(next(x for x in operands if isinstance(x, SplitTensor))), func)
@@ -112,6 +116,38 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if isinstance(first, SplitTensor) and y is first._local
         else SplitTensor(y, result)
     )
+
+
+def _block_of(x: torch.Tensor) -> torch.Tensor:
+    return x._local if isinstance(x, SplitTensor) else x
+
+
+def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # A plain tensor, such as a buffer, by split ones that have no gradient: it stays alike on all ranks.
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)]
+    site, number = site_of(machine_of(operands[0]), func), 0
+
+    def whole(x: Any) -> Any:
+        nonlocal number
+        if not isinstance(x, SplitTensor):
+            return x
+        number += 1
+        everywhere = lay.replicated(x._layout.partition, x._layout.shape)
+        return redistributed(site, local_of(x), x._layout, everywhere, f"operand {number} on a plain tensor")
+
+    return func(*map(whole, args), **{key: whole(x) for key, x in kwargs.items()})
+
+
+@rule("pointwise", "to", "type_as")
+def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank changes the type of its block; of another tensor only the type counts."""
+    x, *others = args
+    others = [each._local if isinstance(each, SplitTensor) else each for each in others]
+    kwargs = {key: each._local if isinstance(each, SplitTensor) else each for key, each in kwargs.items()}
+    if not isinstance(x, SplitTensor):
+        return func(x, *others, **kwargs)
+    y = func(local := local_of(x), *others, **kwargs)
+    return x if y is local else SplitTensor(y, x._layout)
 
 
 @rule("pointwise", "prelu", "_prelu_kernel")

@@ -1,0 +1,82 @@
+"""Differences of neighbours by finite differences, and diagonals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.shapes import (
+    argument,
+    derived,
+    frozen,
+    on_shape,
+    tensor_and_rest,
+    uncut,
+    whole_along,
+)
+from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, composed, refused
+
+_T: Any = torch.Tensor
+
+
+@rule("window", torch.gradient)
+def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
+    x, _, kwargs = tensor_and_rest(args, kwargs)
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    spacing, order = kwargs.get("spacing", 1), kwargs.get("edge_order", 1)
+    given = kwargs.get("dim")
+    count = len(x._layout.shape)
+    dims = range(count) if given is None else given if isinstance(given, (list, tuple)) else (given,)
+    steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
+    if any(isinstance(h, torch.Tensor) and h.dim() for h in steps):
+        raise refused(func, "it is given coordinates; spacing is to be numbers")
+    func(on_shape(x), **kwargs)
+    return tuple(composed(_along, x, d % count, h, order) for d, h in zip(dims, steps, strict=True))
+
+
+def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
+    n = x.shape[dim]
+    at = [x.narrow(dim, each, 1) for each in (0, 1, n - 2, n - 1)]
+    first, last = at[1] - at[0], at[3] - at[2]
+    if order == 2:
+        first = (4 * at[1] - 3 * at[0] - x.narrow(dim, 2, 1)) / 2
+        last = (3 * at[3] - 4 * at[2] + x.narrow(dim, n - 3, 1)) / 2
+    inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
+    found: torch.Tensor = torch.cat([first, inner, last], dim) / h
+    return found
+
+
+@rule("movement", "diag", "diag_embed", "diagflat")
+def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Diagonals to and from dimensions that are whole on each rank: another one is cut instead."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "an argument beside the tensor is split")
+    name, count = func.__name__, len(x._layout.shape)
+    probe = derived(
+        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
+    )
+    dims = [count - 1] if name == "diag_embed" else list(range(count))
+    local, layout = whole_along(site_of(machine_of(x), func), x, dims)
+    y = func(local, *rest, **kwargs)
+
+    def make() -> Decomposition:
+        kept: list[int | None] = [d for d in range(count) if d not in dims]
+        if name == "diag_embed":
+            one, other = (argument(at, f"dim{at}", rest, kwargs, at - 3) % len(probe) for at in (1, 2))
+            for at in sorted((one, other)):
+                kept.insert(at, None)
+        else:
+            kept += [None] * (len(probe) - len(kept))
+        result = lay.reordered(layout, kept)
+        return uncut(result, {d: probe[d] for d, source in enumerate(kept) if source is None})
+
+    return SplitTensor(y, derived(x, (func, layout, frozen(rest), frozen(kwargs), "layout"), make))

@@ -1,0 +1,65 @@
+"""Elements where a mask says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.shapes import broadcast, frozen, reshape, uncut
+from distdl_rma.split.moves import reduced
+from distdl_rma.split.operands import as_part, machine_of, on_copies
+from distdl_rma.split.site import site_of
+from distdl_rma.split.table import rule
+from distdl_rma.split.tensor import SplitTensor, local_of
+
+
+def is_mask(each: Any) -> bool:
+    """Whether it is a mask."""
+    return isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+
+
+def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
+    """Elements where a mask says so, in the order of the whole: ranks with blocks of it tell how many."""
+    shape = frozen(x)
+    covered = shape[at : at + mask.dim()]
+    if frozen(mask) != covered:
+        raise IndexError(f"the mask has the global shape {frozen(mask)}, what it chooses from {covered}")
+    site = site_of(machine_of(x if isinstance(x, SplitTensor) else mask), func)
+    if not isinstance(x, SplitTensor):
+        # Cut as the mask.
+        dims = range(at, at + mask.dim())
+        order = [d - at if d in dims else None for d in range(len(shape))]
+        extents = {d: n for d, n in enumerate(shape) if d not in dims}
+        result = uncut(lay.reordered(mask._layout, order), extents)
+        x = SplitTensor(as_part(site, x, result, result), result)
+    flat = reshape(x, (*shape[:at], -1, *shape[at + mask.dim() :]))
+    layout = flat._layout
+    along = lay.reordered(lay.whole(layout, [d for d in range(len(layout.shape)) if d != at]), [at])
+    mask = reshape(mask, (-1,)) if isinstance(mask, SplitTensor) else mask.reshape(-1)
+    here = as_part(site, mask, along, along, 1).bool()
+    counts = torch.zeros(layout.splits[at].parts, dtype=torch.int64)
+    part, ranks = 0, lay.line(layout, ())
+    if at in layout.axes:
+        grid_dim = layout.axes.index(at)
+        ranks = lay.line(layout, (grid_dim,))
+        part = (layout.partition.index or ())[grid_dim]
+    counts[part] = here.sum()
+    if len(ranks) > 1:
+        counts = reduced(site, counts, ranks, "sum", "elements of a mask")
+    lengths = tuple(counts.tolist())
+    split = lay.simplest(Listed(lengths)) if len(lengths) > 1 else Balanced(lengths[0], 1)
+    y = local_of(flat)[(slice(None),) * at + (here,)]
+    return SplitTensor(y, lay.with_splits(layout, {at: split}))
+
+
+@rule("movement", "masked_select")
+def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements where a mask says so, cut in their order: ranks tell each other how many they have."""
+    x, mask = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["mask"]
+    if not any(isinstance(each, SplitTensor) and each.is_split for each in (x, mask)):
+        return on_copies(func, args, kwargs)
+    x, mask = broadcast(torch.broadcast_tensors, (x, mask), {})
+    return by_mask(func, x, mask)

@@ -1,0 +1,174 @@
+"""Losses of MONAI, and as users write them, of split tensors: values and gradients are those of the whole."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.model.public import torchvision_models
+from tests.split.against_whole import check
+
+CLASSES, PIXELS, PICTURE, VOLUME = 3, (2, 3, 13, 11), (2, 1, 23, 21), (1, 1, 12, 9, 10)
+
+
+def labels(shape=PIXELS):
+    return torch.randint(0, CLASSES, (shape[0], 1, *shape[2:]))
+
+
+def one_hot(shape=PIXELS):
+    return F.one_hot(labels(shape)[:, 0], CLASSES).movedim(-1, 1).double().contiguous()
+
+
+def scores(shape=PIXELS):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def picture(shape=PICTURE):
+    return torch.rand(shape, dtype=torch.float64, requires_grad=True)
+
+
+def like(shape=PICTURE):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+# Of MONAI: name and arguments, what is predicted, and what is wanted.
+SEGMENTATION = {
+    "softmax": ("DiceLoss", {"softmax": True}, one_hot),
+    "one class apart": ("DiceLoss", {"softmax": True, "include_background": False, "jaccard": True}, one_hot),
+    "of labels": ("DiceLoss", {"softmax": True, "to_onehot_y": True, "batch": True}, labels),
+    "with weights": ("DiceCELoss", {"softmax": True, "weight": torch.tensor([1.0, 2.0, 0.5])}, one_hot),
+    "dice and entropy of labels": ("DiceCELoss", {"softmax": True, "to_onehot_y": True}, labels),
+    "generalized": ("GeneralizedDiceLoss", {"softmax": True}, one_hot),
+    "generalized over batches": ("GeneralizedDiceLoss", {"sigmoid": True, "batch": True}, one_hot),
+    "Tversky": ("TverskyLoss", {"softmax": True, "alpha": 0.3, "beta": 0.7}, one_hot),
+    "focal": ("FocalLoss", {"gamma": 2.0}, one_hot),
+    "focal of labels": (
+        "FocalLoss",
+        {"use_softmax": True, "to_onehot_y": True, "weight": [1.0, 2.0, 0.3]},
+        labels,
+    ),
+    "correlation": ("MCCLoss", {"softmax": True, "to_onehot_y": True}, labels),
+}
+PICTURES = {
+    "SSIM": ("SSIMLoss", {"spatial_dims": 2, "win_size": 7}, PICTURE),
+    "several scales": ("MultiScaleLoss", {"loss": nn.MSELoss(), "scales": [0, 1, 2]}, PICTURE),
+    "local correlation": (
+        "LocalNormalizedCrossCorrelationLoss",
+        {"spatial_dims": 3, "kernel_size": 3, "kernel_type": "triangular"},
+        VOLUME,
+    ),
+    "mutual information": ("GlobalMutualInformationLoss", {"num_bins": 5}, PICTURE),
+    "spectra": ("JukeboxLoss", {"spatial_dims": 2}, PICTURE),
+}
+# Some of them compute in single precision whatever they are given.
+SINGLE = 3e-7
+
+
+def monai_loss(name, arguments):
+    losses = pytest.importorskip("monai.losses")
+    return getattr(losses, name)(**arguments)
+
+
+def beside(P_world, loss, x, y, atol=1e-10):
+    """With what is wanted split, and with a plain one."""
+    check(P_world, loss, [x, y], atol=atol)
+    check(P_world, loss, [x], [y], atol=atol)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("name", SEGMENTATION)
+def test_of_segmentation(P_world, name):
+    kind, arguments, wanted = SEGMENTATION[name]
+    beside(P_world, monai_loss(kind, arguments), scores(), wanted(), SINGLE)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("name", PICTURES)
+def test_of_pictures(P_world, name):
+    kind, arguments, shape = PICTURES[name]
+    beside(P_world, monai_loss(kind, arguments), picture(shape), like(shape), SINGLE)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.filterwarnings("ignore:Using a non-tuple")
+@pytest.mark.parametrize("kind", ["BendingEnergyLoss", "DiffusionLoss"])
+def test_of_displacements(P_world, kind):
+    check(P_world, monai_loss(kind, {"normalize": True}), [scores((1, 2, 11, 8))])
+
+
+def dice(x, y):
+    p = x.softmax(1)
+    return 1 - ((2 * (p * y).sum((2, 3)) + 1e-6) / (p.sum((2, 3)) + y.sum((2, 3)) + 1e-6)).mean()
+
+
+def flat_dice(x, y):
+    p, t = torch.sigmoid(x).view(-1), y.reshape(-1)
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def overlap(x, y):
+    p = x.sigmoid()
+    both = (p * y).sum(dim=[1, 2, 3])
+    return (1 - both / ((p + y).sum(dim=[1, 2, 3]) - both)).mean()
+
+
+def smooth(x, y):
+    rows, columns = x[:, :, 1:] - x[:, :, :-1], x[..., 1:] - x[..., :-1]
+    return F.l1_loss(x, y) + 0.1 * rows.abs().mean() + columns.pow(2).sum() / x.numel()
+
+
+def edges(x, y):
+    sobel = torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -2.0], [1.0, 0.0, -1.0]], dtype=torch.float64)
+    kernel = torch.stack([sobel, sobel.t()])[:, None].repeat(x.shape[1], 1, 1, 1)
+    found, wanted = (F.conv2d(each, kernel, padding=1, groups=x.shape[1]) for each in (x, y))
+    slopes = zip(*(torch.gradient(each, dim=(2, 3)) for each in (x, y)), strict=True)
+    return F.l1_loss(found, wanted) + sum((a - b).square().mean() for a, b in slopes)
+
+
+def of_a_mask(x, y):
+    mask = y > 0.5
+    total = torch.zeros(())
+    total += ((x - y)[mask] ** 2).mean()
+    total += ((x - y) ** 2 * mask).sum() / mask.sum().clamp(min=1)
+    return total
+
+
+def logged(x, y):
+    parts = {"dice": dice(x, y), "square": F.mse_loss(x, y)}
+    log = {name: part.item() for name, part in parts.items()}
+    if log["dice"] > 0 and torch.isfinite(parts["square"]):
+        parts["dice"] = parts["dice"] * 2
+    return sum(weight * part for weight, part in zip((0.7, 0.3), parts.values(), strict=True))
+
+
+def style(x, y):
+    found, wanted = (torch.einsum("nchw,ndhw->ncd", each, each) / each[0].numel() for each in (x, y))
+    return F.mse_loss(found, wanted)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("loss", [dice, flat_dice, overlap, smooth, edges, of_a_mask, logged, style])
+def test_as_users_write_them(P_world, loss):
+    beside(P_world, loss, scores(), one_hot())
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_of_what_a_frozen_network_perceives(P_world):
+    network = torchvision_models().vgg.make_layers([4, "M", 6, "M"], False)
+    network = network.double().eval().requires_grad_(False)
+    mean = torch.tensor([0.48, 0.45, 0.4], dtype=torch.float64).view(1, 3, 1, 1)
+
+    def perceived(x, y):
+        total, a, b = 0, (x - mean) / 0.22, (y - mean) / 0.22
+        for layer in network:
+            a, b = layer(a), layer(b)
+            if isinstance(layer, nn.ReLU):
+                total = total + F.l1_loss(a, b)
+        return total
+
+    beside(P_world, perceived, picture(PIXELS), like(PIXELS))

@@ -1,0 +1,148 @@
+"""Writing to parts of split tensors, and of plain ones that become split."""
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma.errors import UnsupportedError
+from distdl_rma.split import SplitTensor
+from tests.split.against_whole import block, check
+
+
+def numbers(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+def test_writing_what_ranks_have(P_world):
+    def written(x, y):
+        z = x * 1
+        z[:, 1:4] = y[:, 1:4]
+        z[..., 0] = 0
+        z[:, :2] += 1
+        return z
+
+    check(
+        P_world,
+        written,
+        [numbers(3, 6, 5), numbers(3, 6, 5)],
+        only=[(1, P_world.size, 1), (P_world.size, 1, 1)],
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_writing_an_element_of_a_cut_dimension(P_world):
+    def written(x, y):
+        z = x * 1
+        z[:, 4] = y[:, 1]
+        z[1] = 3 * y[0]
+        z[..., -1] = z[..., -1] * 2
+        z[0, 2, 1:3] = y[0, 0, 0]
+        z[2, :, None, 3] = y[1, 0, :1]
+        return z
+
+    check(P_world, written, [numbers(3, 6, 5), numbers(3, 6, 5)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_writing_by_masks_and_indices(P_world):
+    def masked(x, y):
+        z = x * 1
+        z[y > 0] = 0.5
+        z[y[:, :, 0] > 1] = y.sum()
+        return z
+
+    def indexed(x, y, v):
+        z = x * 1
+        z[:, torch.tensor([4, 0])] = y[:, :2]
+        z[torch.tensor([2, 0]), torch.tensor([1, 3])] = v
+        z[[0, 1]] *= 3
+        z[torch.arange(30).reshape(6, 5).remainder(2).bool().expand(3, 6, 5)] *= 2
+        return z
+
+    check(P_world, masked, [numbers(3, 6, 5), numbers(3, 6, 5)])
+    check(P_world, masked, [numbers(3, 6, 5)], [numbers(3, 6, 5)])
+    check(P_world, indexed, [numbers(3, 6, 5), numbers(3, 6, 5)], [numbers(5)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_a_plain_tensor_that_a_split_one_is_written_to_becomes_split(P_world):
+    def by_channels(x, y):
+        found = torch.zeros(3, 8, 5, dtype=torch.float64)
+        found[:, :6] = x
+        found[:, 6] = y[:, 0]
+        found[1:, 7:, 2:4] = y[1:, :1, :2]
+        return found
+
+    def stacked(x, y):
+        found = torch.ones(2, 3, 6, 5, dtype=torch.float64)
+        for at, each in enumerate((x, y)):
+            found[at] = each
+        return found.mean(0)
+
+    def added(x, y):
+        total = torch.zeros(())
+        total += (x * y).sum()
+        sums = torch.zeros(6, 5, dtype=torch.float64)
+        sums += x.sum(0)
+        sums.mul_(y.mean(0))
+        return total * 2, sums
+
+    def encoded(labels):
+        found = torch.zeros(3, 4, 5)
+        again = found.scatter_(1, labels, 1)
+        assert again is found
+        return found
+
+    def marked(x):
+        found = torch.zeros(3, 6, 5)
+        found[x > 0] = 1
+        return found
+
+    operands = [numbers(3, 6, 5), numbers(3, 6, 5)]
+    for function in (by_channels, stacked, added):
+        check(P_world, function, operands)
+    check(P_world, encoded, [torch.randint(0, 4, (3, 1, 5))], gradients=False)
+    check(P_world, marked, operands[:1], gradients=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
+    whole = numbers(3, 6, 5).detach()
+    x = block(P_x, whole)
+    average = torch.ones(3, 6, 5, dtype=torch.float64)
+    view = average.detach()
+    view.mul_(0.9).add_(0.1 * x)
+    assert not isinstance(average, SplitTensor)
+    torch.testing.assert_close(average, 0.9 + 0.1 * whole)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_refused(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
+    x = block(P_x, numbers(3, 6, 5).detach())
+    y = block(P_x, numbers(3, 6, 5))
+    plain = torch.zeros(3, 6, 5, dtype=torch.float64)
+    moved = x[:, 2]
+    for function, words in (
+        (lambda: plain[0].__setitem__(slice(None), x[0]), "same memory"),
+        (lambda: plain[1].add_(y[0]), "same memory"),
+        (lambda: nn.Parameter(plain.clone()).__setitem__(slice(None), x), "a Parameter"),
+        (lambda: torch.ones(3, 6, 5, requires_grad=True).mul(2).add_(y), "has a gradient"),
+        (lambda: x[:, 2].mul_(2), "elements of it were moved"),
+        (lambda: moved.__setitem__(0, 1.0), "moved from another rank"),
+        (lambda: x.__setitem__(x > 0, x[x > 0]), "torch.where"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            function()
+    with pytest.raises(IndexError):
+        x[:, 6] = 1.0
+    with pytest.raises(IndexError):
+        x[x[:, :1] > 0] = 1.0
