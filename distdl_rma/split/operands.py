@@ -16,7 +16,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import once, redistributed, to_blocks
-from distdl_rma.split.site import Site
+from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.table import WITHOUT_RULE, name_of, rule
 from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
 
@@ -60,9 +60,10 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any function of tensors that every rank has all of: each rank computes all of it."""
+    """Any function of all of all tensors, which every rank computes; what is cut comes to all of them."""
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
+    args, kwargs = _everywhere(func, args, kwargs)
     change = prepared_copies(partition)
     # What a function changes in place it also returns.
     same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
@@ -73,6 +74,26 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return SplitTensor(y, lay.replicated(partition, y.shape)) if known is None else known
 
     return mapped(split, result)
+
+
+def _everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    # All of what is cut on every rank.
+    cut = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor) and x.is_split]
+    if not cut:
+        return args, kwargs
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
+        raise refused(func, "it changes a tensor in place that not every rank has all of")
+    site, numbers = site_of(machine_of(cut[0]), func), {id(x): at for at, x in enumerate(cut)}
+
+    def all_of(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in numbers or not isinstance(x, SplitTensor):
+            return x
+        target = lay.replicated(x.partition, x._layout.shape)
+        what = f"all of operand {numbers[id(x)]}"
+        return SplitTensor(redistributed(site, x._local, x._layout, target, what), target)
+
+    return mapped(all_of, args), mapped(all_of, kwargs)
 
 
 def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -80,7 +80,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     transposed = func.__name__.startswith("conv_transpose")
     arguments = (_transposed_arguments if transposed else _conv_arguments)(*args, **kwargs)
     x, weight, bias, stride, padding, dilation, groups, extra = arguments
-    if not isinstance(x, SplitTensor) or not x.is_split:
+    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     if x.dim() == dims + 1:
         batch = composed(torch.unsqueeze, x, 0)

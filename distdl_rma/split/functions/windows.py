@@ -127,7 +127,7 @@ def _avg_pool(
 def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
     x, kernel, stride, padding, dilation, ceil_mode, indices = _max_pool(*args, **kwargs)
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     dims, indices = dims_of(func), indices or func.__name__.endswith("_with_indices")
     site, local = site_of(machine_of(x), func), local_of(x)
@@ -170,7 +170,7 @@ def _largest(
 def avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mean of each window, which a rank's outputs fetch."""
     x, kernel, stride, padding, ceil_mode, count_pad, divisor = _avg_pool(*args, **kwargs)
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     dims, site, local = dims_of(func), site_of(machine_of(x), func), local_of(x)
 
@@ -192,7 +192,7 @@ def lp_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, float(norm_type), kernel_size, stride, ceil_mode
 
     x, norm, kernel, stride, ceil_mode = arguments(*args, **kwargs)
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     dims, site, local, layout = dims_of(func), site_of(machine_of(x), func), local_of(x), x._layout
     key, largest = str((kernel, stride, ceil_mode)), abs(norm) == float("inf")
@@ -220,7 +220,7 @@ def adaptive_avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return input, output_size
 
     x, size = arguments(*args, **kwargs)
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     return averaged(func, x, _sizes(size, dims_of(func)), args, kwargs)
 
@@ -271,7 +271,7 @@ def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return input, output_size, return_indices
 
     x, size, indices = arguments(*args, **kwargs)
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     # The one-dimensional function of torch's lowest floor returns both.
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
@@ -302,7 +302,7 @@ def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
 
     x, size, factor, mode, corners, recompute, antialias = arguments(*args, **kwargs)
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     dims, site = x._local.dim() - _LEADING, site_of(machine_of(x), func)
     said = str((size, factor, mode, corners, recompute, antialias)), x._layout, x._local.dtype
@@ -336,7 +336,7 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, tuple(int(n) for n in pad), mode, value
 
     x, sides, mode, value = arguments(*args, **kwargs)
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     site, layout = site_of(machine_of(x), func), x._layout
     value = 0.0 if value is None or mode != "constant" else value
@@ -359,6 +359,8 @@ def _padded(
     dims = len(layout.shape)
     by_dim = {dims - 1 - at: (sides[2 * at], sides[2 * at + 1]) for at in range(len(sides) // 2)}
     padded = [d for d in range(dims) if by_dim.get(d, (0, 0)) != (0, 0)]
+    if not padded:
+        return SplitTensor(local.clone(), layout)
     if mode == "constant" and not set(padded) & set(lay.cut_dims(layout)):
         longer = {d: Balanced(layout.shape[d] + sum(by_dim[d]), 1) for d in padded}
         return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
@@ -385,4 +387,5 @@ def _padded(
     if straight:
         return SplitTensor(y, output)
     y = y[(0,) * first] if first else y
-    return SplitTensor(y.permute([at - first for at in back]), output)
+    # In memory as torch has it, where what looks like a view of it is one.
+    return SplitTensor(y.permute([at - first for at in back]).contiguous(), output)

@@ -43,3 +43,23 @@ def test_an_image_without_a_batch(P_world):
     x = torch.randn(3, 8, 7, dtype=torch.float64, requires_grad=True)
     w = torch.randn(2, 3, 3, 3, dtype=torch.float64, requires_grad=True)
     check(P_world, F.conv2d, [x], [w])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("function", [F.conv1d, F.conv_transpose1d])
+def test_a_split_weight_of_an_input_that_all_ranks_have(P_world, function):
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 5), (3, 3, 2)))
+    b = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def of_copies(x, w, b):
+        x = x.redistribute() if hasattr(x, "redistribute") else x
+        return function(x, w, bias=b)
+
+    check(P_world, of_copies, [x, w], [b])
+
+
+@pytest.mark.mpi
+def test_an_input_without_elements(P_world):
+    w = torch.randn(4, 6, 1, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(0, 6, 0, dtype=torch.float64, requires_grad=True)
+    check(P_world, lambda x, w: F.conv1d(x, w, padding=2), [x], [w])

@@ -142,3 +142,25 @@ def test_types_under_autocast_are_torchs(P_world):
 
     x = torch.randn(1, 2, 4, 4, 6).bfloat16()
     check(P_world, pooled, [x], gradients=False, atol=0.01)
+
+
+@pytest.mark.mpi
+def test_nothing_is_padded(P_world):
+    check(P_world, lambda x: F.pad(x, (0, 0), mode="replicate"), [numbers((5, 3))])
+
+
+@pytest.mark.mpi
+def test_changes_of_a_view_of_what_was_padded(P_world):
+    def changed(x):
+        y = F.pad(x, (0, 1, 0, 0, 1, 0), value=0.7)
+        y.flatten().neg_()
+        return y
+
+    check(P_world, changed, [numbers((5, 2, 4))], only=[(P_world.size, 1, 1)])
+
+
+@pytest.mark.mpi
+def test_tensors_without_elements(P_world):
+    x = numbers((3, 4, 0, 2))
+    check(P_world, lambda x: F.interpolate(x[:0], scale_factor=2), [numbers((3, 4, 5, 2))])
+    check(P_world, lambda x: F.pad(x, (1, 1, 1, 0)), [x])
