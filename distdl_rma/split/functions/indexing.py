@@ -28,6 +28,7 @@ from distdl_rma.split.functions.shapes import (
 )
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
+from distdl_rma.split.reducing import positive
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
@@ -307,7 +308,7 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)
-    dim %= len(x._layout.shape)
+    dim = positive(dim, len(x._layout.shape))
     site = site_of(machine_of(x), func)
     local, layout = whole_along(site, x, [dim])
     index = local_of(index) if isinstance(index, SplitTensor) else index
@@ -340,7 +341,7 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise refused(func, "it takes from a flattened tensor; give dim")
     else:
         dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
-    dim %= _dims(x)
+    dim = positive(dim, _dims(x))
     source = None
     if name.startswith("scatter"):
         source = argument(2, "src", rest, kwargs, kwargs.get("value"))

@@ -17,6 +17,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.indexing import narrowed
 from distdl_rma.split.functions.shapes import argument, derived, on_shape, tensor_and_rest
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
+from distdl_rma.split.reducing import positive
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import name_of, rule
 from distdl_rma.split.tensor import SplitTensor, composed, refused
@@ -111,8 +112,9 @@ def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)
     dim = argument(1, "dim", rest, kwargs, 0)
-    dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim) % x.dim()
+    dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim)
     found = func(on_shape(x), *rest, **kwargs)
+    dim = positive(dim, x.dim())
     starts = accumulate((part.shape[dim] for part in found), initial=0)
     return type(found)(
         narrowed(x, dim, start, part.shape[dim]) for start, part in zip(starts, found, strict=False)

@@ -18,6 +18,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.operands import as_whole, machine_of, needs_of, on_copies
+from distdl_rma.split.reducing import positive
 from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
@@ -278,7 +279,7 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not x.is_split:
         return on_copies(func, args, kwargs)
     local, layout = local_of(x), x._layout
-    dims = tuple(d % len(layout.shape) for d in dims)
+    dims = tuple(positive(d, len(layout.shape)) for d in dims)
     cut = [d for d in lay.cut_dims(layout) if d in dims]
     if not cut:
         return SplitTensor(F.normalize(local, p, dims, eps), layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.reducing import positive
 from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
@@ -153,9 +155,19 @@ def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
 def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decomposition) -> SplitTensor:
     shape = result.box(result.partition.me).shape
     if source is x._layout:
-        return seen_of(x, local_of(x).reshape(shape), result)
+        y = local_of(x).reshape(shape)
+        if not _in_order(x._local) and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
+            y = y.clone()
+        return seen_of(x, y, result)
     local = cut_as(site_of(machine_of(x), func), x, source, "reshaped")
-    return seen_of(x, local.reshape(shape), result, _views(x, result.shape))
+    # Whether torch would give a view: steps in the memory of blocks do not say it alike on all ranks.
+    return seen_of(x, local.reshape(shape), result, moved=True)
+
+
+def _in_order(x: torch.Tensor) -> bool:
+    # Whether earlier dimensions have the longer steps in memory.
+    strides = x.stride()
+    return all(a >= b for a, b in pairwise(strides))
 
 
 def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
@@ -244,7 +256,7 @@ def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise refused(func, "how often elements are repeated is on many ranks")
     if dim is None:
         x, dim = reshape(x, (-1,)), 0
-    dim %= len(x._layout.shape)
+    dim = positive(dim, len(x._layout.shape))
     if isinstance(times, int):
         layout = derived(
             x,
@@ -270,12 +282,12 @@ def within_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         dims = (dims,) if isinstance(dims, int) else dims
     if name == "rot90":
         dims = argument(1, "dims", rest, kwargs, (0, 1))
-    dims = tuple(d % count for d in dims)
     shape = derived(
         x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
     )
+    dims = tuple(positive(d, count) for d in dims)
     local, layout = whole_along(site_of(machine_of(x), func), x, dims)
-    return SplitTensor(func(local, *rest, **kwargs), uncut(layout, {d: shape[d] for d in dims}))
+    return SplitTensor(func(local, *rest, **kwargs), uncut(layout, {d: shape[d] for d in dims if shape}))
 
 
 @rule("movement", "roll")
@@ -290,7 +302,7 @@ def rolled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return reshape(rolled(func, (reshape(x, (-1,)), shifts[0], 0), {}), x._layout.shape)
     torch.roll(on_shape(x), shifts, dims)
     site, cut, count = site_of(machine_of(x), func), lay.cut_dims(x._layout), len(x._layout.shape)
-    here = [(s, d) for s, d in zip(shifts, dims, strict=True) if d % count not in cut]
+    here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
     y = SplitTensor(
         torch.roll(local_of(x), *map(tuple, zip(*here, strict=True))) if here else local_of(x), x._layout
     )
@@ -325,7 +337,7 @@ def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int)
 def pixels_shuffled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank shuffles its block; blocks end where elements of the result do."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
-    if not isinstance(x, SplitTensor):
+    if not isinstance(x, SplitTensor) or not x.numel():
         return on_copies(func, args, kwargs)
     up = func.__name__ == "pixel_shuffle"
     factor = int((*rest, *kwargs.values())[0])
@@ -367,11 +379,12 @@ def triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def unfolded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Windows along a dimension that must not be cut: another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
-    dim = argument(0, "dimension", rest, kwargs, 0) % len(x._layout.shape)
+    dim = positive(argument(0, "dimension", rest, kwargs, 0), len(x._layout.shape))
     local, layout = whole_along(site_of(machine_of(x), func), x, [dim])
     y = func(local, *rest, **kwargs)
     longer = lay.reordered(layout, [*range(len(layout.shape)), None])
-    result = uncut(longer, {dim: y.shape[dim], len(layout.shape): y.shape[-1]})
+    # Of a number there is one window, along a new dimension.
+    result = uncut(longer, {dim: y.shape[dim], y.dim() - 1: y.shape[-1]})
     return seen_of(x, y, result, layout is not x._layout)
 
 
@@ -382,7 +395,7 @@ def diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)
     count = len(x._layout.shape)
-    both = [argument(at, f"dim{at}", rest, kwargs, at - 1) % count for at in (1, 2)]
+    both = [positive(argument(at, f"dim{at}", rest, kwargs, at - 1), count) for at in (1, 2)]
     local, layout = whole_along(site_of(machine_of(x), func), x, both)
     y = func(local, *rest, **kwargs)
     longer = lay.reordered(layout, [*(d for d in range(count) if d not in both), None])

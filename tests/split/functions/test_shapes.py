@@ -163,3 +163,25 @@ def test_errors_are_those_of_torch(P_world):
         x.view(5, -1)
     with pytest.raises(IndexError):
         x.transpose(0, 4)
+
+
+@pytest.mark.mpi
+def test_dimensions_of_a_number(P_world):
+    for function in (lambda x: x.mean().flip([0]), lambda x: x.mean().unfold(0, 1, 2)):
+        check(P_world, function, [numbers(5, 2)])
+
+
+@pytest.mark.mpi
+def test_whether_a_reshaped_copy_may_change_is_alike_on_all_ranks(P_world):
+    grid = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    x = block(grid, numbers(3, 4, 2, 1).detach()) * 1.0
+    if P_world.size == 1:
+        return
+    with pytest.raises(UnsupportedError, match="view of another"):
+        x.view(-1).sub_(1.0)
+
+
+@pytest.mark.mpi
+def test_pixels_of_nothing_stay(P_world):
+    # Torch itself cannot differentiate it.
+    check(P_world, lambda x: F.pixel_unshuffle(x[:, :, :0], 2), [numbers(3, 2, 1, 2)], gradients=False)
