@@ -10,7 +10,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.reductions import summed_dtype
-from distdl_rma.split.moves import redistributed, to_blocks
+from distdl_rma.split.moves import to_blocks
 from distdl_rma.split.operands import machine_of, on_copies
 from distdl_rma.split.reducing import Along, arguments, chosen_dims, positive, put_back, with_whole
 from distdl_rma.split.site import site_of
@@ -90,10 +90,13 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         # One element instead, in the graph, since kernels need not care for blocks that have none.
         one = local.new_zeros([max(n, 1) for n in local.shape])
         local = one + local.sum().to(local.dtype)
-    result = func(local) if func.__name__ == "msort" else func(local, **options)
+        if 0 in x.shape:
+            # Torch says what it refuses of a tensor without elements.
+            func(local.new_zeros(x._layout.shape), **options)
+    result = func(local, **options)
 
     def split(y: torch.Tensor) -> SplitTensor:
-        order = _order(y.dim(), ndim, dims, keepdim)
+        order = list(range(ndim)) if stays else _order(y.dim(), ndim, dims, keepdim)
         for at, d in enumerate(order):
             y = y.narrow(at, 0, 0) if d in empty else y
         if stays:
@@ -122,15 +125,4 @@ def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list
 @rule("movement", *"unique unique_consecutive histc histogram bincount corrcoef cov".split())
 def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
-    split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]
-    site, numbers = site_of(machine_of(split[0]), func), {id(x): at for at, x in enumerate(split)}
-
-    def all_of(x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, SplitTensor) or not x.is_split:
-            return x
-        target = lay.replicated(x.partition, x._layout.shape)
-        return SplitTensor(
-            redistributed(site, x._local, x._layout, target, f"all of operand {numbers[id(x)]}"), target
-        )
-
-    return on_copies(func, mapped(all_of, args), mapped(all_of, kwargs))
+    return on_copies(func, args, kwargs)

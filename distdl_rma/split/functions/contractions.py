@@ -98,10 +98,20 @@ def contracted(
 ) -> SplitTensor:
     """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
-    y = compute(*blocks)
+    y = _computed(compute, blocks, work.result)
     if work.summed:
         y = all_sum(site, y, work.all, work.summed)
     return SplitTensor(y, work.result)
+
+
+def _computed(compute: Any, blocks: Sequence[torch.Tensor], result: Decomposition) -> torch.Tensor:
+    # What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can.
+    y: torch.Tensor
+    if all(x.numel() for x in blocks):
+        y = compute(*blocks)
+        return y
+    nothing = torch.stack([x.flatten()[:0].sum() for x in blocks]).sum()
+    return nothing.expand(result.box(result.partition.me).shape).clone()
 
 
 def prepared(

@@ -32,7 +32,7 @@ def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         given = arguments(func, args, kwargs, s=None, dim=(-2, -1) if name in _TWO else None, norm=None)
     x, dim, extents = given.pop("input"), given["dim"], given.get("s")
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     ndim = x.dim()
     if dim is None:
@@ -64,7 +64,7 @@ def shift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As the transforms."""
     given = arguments(func, args, kwargs, dim=None)
     x, dim = given["input"], given["dim"]
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     each = range(x.dim()) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
     dims = tuple(positive(d, x.dim()) for d in each)

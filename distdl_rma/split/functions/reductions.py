@@ -10,7 +10,7 @@ import torch
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.reducing import Along, arguments
+from distdl_rma.split.reducing import Along, arguments, positive
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, refused, tensors_in
@@ -98,7 +98,7 @@ def _twice(
     result: torch.dtype | None = None,
 ) -> SplitTensor:
     y = along.partial(f, dtype)
-    if along.cut:
+    if along.cut or not y.numel():
         y = f(along.together(y, "results of ranks"))
     return along.result(y.to(result or dtype), keepdim)
 
@@ -151,7 +151,7 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
         return found
 
     y = along.partial(norm, dtype)
-    return norm(along.together(y, "norms of ranks")) if along.cut else y
+    return norm(along.together(y, "norms of ranks")) if along.cut or not y.numel() else y
 
 
 @rule("norm", "vector_norm")
@@ -216,7 +216,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if order in ("nuc", 2, -2):
         raise refused(func, f"a norm {order!r} needs singular values of a whole matrix")
     x = x if given["dtype"] is None else composed(torch.Tensor.to, x, given["dtype"])
-    first, second = (d % x.dim() for d in dim)
+    first, second = (positive(d, x.dim()) for d in dim)
     if abs(order) != 1:
         first, second = second, first
     sums = composed(torch.sum, composed(torch.abs, x), first, given["keepdim"])

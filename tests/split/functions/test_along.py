@@ -64,3 +64,9 @@ def test_of_all_elements(P_world):
     ):
         check(P_world, function, [torch.randint(0, 5, SHAPE)], gradients=False)
     check(P_world, torch.bincount, [torch.randint(0, 5, (7,))], gradients=False)
+
+
+@pytest.mark.mpi
+def test_along_a_dimension_without_elements(P_world):
+    check(P_world, lambda x: torch.logcumsumexp(x, 1), [numbers((4, 0, 3))])
+    check(P_world, lambda x: x.sort(1)[0], [numbers((4, 0, 3))])

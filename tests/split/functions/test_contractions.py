@@ -95,3 +95,8 @@ def test_bad_input(P_world):
         x @ torch.zeros(5, 4)
     with pytest.raises(UnsupportedError, match="max_norm"):
         F.embedding(x.long(), torch.zeros(9, 3), max_norm=1.0)
+
+
+@pytest.mark.mpi
+def test_bilinear_of_fewer_rows_than_ranks(P_world):
+    check(P_world, lambda x, w: F.bilinear(x, x, w), [numbers(2, 1)], [numbers(3, 1, 1)])

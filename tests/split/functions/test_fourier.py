@@ -87,3 +87,8 @@ def test_a_spectral_filter_with_a_complex_parameter(P_world):
         return torch.fft.irfft2(torch.fft.rfft2(x) * w, s=x.shape[-2:])
 
     check(P_world, filtered, [numbers()], [numbers((3, 5, 4), torch.complex128)])
+
+
+@pytest.mark.mpi
+def test_of_no_elements(P_world):
+    check(P_world, lambda x: torch.fft.fft(x[:0], n=6, dim=0).real, [numbers((3, 4))])

@@ -219,3 +219,13 @@ def test_results_are_used_beside_blocks(P_world):
     check(P_world, normalised, [numbers()])
     check(P_world, dice, [numbers(), torch.rand(SHAPE, dtype=torch.float64)])
     check(P_world, dice, [numbers()], [torch.rand(SHAPE, dtype=torch.float64)])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dim", [None, 1, (0, 1)])
+def test_of_no_elements(P_world, dim):
+    x = numbers((5, 0, 3))
+    check(P_world, lambda x: torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True), [x])
+    check(P_world, lambda x: x.sum(dim), [x])
+    if dim == 1:
+        check(P_world, lambda x: torch.prod(x, dim), [x])
