@@ -98,6 +98,8 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     key = layout, local.dtype, tuple(weight.shape), stride, str(padding), dilation, groups, extra
 
     def make() -> tuple[Any, Decomposition]:
+        if transposed and any(n >= max(most) for n, *most in zip(extra, stride, dilation, strict=True)):
+            raise ShapeError(f"{site.name}: output padding {extra} must be smaller than stride or dilation")
         kernel = tuple(weight.shape[2:])
         stencil = Stencil.of(kernel, stride, dilation, _sides(padding, kernel, dilation))
         operation = _operation(

@@ -39,6 +39,8 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     common_partition(func, tensors)
     # As in torch, empty vectors go with anything.
     tensors = [x for x in tensors if _shape(x) != (0,)] or list(tensors)
+    if not any(isinstance(x, SplitTensor) for x in tensors):
+        return on_copies(func, args, kwargs)
     shapes = [_shape(x) for x in tensors]
     largest = max(
         (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from tests.split.against_whole import check
+from distdl_rma.errors import ShapeError
+from tests.split.against_whole import block, check
 
 CASES = {
     "plain": (F.conv2d, (2, 4, 9, 7), (6, 4, 3, 3), {"padding": 1}),
@@ -63,3 +64,11 @@ def test_an_input_without_elements(P_world):
     w = torch.randn(4, 6, 1, dtype=torch.float64, requires_grad=True)
     x = torch.randn(0, 6, 0, dtype=torch.float64, requires_grad=True)
     check(P_world, lambda x, w: F.conv1d(x, w, padding=2), [x], [w])
+
+
+@pytest.mark.mpi
+def test_output_padding_is_smaller_than_the_stride(P_world):
+    x, w = torch.randn(2, 2, 5, 5), torch.randn(2, 2, 1, 2)
+    cut = block(P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size)), x)
+    with pytest.raises(ShapeError if P_world.size > 1 else RuntimeError, match="output padding"):
+        F.conv_transpose2d(cut, w, output_padding=(1, 0))

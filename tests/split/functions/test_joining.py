@@ -90,3 +90,8 @@ def test_bad_input(P_world):
         torch.cat([x, torch.zeros(2, 5, 4)], 1)
     with pytest.raises(IndexError):
         torch.cat([x, x], 3)
+
+
+@pytest.mark.mpi
+def test_an_empty_split_vector_goes_with_a_plain_tensor(P_world):
+    check(P_world, lambda x, p: torch.cat([p, x[:0]]), [numbers(7)], [numbers(4)])
