@@ -129,7 +129,11 @@ def _by_constants(
     channels = x._layout.slices()[1]
     parts: dict[str, Any] = {key: w[channels] for key, w in {**running, **weights}.items()}
     if local.numel():
-        return SplitTensor(F.batch_norm(local, **parts, training=False, eps=eps), x._layout)
+        y = F.batch_norm(local, **parts, training=False, eps=eps)
+        if y.requires_grad:
+            # Of a block with one sample torch takes a transposed gradient for another.
+            y.register_hook(torch.Tensor.contiguous)
+        return SplitTensor(y, x._layout)
     # Which refuses a block without elements.
     y = local.clone()
     for w in weights.values():

@@ -122,3 +122,18 @@ def test_what_does_not_fit_is_refused_on_all_ranks(P_world):
         F.batch_norm(x, None, None, torch.ones(5, dtype=torch.float64), training=True)
     with pytest.raises((RuntimeError, ValueError)):
         F.batch_norm(x, None, None)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_batch_norm_by_constants_takes_transposed_gradients(P_world):
+    mean, variance = torch.randn(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64) + 0.5
+    x = torch.randn(P_world.size, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    weights = [torch.rand(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    check(
+        P_world,
+        lambda x, w, b: F.batch_norm(x, mean, variance, w, b).flatten(2).transpose(1, 2),
+        [x],
+        weights,
+        only=[(P_world.size, 1, 1, 1)],
+    )
