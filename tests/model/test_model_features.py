@@ -1,0 +1,207 @@
+"""What users do with a model beside training it: state, hooks, copies, several of them, modes."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from distdl_rma import UnsupportedError, distribute
+from distdl_rma.split import SplitTensor
+from tests.model.against_alone import whole
+from tests.model.training import STEPS, alike, both, inputs, loop, loss_of, made
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+
+
+def test_weight_and_spectral_norm(comm):
+    def make():
+        torch.manual_seed(3)
+        return nn.Sequential(
+            parametrizations.weight_norm(nn.Conv2d(3, 4, 3, padding=1)),
+            nn.Tanh(),
+            parametrizations.spectral_norm(nn.Conv2d(4, 4, 3)),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            parametrizations.weight_norm(nn.Linear(16, 3)),
+        ).double()
+
+    both(lambda model: loop(model, torch.optim.SGD(model.parameters(), lr=0.1)), make)
+
+
+def test_functional_call(comm):
+    def act(model):
+        ours = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        y = torch.func.functional_call(model, {k: v * 2 for k, v in ours.items()}, (inputs(),))
+        gradients = torch.autograd.grad(loss_of(y), list(ours.values()), allow_unused=True)
+        return torch.stack([g.sum() for g in gradients if g is not None])
+
+    # They are nobody's parameters, and torch.autograd.grad sums for them.
+    alone = made()
+    split = distribute(copy.deepcopy(alone), {"H": -1})
+    expected, found = act(alone), act(split)
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    split.distributed.close()
+
+
+def test_state_is_saved_and_loaded(comm):
+    def act(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        loop(model, optimizer)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        loop(model, optimizer)
+        file.seek(0)
+        state = torch.load(file)
+        model.load_state_dict(state["model"])
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        optimizer.load_state_dict(state["optimizer"])
+        return loop(model, optimizer)
+
+    both(act)
+
+
+def test_several_losses_and_a_graph_that_is_kept(comm):
+    def act(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            y = model(inputs(step))
+            y.square().mean().backward(retain_graph=True)
+            y.abs().mean().backward()
+            torch.autograd.backward([model(inputs(step)).mean(), model(inputs(step + 1)).std()])
+            optimizer.step()
+
+    both(act)
+
+
+def test_two_models_in_one_loss(comm, P_world):
+    def made_pair():
+        torch.manual_seed(4)
+        return [made(), nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()).double()]
+
+    alone = made_pair()
+    split = [distribute(copy.deepcopy(model), {"H": -1}) for model in alone]
+    for net, front in (alone, split):
+        optimizer = torch.optim.SGD([*net.parameters(), *front.parameters()], lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = inputs(step)
+            fake = front(x)
+            # As of adversarial losses: through the other one, and detached.
+            (loss_of(net(fake)) + loss_of(net(fake.detach())) + (fake - 0.1).abs().mean()).backward()
+            optimizer.step()
+    for one, other in zip(split, alone, strict=True):
+        alike(one, other)
+        one.distributed.close()
+
+
+def test_inputs_that_need_gradients(comm, P_world):
+    alone = made()
+    split = distribute(copy.deepcopy(alone), {"W": -1})
+    x, s = inputs().requires_grad_(), split.distributed.cut(inputs().requires_grad_())
+    loss_of(alone(x)).backward()
+    loss_of(split(s)).backward()
+    torch.testing.assert_close(s.grad.full_tensor(), x.grad, atol=1e-9, rtol=1e-9)
+    # And by torch.autograd.grad, under no_sync, since the parameters' gradients are not asked for.
+    s = split.distributed.cut(inputs().requires_grad_())
+    for p in split.parameters():
+        p.requires_grad_(False)
+    (gradient,) = torch.autograd.grad(loss_of(split(s)), s)
+    torch.testing.assert_close(whole(gradient), x.grad, atol=1e-9, rtol=1e-9)
+    split.distributed.close()
+
+
+def test_hooks_on_modules_and_tensors(comm):
+    def act(model):
+        seen = []
+        model.body.register_forward_hook(lambda m, args, y: y * 1.5)
+        model.head.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+
+        def half(_module, _args, y):
+            y.register_hook(lambda g: g * 0.5)
+            y.register_hook(lambda g: seen.append(whole(g.abs().sum())))
+
+        model.norm.register_forward_hook(half)
+        loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return torch.stack(seen)
+
+    both(act)
+
+
+def test_backward_hooks_of_modules_are_refused(comm):
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        split = distribute(made(), {"H": -1})
+        getattr(split.body, register)(lambda *_: None)
+        with pytest.raises(UnsupportedError, match=r"body.*backward hooks.*register_hook"):
+            split(inputs())
+        with torch.no_grad():
+            split(inputs())
+        split.distributed.close()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_a_graph(comm, context):
+    def act(model):
+        loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model.eval()
+        with context():
+            y = model(inputs(5))
+            assert not y.requires_grad
+        return whole(y)
+
+    both(act)
+
+
+def test_copies_of_a_distributed_model(comm):
+    alone = made()
+    split = distribute(copy.deepcopy(alone), {"H": -1})
+    twin = copy.deepcopy(split)
+    assert twin.distributed is not split.distributed
+    assert twin.stem.weight is not split.stem.weight
+    expected = alone(inputs())
+    loss_of(expected).backward()
+    y = twin(inputs())
+    assert isinstance(y, SplitTensor)
+    torch.testing.assert_close(whole(y), expected)
+    loss_of(y).backward()
+    for (name, p), other in zip(twin.named_parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(p.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(p.grad is None for p in split.parameters())
+    loss_of(split(inputs())).backward()
+    for model in (twin, split):
+        model.distributed.close()
+
+
+def test_replicas_of_split_models(comm, P_world):
+    if comm.size != 4:
+        return
+    replica = comm.rank // 2
+    ranks = [2 * replica, 2 * replica + 1]
+    P_x = P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition((1, 1, 2, 1))
+    alone = made()
+    alone.norm.eval()
+    split = distribute(copy.deepcopy(alone), P_x, reduction="mean", replicas=2)
+    split.norm.eval()
+    both = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (alone, split)]
+    for step in range(STEPS):
+        samples = [inputs(2 * step + at) for at in range(2)]
+        both[0][1].zero_grad()
+        (sum(loss_of(alone(x)) for x in samples) / 2).backward()
+        both[0][1].step()
+        both[1][1].zero_grad()
+        loss_of(split(samples[replica])).backward()
+        both[1][1].step()
+    alike(split, alone)
+    split.distributed.close()
+
+
+def test_compiled_models_are_refused(comm):
+    split = distribute(made(), {"H": -1})
+    with pytest.raises(UnsupportedError, match=r"torch\.compile: a distributed model"):
+        torch.compile(split, backend="eager")(inputs())
+    loss_of(split(inputs())).backward()
+    split.distributed.close()
