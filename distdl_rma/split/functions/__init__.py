@@ -18,6 +18,7 @@ from distdl_rma.split.functions import planes as planes
 from distdl_rma.split.functions import pointwise as pointwise
 from distdl_rma.split.functions import queries as queries
 from distdl_rma.split.functions import random as random
+from distdl_rma.split.functions import rearranging as rearranging
 from distdl_rma.split.functions import reductions as reductions
 from distdl_rma.split.functions import shapes as shapes
 from distdl_rma.split.functions import softmax as softmax

@@ -110,14 +110,6 @@ def test_windows_of_swin_and_back(P_world, extents):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_pixels(P_world):
-    check(P_world, lambda x: F.pixel_shuffle(x, 2), [numbers(2, 12, 5, 3)])
-    check(P_world, lambda x: F.pixel_unshuffle(x, downscale_factor=2), [numbers(2, 3, 6, 10)])
-    check(P_world, lambda x: F.pixel_unshuffle(x, 3), [numbers(2, 2, 9, 3)])
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_extents_shorter_than_the_ranks_are_many(P_world):
     for function in (lambda x: x.flatten(1), lambda x: x.roll(1, 2), lambda x: x.flip(2), lambda x: x.triu()):
@@ -179,9 +171,3 @@ def test_whether_a_reshaped_copy_may_change_is_alike_on_all_ranks(P_world):
         return
     with pytest.raises(UnsupportedError, match="view of another"):
         x.view(-1).sub_(1.0)
-
-
-@pytest.mark.mpi
-def test_pixels_of_nothing_stay(P_world):
-    # Torch itself cannot differentiate it.
-    check(P_world, lambda x: F.pixel_unshuffle(x[:, :, :0], 2), [numbers(3, 2, 1, 2)], gradients=False)
