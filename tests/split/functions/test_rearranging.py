@@ -1,9 +1,14 @@
 """Elements of split tensors in other places."""
 
 import pytest
+import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tests.split.against_whole import check
+
+
+def numbers(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.mpi
