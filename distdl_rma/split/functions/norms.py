@@ -93,7 +93,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     given = _in_order_of_functional(func, args)
     x, mean, variance, weight, bias, training, momentum, eps = arguments(*given, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split:
+    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     site, layout = site_of(machine_of(x), func), x._layout
     running = _buffers(func, mean, variance)
@@ -160,7 +160,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     given = _in_order_of_functional(func, args)
     x, mean, variance, weight, bias, by_input, momentum, eps = arguments(*given, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split:
+    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     site, layout = site_of(machine_of(x), func), x._layout
     running, weights = _buffers(func, mean, variance), _weights(site, layout, weight, bias)
@@ -189,7 +189,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, int(num_groups), weight, bias, eps
 
     x, groups, weight, bias, eps = arguments(*args, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split:
+    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     site, layout = site_of(machine_of(x), func), x._layout
     dims = len(layout.shape)
@@ -215,7 +215,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, normalized_shape, weight, bias, eps
 
     x, shape, weight, bias, eps = arguments(*args, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split:
+    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     return _over_last(func, x, shape, {"weight": weight, "bias": bias}, eps, True)
 
@@ -230,7 +230,7 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, normalized_shape, weight, eps
 
     x, shape, weight, eps = arguments(*args, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split:
+    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     return _over_last(func, x, shape, {"weight": weight, "bias": None}, eps, False)
 
@@ -261,7 +261,7 @@ def _over_last(
 def local_response_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By neighbouring channels; where channels are cut all of them come to every rank that has any."""
     x = args[0] if args else kwargs["input"]
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     others = {key: value for key, value in kwargs.items() if key != "input"}
     return by_whole_dims(func, x, (1,), lambda local: func(local, *args[1:], **others))
@@ -280,7 +280,7 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, p, dims, eps, out = arguments(*args, **kwargs)
     if out is not None:
         raise refused(func, "out= is not supported")
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     local, layout = local_of(x), x._layout
     dims = tuple(positive(d, len(layout.shape)) for d in dims)

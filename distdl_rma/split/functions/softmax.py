@@ -55,7 +55,7 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = {"_stacklevel": 3} if getattr(F, func.__name__) is func else {}
     given = arguments(func, args, kwargs, dim=None, **names, dtype=None)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
-    if not x.is_split:
+    if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     if func is F.softmin:
         return composed(torch.softmax, composed(torch.neg, x), _chosen(x, dim), dtype=dtype)

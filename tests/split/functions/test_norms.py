@@ -137,3 +137,9 @@ def test_batch_norm_by_constants_takes_transposed_gradients(P_world):
         weights,
         only=[(P_world.size, 1, 1, 1)],
     )
+
+
+@pytest.mark.mpi
+def test_groups_of_no_elements(P_world):
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 1, 0, 3), (1,)))
+    check(P_world, lambda x, w: F.group_norm(x, 1, weight=w), [x], [w])

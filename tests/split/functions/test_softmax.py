@@ -62,3 +62,8 @@ def test_without_a_dimension_as_modules_have_it(P_world):
     check(P_world, torch.nn.Softmax2d(), [numbers()])
     check(P_world, torch.nn.LogSoftmax(dim=2), [numbers()])
     check(P_world, torch.nn.Softmin(dim=3), [numbers()])
+
+
+@pytest.mark.mpi
+def test_of_no_elements(P_world):
+    check(P_world, lambda x: torch.softmax(x, -1), [torch.randn(0, dtype=torch.float64, requires_grad=True)])
