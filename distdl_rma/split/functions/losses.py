@@ -98,12 +98,12 @@ _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
 @rule("loss", *_POINTWISE)
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank takes the terms of its block; sums and numbers of terms are those of the whole."""
+    if func is F.l1_loss and kwargs.get("weight") is None:
+        kwargs = {**kwargs, "weight": _weight_not_handed_on()}
     if not _any_split(args, kwargs):
         return on_copies(func, args, kwargs)
     given = _arguments(func, args, kwargs)
     reduction = given.pop("reduction")
-    if func is F.l1_loss and given["weight"] is None:
-        given["weight"] = _weight_not_handed_on()
     tensors = {name: given[name] for name in _POINTWISE[func] if isinstance(given.get(name), torch.Tensor)}
     if func in _OF_ONE_SHAPE and tuple(given["input"].shape) != tuple(given["target"].shape):
         raise ShapeError(

@@ -158,10 +158,16 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
         y = local_of(x).reshape(shape)
         if not _in_order(x._local) and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
             y = y.clone()
-        return seen_of(x, y, result)
+        # Of a part of another tensor torch may give a copy, which is alike on all ranks, unlike blocks of it.
+        unsure = x._local._is_view() and func.__name__ in _MAY_COPY
+        return seen_of(x, y, result, moved=unsure)
     local = cut_as(site_of(machine_of(x), func), x, source, "reshaped")
     # Whether torch would give a view: steps in the memory of blocks do not say it alike on all ranks.
     return seen_of(x, local.reshape(shape), result, moved=True)
+
+
+# Functions that give a view where they can, and else a copy.
+_MAY_COPY = "reshape", "flatten", "ravel"
 
 
 def _in_order(x: torch.Tensor) -> bool:
