@@ -118,7 +118,7 @@ class Distributed:
     def _cut_dims(self, given: Sequence[torch.Tensor]) -> int:
         # Others, such as the words that go with a picture, stay plain.
         if isinstance(self.grid, Partition):
-            return self.grid.dim
+            return len(self.grid.shape)
         return max([x.dim() for x in given if x.dim() in _IMAGES], default=0)
 
     @uncompiled
