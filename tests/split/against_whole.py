@@ -14,13 +14,13 @@ from distdl_rma.split import layout as lay
 
 
 def grids(dims: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Grids of so many ranks that cut each dimension alone, and where they can any two."""
+    """Grids of so many ranks that cut each dimension alone, or of four ranks each with the next one."""
+    if size == 4 and dims > 1:
+        for d in range(dims):
+            yield tuple(2 if at in (d, (d + 1) % dims) else 1 for at in range(dims))
+        return
     for d in range(dims):
         yield tuple(size if at == d else 1 for at in range(dims))
-    if size == 4:
-        for a in range(dims):
-            for b in range(a):
-                yield tuple(2 if at in (a, b) else 1 for at in range(dims))
 
 
 def block(P_x: Partition, whole: torch.Tensor) -> SplitTensor:
