@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from tests.fuzz.places import _index, index, joining, shape
+from tests.fuzz.scope import Draw, Scope, numbers, one_dim, some_dims
 
 POINTWISE = [
     "sin",
@@ -57,61 +58,6 @@ REDUCTIONS = [
     "aminmax",
 ]
 LOSSES = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
-
-
-class Scope:
-    """Names of the tensors of a program so far, and plain ones that its calls ask for."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.plain: dict[str, torch.Tensor] = {}
-        self.split: dict[str, torch.Tensor] = {}
-        # Names of what split tensors went into: of plain tensors alone every rank makes all.
-        self.of_split: list[str] = []
-
-    def parameter(self, *shape: int) -> str:
-        """A plain tensor, that mostly needs a gradient."""
-        name = f"p{len(self.plain)}"
-        made = torch.randn(shape, dtype=torch.float64).mul_(0.7)
-        self.tensors[name] = self.plain[name] = made.requires_grad_(self.rng.random() < 0.8)
-        return name
-
-    def input(self, *shape: int) -> str:
-        """A tensor that is to be split."""
-        name = f"x{len(self.split)}"
-        made = torch.randn(shape, dtype=torch.float64)
-        self.tensors[name] = self.split[name] = made.requires_grad_(self.rng.random() < 0.8)
-        return name
-
-    def like(self, *shape: int) -> str:
-        """A tensor of this shape: one that is there, a split or a plain one."""
-        there = [n for n, x in self.tensors.items() if tuple(x.shape) == shape and x.dtype == torch.float64]
-        if there and self.rng.random() < 0.5:
-            return self.rng.choice(there)
-        return self.input(*shape) if self.rng.random() < 0.4 else self.parameter(*shape)
-
-    def some(self, chance: float, text: str) -> str:
-        """A text or nothing."""
-        return text if self.rng.random() < chance else ""
-
-
-Draw = Callable[[Scope, str, torch.Tensor], str | None]
-
-
-def _dim(s: Scope, x: torch.Tensor) -> int:
-    return s.rng.randint(-x.dim(), x.dim() - 1) if x.dim() else s.rng.choice([0, -1])
-
-
-def _dims(s: Scope, x: torch.Tensor) -> list[int]:
-    some = s.rng.sample(range(x.dim()), s.rng.randint(min(1, x.dim()), x.dim()))
-    return [d - x.dim() if s.rng.random() < 0.4 else d for d in some]
-
-
-def _numbers(s: Scope, low: int, high: int, count: int) -> Any:
-    if s.rng.random() < 0.4:
-        return s.rng.randint(low, high)
-    return tuple(s.rng.randint(low, high) for _ in range(count))
 
 
 def pointwise(s: Scope, v: str, x: torch.Tensor) -> str:
@@ -200,27 +146,27 @@ def reduction(s: Scope, v: str, x: torch.Tensor) -> str:
     if name in ("max", "min", "median", "aminmax"):
         if s.rng.random() < 0.3 and name != "aminmax":
             return f"{v}.{name}()"
-        dim = f"{'dim=' if name == 'aminmax' else ''}{_dim(s, x)}"
+        dim = f"{'dim=' if name == 'aminmax' else ''}{one_dim(s, x)}"
         return f"torch.{name}({v}, {dim}{', ' + keep if keep else ''})[0]"
     if name in ("any", "all", "count_nonzero"):
         if name == "count_nonzero":
-            return f"torch.count_nonzero({v} > 0, {_dim(s, x)}).double()"
-        return f"torch.{name}({v} > 0, {_dim(s, x)}{', ' + keep if keep else ''}).double()"
+            return f"torch.count_nonzero({v} > 0, {one_dim(s, x)}).double()"
+        return f"torch.{name}({v} > 0, {one_dim(s, x)}{', ' + keep if keep else ''}).double()"
     if name == "prod":
-        return f"torch.prod({v}, {_dim(s, x)}{', ' + keep if keep else ''})"
+        return f"torch.prod({v}, {one_dim(s, x)}{', ' + keep if keep else ''})"
     extra = {"var": s.some(0.5, "correction=0"), "std": s.some(0.5, "unbiased=False")}.get(name, "")
     if name == "norm":
         order = s.rng.choice(["2", "1", "3.", "float('inf')"])
-        dims = s.rng.choice([_dim(s, x), None, tuple(_dims(s, x)[:2])])
+        dims = s.rng.choice([one_dim(s, x), None, tuple(some_dims(s, x)[:2])])
         return f"torch.linalg.vector_norm({v}, {order}, dim={dims}{', ' + keep if keep else ''})"
     if s.rng.random() < 0.25 and name != "logsumexp":
         return f"{v}.{name}()"
-    dim = s.rng.choice([_dim(s, x), tuple(_dims(s, x))])
+    dim = s.rng.choice([one_dim(s, x), tuple(some_dims(s, x))])
     return f"{v}.{name}(dim={dim}{''.join(f', {each}' for each in (keep, extra) if each)})"
 
 
 def along(s: Scope, v: str, x: torch.Tensor) -> str:
-    d = _dim(s, x)
+    d = one_dim(s, x)
     return s.rng.choice(
         [
             f"F.softmax({v}, {d})",
@@ -267,13 +213,13 @@ def convolution(s: Scope, v: str, x: torch.Tensor) -> str | None:
     c = x.shape[1]
     groups = s.rng.choice([1, 1, *(g for g in range(1, c + 1) if c % g == 0)])
     kernel = [s.rng.randint(1, 4) for _ in range(space)]
-    stride, dilation = _numbers(s, 1, 3, space), s.rng.choice([1, 1, _numbers(s, 1, 2, space)])
-    padding: Any = _numbers(s, 0, 3, space)
+    stride, dilation = numbers(s, 1, 3, space), s.rng.choice([1, 1, numbers(s, 1, 2, space)])
+    padding: Any = numbers(s, 0, 3, space)
     out = groups * s.rng.randint(1, 3)
     bias = s.some(0.5, f", bias={s.parameter(out)}")
     if s.rng.random() < 0.3:
         weight = s.like(c, out // groups, *kernel)
-        output = s.some(0.3, f", output_padding={_numbers(s, 0, 1, space)}")
+        output = s.some(0.3, f", output_padding={numbers(s, 0, 1, space)}")
         arguments = f"stride={stride}, padding={padding}, dilation={dilation}, groups={groups}{output}"
         return f"F.conv_transpose{space}d({v}, {weight}{bias}, {arguments})"
     weight = s.parameter(out, c // groups, *kernel)
@@ -288,11 +234,11 @@ def pool(s: Scope, v: str, x: torch.Tensor) -> str | None:
     if x.dim() < 2 or space > 3:
         return None
     space = space or 1
-    kernel = _numbers(s, 1, 4, space)
-    stride = s.some(0.7, f", stride={_numbers(s, 1, 3, space)}")
-    pad = s.some(0.5, f", padding={_numbers(s, 0, 2, space)}")
+    kernel = numbers(s, 1, 4, space)
+    stride = s.some(0.7, f", stride={numbers(s, 1, 3, space)}")
+    pad = s.some(0.5, f", padding={numbers(s, 0, 2, space)}")
     ceil = s.some(0.3, ", ceil_mode=True")
-    sizes = s.rng.choice([_numbers(s, 1, 5, space), s.rng.randint(1, 4)])
+    sizes = s.rng.choice([numbers(s, 1, 5, space), s.rng.randint(1, 4)])
     return s.rng.choice(
         [
             f"F.max_pool{space}d({v}, {kernel}{stride}{pad}{s.some(0.2, ', dilation=2')}{ceil})",
@@ -325,133 +271,11 @@ def interpolate(s: Scope, v: str, x: torch.Tensor) -> str | None:
     modes = ["nearest", "nearest-exact", "area", ["linear", "bilinear", "trilinear"][space - 1]]
     mode = s.rng.choice(modes + (["bicubic"] if space == 2 else []))
     if s.rng.random() < 0.5:
-        size = f"size={_numbers(s, 1, 9, space)}"
+        size = f"size={numbers(s, 1, 9, space)}"
     else:
         size = f"scale_factor={s.rng.choice([2, 1.5, 0.5, 3, 0.7, 1])}"
     corners = s.some(0.4, ", align_corners=True") if "linear" in mode or mode == "bicubic" else ""
     return f"F.interpolate({v}, {size}, mode={mode!r}{corners})"
-
-
-def _index(s: Scope, x: torch.Tensor) -> str:
-    given = []
-    dims = [int(n) for n in x.shape]
-    count = s.rng.randint(0, len(dims))
-    for n in dims[:count]:
-        kind = s.rng.random()
-        if kind < 0.25 and n:
-            given.append(str(s.rng.randint(-n, n - 1)))
-        elif kind < 0.9:
-            one, two = (s.rng.choice(["", str(s.rng.randint(-n - 1, n + 1))]) for _ in range(2))
-            given.append(f"{one}:{two}" + s.some(0.3, f":{s.rng.randint(1, 3)}"))
-        else:
-            given.append(":")
-    if s.rng.random() < 0.3:
-        given.insert(s.rng.randint(0, len(given)), "None")
-    if s.rng.random() < 0.3:
-        given.insert(s.rng.choice([0, len(given)]), "...")
-    as_text = ", ".join(given or ["..."])
-    parts = []
-    for each in as_text.split(", "):
-        if ":" in each:
-            parts.append(f"slice({', '.join(part or 'None' for part in each.split(':'))})")
-        else:
-            parts.append(each)
-    return f"({', '.join(parts)},)"
-
-
-def index(s: Scope, v: str, x: torch.Tensor) -> str:
-    if not x.dim() or s.rng.random() < 0.75:
-        return f"{v}[{_index(s, x)}]"
-    d = s.rng.randrange(x.dim())
-    n = max(int(x.shape[d]), 1)
-    chosen = [s.rng.randint(-n, n - 1) for _ in range(s.rng.randint(1, 4))]
-    positive = [i % n for i in chosen]
-    return s.rng.choice(
-        [
-            f"{v}.narrow({d}, {s.rng.randint(0, n - 1)}, 1)",
-            f"{v}.select({d}, {chosen[0]})",
-            f"{v}.index_select({d}, torch.tensor({positive}))",
-            f"{v}[{':, ' * d}torch.tensor({chosen})]",
-            f"{v}[{':, ' * d}{chosen}]",
-            f"{v}.unbind({d})[{chosen[0]}]",
-            f"[*{v}][{s.rng.randint(0, max(int(x.shape[0]) - 1, 0))}]",
-            f"{v}.index_add({d}, torch.tensor({positive}), {v}.index_select({d}, torch.tensor({positive})))",
-            f"torch.gather({v}, {d}, {v}.argsort({d}))",
-            f"{v}.index_fill({d}, torch.tensor({positive}), 0.3)",
-            f"torch.take_along_dim({v}, {v}.argmax({d}, keepdim=True), {d})",
-        ]
-    )
-
-
-def _factors(s: Scope, n: int, count: int) -> list[int]:
-    shape = []
-    for _ in range(count - 1):
-        found = s.rng.choice([f for f in range(1, max(n, 1) + 1) if n % f == 0]) if n else 1
-        shape.append(found)
-        n //= found
-    shape.append(n)
-    s.rng.shuffle(shape)
-    return shape
-
-
-def shape(s: Scope, v: str, x: torch.Tensor) -> str:
-    order = s.rng.sample(range(x.dim()), x.dim())
-    a, b = sorted((_dim(s, x) % max(x.dim(), 1), _dim(s, x) % max(x.dim(), 1)))
-    new = _factors(s, x.numel(), s.rng.randint(1, 5))
-    guessed = list(new)
-    guessed[s.rng.randrange(len(new))] = -1
-    wide = [s.rng.choice([2, 3, n]) if n == 1 else s.rng.choice([n, -1]) for n in x.shape]
-    longer = [s.rng.randint(1, 3), *wide] if x.dim() < 5 else wide
-    texts = [
-        f"{v}.permute({order})",
-        f"{v}.flatten({a}, {b})",
-        f"{v}.reshape({new})",
-        f"{v}.reshape({guessed})",
-    ]
-    texts += [f"{v}.view({guessed})", f"{v}.expand({longer})", f"{v}.squeeze()", f"{v}.movedim({a}, {b})"]
-    texts += [f"{v}.transpose({a}, {-1 - s.rng.randrange(max(x.dim(), 1))})", f"{v}.unsqueeze({_dim(s, x)})"]
-    texts += [f"{v}.repeat({[s.rng.randint(1, 2) for _ in range(max(x.dim(), 1))]})", f"{v}.squeeze({a})"]
-    texts += [
-        f"{v}.roll({s.rng.randint(-5, 5)}, {a})",
-        f"{v}.roll({s.rng.randint(-5, 5)})",
-        f"{v}.flip({[a]})",
-    ]
-    texts += [
-        f"{v}.roll({(s.rng.randint(-4, 4), s.rng.randint(-4, 4))}, {(a, b)})",
-        f"{v}.mT",
-        f"{v}.ravel()",
-    ]
-    texts += [f"{v}.unfold({a}, {s.rng.randint(1, 3)}, {s.rng.randint(1, 2)})", f"torch.triu({v}, {a - b})"]
-    texts += [f"{v}.diagonal({s.rng.randint(-1, 1)}, {a}, {b})", f"{v}.repeat_interleave({a + 1}, {a})"]
-    texts += [f"{v}.unflatten({a}, {_factors(s, int(x.shape[a]) if x.dim() else 1, 2)})", f"torch.rot90({v})"]
-    texts += [f"F.pixel_shuffle({v}, 2)", f"F.pixel_unshuffle({v}, 2)", f"{v}.contiguous()", f"{v}.detach()"]
-    texts += [f"F.unfold({v}, {s.rng.randint(1, 3)}, padding={s.rng.randint(0, 1)})", f"{v}.float().double()"]
-    texts += [f"F.channel_shuffle({v}, {a + 1})", f"{v}.tile(({s.rng.randint(1, 2)}, 2))"]
-    return s.rng.choice(texts)
-
-
-def joining(s: Scope, v: str, x: torch.Tensor) -> str:
-    d = _dim(s, x)
-    shape = list(x.shape)
-    if shape and s.rng.random() < 0.7:
-        shape[d] = s.rng.randint(0, 4)
-    others = [s.like(*shape)] + ([v] if s.rng.random() < 0.4 else [])
-    many = [v, *others]
-    s.rng.shuffle(many)
-    same = s.like(*x.shape)
-    n = s.rng.randint(1, 4)
-    texts = [f"torch.cat([{', '.join(many)}], {d})", f"torch.stack([{v}, {same}], dim={d})"]
-    texts += [
-        f"torch.chunk({v}, {n}, {d})[-1]",
-        f"{v}.split({n}, dim={d})[0]",
-        f"torch.hstack([{', '.join(many)}])",
-    ]
-    texts += [
-        f"torch.cat({v}.chunk({n}, {d})[::-1], {d})",
-        f"{v}.tensor_split({n}, {d})[{s.rng.randint(-1, 0)}]",
-    ]
-    texts += [f"sum({v}.unbind({d}))", f"torch.vstack(({v}, {same}))"]
-    return s.rng.choice(texts)
 
 
 def contraction(s: Scope, v: str, x: torch.Tensor) -> str | None:
@@ -499,7 +323,7 @@ def loss(s: Scope, v: str, x: torch.Tensor) -> str:
         texts += [f"F.cross_entropy({v}, {labels}{extra}, reduction={how})"] * 2
         texts += [f"F.cross_entropy({v}, torch.softmax({target}, 1), reduction={how})"]
         texts += [
-            f"F.cosine_similarity({v}, {target}, dim={_dim(s, x)})",
+            f"F.cosine_similarity({v}, {target}, dim={one_dim(s, x)})",
             f"F.pairwise_distance({v}, {target})",
         ]
     return s.rng.choice(texts)
@@ -508,7 +332,7 @@ def loss(s: Scope, v: str, x: torch.Tensor) -> str:
 def fourier(s: Scope, v: str, x: torch.Tensor) -> str | None:
     if not x.dim():
         return None
-    d, dims = _dim(s, x), _dims(s, x)
+    d, dims = one_dim(s, x), some_dims(s, x)
     real = s.rng.choice(["real", "imag", "abs()"])
     texts = [f"torch.fft.fft({v}, dim={d}).{real}", f"torch.fft.rfft({v}, dim={d}).{real}"]
     texts += [

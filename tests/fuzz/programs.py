@@ -19,7 +19,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
-from tests.fuzz.functions import Scope, call
+from tests.fuzz.functions import call
+from tests.fuzz.scope import Scope
 
 # Numbers beyond this, and nan, say nothing of programs that differ by rounding.
 LARGEST = 1e4
