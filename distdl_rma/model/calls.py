@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from distdl_rma.errors import (
 )
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.split.trail import Step
+from distdl_rma.segments.collectives.allgather import gather_words
+from distdl_rma.split.site import Step
 
 _BEGUN, _ENDED, _RAISED = range(3)
-_WORDS, _TEXT_BYTES = 4, 400
+_WORDS = 3
 # So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
 _GRACE_SECONDS = 1.0
 # What peers wait for in vain, or know already.
@@ -63,7 +65,7 @@ class Calls:
             # Its notice is on the way.
             self._machine.segments.waiter.until(lambda: False, self._rows.missing, 10 * _GRACE_SECONDS)
         if (rows != rows[0]).any():
-            raise MismatchError(self._parting(trail, int(rows[:, 2].max())))
+            raise MismatchError(self._parting(trail))
 
     def failed(self, error: BaseException, trail: Sequence[Step]) -> None:
         """Say that the call raised: to ranks that do not raise alike this one has failed."""
@@ -93,15 +95,13 @@ class Calls:
         self._rows.close()
 
     def _exchanged(self, phase: int, word: int, number: int, timeout: float | None = None) -> NDArray[Any]:
-        self._rows.start(np.array([phase, word, number, 0], np.int64))
+        self._rows.start(np.array([phase, word, number], np.int64))
         return self._rows.wait(timeout)
 
-    def _parting(self, trail: Sequence[Step], longest: int) -> str:
+    def _parting(self, trail: Sequence[Step]) -> str:
         # Where the ways of the ranks parted: all of them tell each other all calls.
-        words = np.zeros(longest + 1, np.int64)
-        words[: len(trail)] = [step.word for step in trail]
-        rows = self._all_of(words, f"calls of {self._name} (ways)")
-        at = int((rows != rows[0]).any(0).argmax())
+        ways = self._all_of([step.word for step in trail], "ways").values()
+        at = next(at for at, words in enumerate(zip_longest(*ways)) if len(set(words)) > 1)
         mine = trail[at].described if at < len(trail) else "the end of the model"
         return (
             f"{self._name}: the ranks went different ways: after {at} equal calls "
@@ -110,25 +110,16 @@ class Calls:
 
     def _told(self, text: str) -> str:
         # What each rank says of itself, once for those that say the same.
-        words = np.zeros(_TEXT_BYTES // 8, np.int64)
-        clipped = text.encode()[:_TEXT_BYTES]
-        words.view(np.uint8)[: len(clipped)] = np.frombuffer(clipped, np.uint8)
         said: dict[str, list[int]] = {}
-        rows = self._all_of(words, f"calls of {self._name} (differences)")
-        for rank, row in zip(self.ranks, rows, strict=True):
-            said.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
+        for rank, each in self._all_of(text, "differences").items():
+            said.setdefault(each, []).append(rank)
         return "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {each}"
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {each}"
             for each, ranks in said.items()
         )
 
-    def _all_of(self, words: NDArray[np.int64], what: str) -> NDArray[Any]:
-        rows = AllPush(self._machine.segments, self.ranks, len(words), np.int64, what)
-        try:
-            rows.start(words)
-            return rows.wait()
-        finally:
-            rows.close()
+    def _all_of(self, words: Any, what: str) -> dict[int, Any]:
+        return gather_words(self._machine.segments, words, f"calls of {self._name} ({what})", self.ranks)
 
 
 def _hash_of(trail: Sequence[Step]) -> int:

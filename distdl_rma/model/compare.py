@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,7 +15,7 @@ from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_words
-from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
 # What is equal up to rounding: a power of the resolution of the type, relative to the largest element.
@@ -259,10 +258,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 def _drifted(machine: Machine, held: Mapping[str, torch.Tensor]) -> list[str]:
     # Names of what the ranks do not hold alike.
-    words = [fingerprint(as_words(x.detach().contiguous()).tobytes()) for x in held.values()]
-    rows = AllPush(machine.segments, machine.ranks, len(words), np.int64, "compare (state of the ranks)")
-    rows.start(np.array(words, np.int64))
-    everyone = rows.wait()
-    differ = (everyone != everyone[0]).any(0)
-    rows.close()
-    return [name for name, differs in zip(held, differ.tolist(), strict=True) if differs]
+    mine = {name: fingerprint(as_words(x.detach().contiguous()).tobytes()) for name, x in held.items()}
+    everyone = gather_words(machine.segments, mine, "compare (state of the ranks)").values()
+    return [name for name in held if len({each.get(name) for each in everyone}) > 1]

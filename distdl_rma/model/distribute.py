@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from typing import Any, Self, TypeVar
@@ -14,18 +14,19 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from distdl_rma.errors import ConfigurationError, PartitionError, UnsupportedError
+from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls, modes
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
+from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.split import site
 from distdl_rma.split.entry import alike_on_all_ranks, grid_for
 from distdl_rma.split.layout import described
 from distdl_rma.split.shard import Grid, shard
+from distdl_rma.split.site import TRAILS, Step
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
-from distdl_rma.split.trail import TRAILS, Step
 from distdl_rma.sync.gradients import GradientSync
 
 M = TypeVar("M", bound=nn.Module)
@@ -269,22 +270,8 @@ def distribute(
     ConfigurationError
         On all ranks: if the model is distributed already, or an option is unknown; and as ``GradientSync``.
     """
-    if fallback not in ("move", "error"):
-        raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
-    if _KEY in vars(model):
-        raise ConfigurationError(
-            "distribute: this model is distributed already; model.distributed.close() first"
-        )
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
-    if isinstance(grid, Partition) and replicas is None and set(grid.ranks) != set(machine.ranks):
-        raise PartitionError(
-            f"distribute: {grid} has not all ranks of its machine {machine.ranks}; the gradients are summed"
-            f" over these."
-            " Say replicas= if the others have other samples"
-        )
-    if not isinstance(grid, Partition):
-        # With the most dimensions there are: whether it fits the ranks is known now.
-        grid_for(grid, machine, _IMAGES[-1])
+    _check_alike(model, machine, grid, replicas, fallback)
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, fallback, options)
     # Those that look at a model see that it is one that computes on split tensors.
@@ -297,8 +284,39 @@ def distribute(
     return model
 
 
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context in which backward of a distributed model only accumulates this rank's contributions."""
-    with vars(model)[_KEY].no_sync():
-        yield
+def _check_alike(model: nn.Module, machine: Machine, grid: Grid, replicas: int | None, fallback: str) -> None:
+    # What is wrong on one rank, or said otherwise there, is refused on all of them.
+    error: DistdlError | None = None
+    try:
+        _check(model, machine, grid, replicas, fallback)
+    except DistdlError as wrong:
+        error = wrong
+    shape = str(grid.shape if isinstance(grid, Partition) else grid)
+    mine = [shape, fallback, "" if error is None else str(error)]
+    for rank, said in gather_words(machine.segments, mine, "distribute").items():
+        if error is not None:
+            raise error
+        if said[-1]:
+            raise ConfigurationError(f"{said[-1]} (on rank {rank})")
+        if said != mine:
+            raise ConfigurationError(
+                f"distribute: rank {machine.rank} says grid {shape} and fallback={fallback!r}, rank {rank}"
+                f" grid {said[0]} and fallback={said[1]!r}; they must be alike"
+            )
+
+
+def _check(model: nn.Module, machine: Machine, grid: Grid, replicas: int | None, fallback: str) -> None:
+    if fallback not in ("move", "error"):
+        raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
+    if _KEY in vars(model):
+        raise ConfigurationError(
+            "distribute: this model is distributed already; model.distributed.close() first"
+        )
+    if not isinstance(grid, Partition):
+        # With the most dimensions there are: whether it fits the ranks is known now.
+        grid_for(grid, machine, _IMAGES[-1])
+    elif replicas is None and set(grid.ranks) != set(machine.ranks):
+        raise PartitionError(
+            f"distribute: {grid} has not all ranks of its machine {machine.ranks}; the gradients are summed"
+            " over these. Say replicas= if the others have other samples"
+        )

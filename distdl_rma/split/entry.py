@@ -17,6 +17,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, as_words
 from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.split import layout as lay
 from distdl_rma.split.site import site_of
 
@@ -84,14 +85,9 @@ def alike_on_all_ranks(
     machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
 ) -> None:
     """Refuse plain tensors that differ between some ranks of a machine; blocking, collective over these."""
-    words = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
-    mine = fingerprint(words)
-    rows = AllPush(machine.segments, ranks, 1, np.int64, what)
-    rows.start(np.array([mine], np.int64))
-    found = dict(zip(ranks, rows.wait()[:, 0].tolist(), strict=True))
-    rows.close()
-    for rank, word in found.items():
-        if word != mine:
+    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
+    for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
+        if theirs != mine:
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise MismatchError(
                 f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}: a plain"

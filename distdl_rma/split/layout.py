@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
+from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.geometry.partition import Partition
@@ -74,6 +75,11 @@ def replicated(partition: Partition, shape: Sequence[int]) -> Decomposition:
 def balanced(partition: Partition, shape: Sequence[int], axes: Axes | None = None) -> Decomposition:
     """Balanced blocks; without ``axes`` the dimensions of grid and tensor are the same ones."""
     axes = tuple(range(partition.dim)) if axes is None else axes
+    if len(axes) != partition.dim or any(axis not in range(len(shape)) for axis in axes if axis is not None):
+        raise PartitionError(
+            f"a tensor of {len(shape)} dimensions on grid {partition.shape} needs for each of"
+            f" {partition.dim} grid dimensions a tensor dimension or None, got {axes}"
+        )
     parts = [1] * len(shape)
     for axis, places in zip(axes, partition.shape, strict=True):
         if axis is not None:

@@ -32,8 +32,7 @@ def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
             machines = "" if mine.home is found.home else ", of two machines"
             raise PartitionError(
                 f"{name_of(func)}: tensors on different partitions meet{machines}: {found} and {mine}; bring"
-                f" them"
-                " to one, by Repartition or by distribute() of both with the same grid"
+                " them to one, by Repartition or by distribute() of both with the same grid"
             )
         found = mine
     if found is None:

@@ -1,15 +1,19 @@
-"""Where in the user's program a function is called: its name for messages, and what is kept for it."""
+"""Where in the user's program functions are called: names for messages, what is kept, the way of a rank."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cache
 from itertools import islice
 from pathlib import PurePath
-from types import FrameType
-from typing import Any, TypeVar
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import torch.overrides
 
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
@@ -18,6 +22,10 @@ from distdl_rma.split.table import name_of
 T = TypeVar("T")
 # Kinds of inputs that a site keeps operations for.
 _KEPT = 16
+# Torch's functions of functions come by here.
+_RELAY = vars(torch.overrides)
+# What asks rather than computes, which one rank may do alone.
+_ASKING = frozenset({"query", "value", "gradient"})
 _OURS, _OUTSIDE = ("torch.", "distdl_rma."), ("torch", "contextlib")
 
 
@@ -87,8 +95,13 @@ def _column(frame: FrameType | None) -> int:
     # Where in its line the call ends, which no two calls do at one place; else the place in the bytecode.
     if frame is None:
         return 0
-    _, _, _, column = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    *_, column = _position(frame.f_code, frame.f_lasti)
     return frame.f_lasti if column is None else column
+
+
+def _position(code: CodeType, at: int) -> tuple[int | None, ...]:
+    # Line, last line, column and last column of a place in the bytecode, as far as Python kept them.
+    return next(islice(code.co_positions(), at // 2, None), (None,) * 4)
 
 
 def site_of(machine: Machine, function: Any) -> Site:
@@ -132,3 +145,45 @@ def leave() -> None:
     # What raises before it entered leaves too.
     if getattr(_THREAD, "stack", None):
         _THREAD.stack.pop()
+
+
+class Step(NamedTuple):
+    """A call of a function: by the module that it is in, and its place in the code that calls it."""
+
+    function: Any
+    path: str
+    code: CodeType
+    at: int  # in the bytecode
+
+    @property
+    def word(self) -> int:
+        """A number, alike on ranks that run the same program."""
+        return _word(self.function, self.path, self.code.co_firstlineno, self.at)
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        line, *_ = _position(self.code, self.at)
+        file = PurePath(self.code.co_filename)
+        at = "" if "torch" in file.parts else f" at {file.name}:{line or self.code.co_firstlineno}"
+        return name_of(self.function) + (f" in module {self.path!r}" if self.path else "") + at
+
+
+@cache
+def _word(function: Any, path: str, line: int, at: int) -> int:
+    return zlib.crc32(f"{name_of(function)} {path} {line} {at}".encode())
+
+
+# Where calls are noted, the last one counts; None while a rule calls functions itself.
+TRAILS: list[list[Step] | None] = []
+
+
+def note(function: Any, kind: str, path: str) -> None:
+    """Note a call of a function of some kind, two frames above this one, if anyone wants to know."""
+    trail = TRAILS[-1]
+    if trail is None or kind in _ASKING:
+        return
+    frame: Any = sys._getframe(2)
+    if frame.f_globals is _RELAY:
+        frame = frame.f_back.f_back
+    trail.append(Step(function, path, frame.f_code, frame.f_lasti))

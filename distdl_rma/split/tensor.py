@@ -15,9 +15,8 @@ from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.site import module_path, site_of, user_frame, where
+from distdl_rma.split.site import TRAILS, module_path, note, site_of, user_frame, where
 from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
-from distdl_rma.split.trail import TRAILS, note
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 # So many use the memory of a tensor that shares it with none, when they are counted.

@@ -46,7 +46,7 @@ def still_works(model, x):
 
 def test_modes_that_differ(model, x, odd):
     model.train(not odd)
-    with pytest.raises(MismatchError, match=r"rank 1 .*is in eval\(\), records") as found:
+    with pytest.raises(MismatchError, match=r"rank 1: .*is in eval\(\), records") as found:
         model(x)
     assert "is in train()" in str(found.value)
     model.train()
@@ -131,7 +131,7 @@ def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd
 
     calls = Calls(Machine.of(P_world), P_world.ranks, "Some model")
     others = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2, 3"}[comm.size]
-    with pytest.raises(MismatchError, match=rf"{others} is even; rank 1 is odd"):
+    with pytest.raises(MismatchError, match=rf"{others}: is even; rank 1: is odd"):
         calls.begin((odd,), lambda: "is odd" if odd else "is even")
     calls.begin((), str)
     calls.end([])

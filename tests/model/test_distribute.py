@@ -13,8 +13,6 @@ from distdl_rma import (
     PartitionError,
     UnsupportedError,
     distribute,
-    register,
-    shard,
 )
 from distdl_rma.layers import DistributedInstanceNorm2d, Repartition
 from distdl_rma.split import SplitTensor
@@ -159,19 +157,8 @@ def test_moves_by_a_rule_can_be_forbidden(comm, x):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
-def test_rules_of_a_users_own(P_world, x):
-    class Mine(nn.Module):
-        def forward(self, x):
-            return x.untyped_storage()
-
-    def doubled(module, x):
-        return SplitTensor.from_local(x.to_local() * 2, x.partition)
-
-    register(Mine, doubled)
-    register(
-        torch.special.airy_ai, lambda function, x: SplitTensor.from_local(function(x.to_local()), x.partition)
-    )
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    s = shard(P_x, x)
-    torch.testing.assert_close(Mine()(s).full_tensor(), x * 2)
-    torch.testing.assert_close(torch.special.airy_ai(s).full_tensor(), torch.special.airy_ai(x))
+def test_what_one_rank_says_otherwise_is_refused_by_all(comm):
+    with pytest.raises(ConfigurationError, match="fallback is 'move' or 'error'"):
+        distribute(made(), {"H": -1}, fallback="guess" if comm.rank == 1 else "move")
+    with pytest.raises(ConfigurationError, match=r"grid .* must be alike"):
+        distribute(made(), {"H": -1} if comm.rank else {"W": -1})

@@ -120,3 +120,10 @@ def test_a_function_of_autograd_is_refused_instead_of_losing_gradients(P_x, whol
     x = shard(P_x, whole.requires_grad_())
     with pytest.raises((UnsupportedError, RuntimeError)):
         (Double.apply(x) + 1).backward(torch.ones(SHAPE))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("cut", [(2,), (None, None, None, 9)])
+def test_layouts_that_there_are_none_of(P_x, whole, cut):
+    with pytest.raises(PartitionError, match="needs for each of 4 grid dimensions"):
+        shard(P_x, whole).redistribute(*cut)

@@ -37,8 +37,7 @@ def call_on_blocks(
         if grid != wanted:
             raise PartitionError(
                 f"{label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the layer on"
-                f" the"
-                " partition of the model, or move the tensor by redistribute() or Repartition"
+                " the partition of the model, or move the tensor by redistribute() or Repartition"
             )
         with torch._C.DisableTorchFunctionSubclass():
             blocks.append(local_of(x))

@@ -42,27 +42,33 @@ class Allgather(Collective):
         super().__init__(_AllgatherByNodes(site, self.counts, self.dtype))
 
 
-def gather_words(manager: SegmentManager, words: Any, name: str) -> dict[int, Any]:
-    """What every rank of the machine says, in words that JSON can carry, by rank id in its order.
+def gather_words(
+    manager: SegmentManager, words: Any, name: str, ranks: Sequence[int] | None = None
+) -> dict[int, Any]:
+    """What every rank says, in words that JSON can carry, by rank id in the order of ``ranks``.
 
-    Collective over the machine, blocking, for set-up; ``name`` is for messages, alike on all ranks. Only
-    digests travel where all say the same.
+    Collective over these, all of the machine if None; blocking, for set-up and for errors. ``name`` is for
+    messages, alike on all ranks. Only digests travel where all say the same.
     """
+    ranks = manager.ranks if ranks is None else tuple(ranks)
     text = json.dumps(words).encode()
     digest = np.array([len(text), fingerprint(text)], np.int64)
-    digests = _gathered(manager, digest.size, digest, f"{name} (digests)").reshape(-1, digest.size)
+    digests = _gathered(manager, ranks, digest.size, digest, f"{name} (digests)").reshape(-1, digest.size)
     if (digests == digest).all():
-        return dict.fromkeys(manager.ranks, json.loads(text))
+        return dict.fromkeys(ranks, json.loads(text))
     split = Listed(tuple(digests[:, 0].tolist()))
-    texts = _gathered(manager, split.lengths, np.frombuffer(text, np.uint8), f"{name} (words)").tobytes()
+    mine = np.frombuffer(text, np.uint8)
+    texts = _gathered(manager, ranks, split.lengths, mine, f"{name} (words)").tobytes()
     theirs = [texts[slice(*split.interval(at))] for at in range(split.parts)]
     # Most ranks say what others say too.
     said = {text: json.loads(text) for text in set(theirs)}
-    return {rank: said[text] for rank, text in zip(manager.ranks, theirs, strict=True)}
+    return {rank: said[text] for rank, text in zip(ranks, theirs, strict=True)}
 
 
-def _gathered(manager: SegmentManager, counts: int | Sequence[int], mine: Array, name: str) -> Array:
-    collective = Allgather(manager, manager.ranks, counts, mine.dtype, name)
+def _gathered(
+    manager: SegmentManager, ranks: Sequence[int], counts: int | Sequence[int], mine: Array, name: str
+) -> Array:
+    collective = Allgather(manager, ranks, counts, mine.dtype, name)
     try:
         collective.active[:] = mine
         collective.start()

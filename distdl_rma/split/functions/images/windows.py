@@ -18,8 +18,8 @@ from distdl_rma.ops.windows.pad import Padding, PadOptions
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, MaxWindows
 from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.convolutions import each_dim
-from distdl_rma.split.functions.planes import by_whole_dims
+from distdl_rma.split.functions.images.convolutions import each_dim
+from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import machine_of, needs_of, on_copies
 from distdl_rma.split.site import Site, site_of

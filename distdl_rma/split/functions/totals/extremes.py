@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distdl_rma.ops.core.autograd import first_derivative
-from distdl_rma.split.functions.pointwise import pointwise
+from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import on_copies
 from distdl_rma.split.reducing import Along, arguments

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.split.trail import TRAILS, Step, note
+from distdl_rma.split.site import TRAILS, Step, note
 
 
 def called(function, kind="pointwise"):

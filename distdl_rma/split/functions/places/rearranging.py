@@ -9,7 +9,7 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.shapes import (
+from distdl_rma.split.functions.places.shapes import (
     argument,
     cut_as,
     derived,

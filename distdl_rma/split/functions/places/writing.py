@@ -11,7 +11,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.indexing import (
+from distdl_rma.split.functions.elements.pointwise import pointwise
+from distdl_rma.split.functions.places.indexing import (
     along_one,
     basic,
     by_index,
@@ -22,9 +23,8 @@ from distdl_rma.split.functions.indexing import (
     numbered,
     one_each,
 )
-from distdl_rma.split.functions.masks import is_mask
-from distdl_rma.split.functions.pointwise import pointwise
-from distdl_rma.split.functions.shapes import frozen, uncut, whole_along
+from distdl_rma.split.functions.places.masks import is_mask
+from distdl_rma.split.functions.places.shapes import frozen, uncut, whole_along
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for
 from distdl_rma.split.site import site_of

@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.shapes import broadcast, frozen, reshape, uncut
+from distdl_rma.split.functions.places.shapes import broadcast, frozen, reshape, uncut
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, machine_of, on_copies
 from distdl_rma.split.site import site_of

@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.shapes import (
+from distdl_rma.split.functions.places.shapes import (
     argument,
     derived,
     frozen,

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.losses import finished
+from distdl_rma.split.functions.totals.losses import finished
 from distdl_rma.split.operands import as_part, machine_of, on_copies
 from distdl_rma.split.reducing import with_whole
 from distdl_rma.split.site import site_of

@@ -15,7 +15,7 @@ from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.planes import by_whole_dims
+from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.operands import as_whole, machine_of, needs_of, on_copies
 from distdl_rma.split.reducing import positive

@@ -14,8 +14,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.functions.masks import by_mask, is_mask
-from distdl_rma.split.functions.shapes import (
+from distdl_rma.split.functions.places.masks import by_mask, is_mask
+from distdl_rma.split.functions.places.shapes import (
     argument,
     cut_as,
     derived,

@@ -1,0 +1,1 @@
+"""Functions of single elements: pointwise, drawn, made anew, asked for."""

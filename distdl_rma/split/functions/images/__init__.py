@@ -1,0 +1,1 @@
+"""Functions that look at neighbours or at whole images: convolutions, pools, padding, resizing, norms."""

@@ -1,0 +1,1 @@
+"""Functions that relabel, choose, move and join elements."""

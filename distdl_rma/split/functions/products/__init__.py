@@ -1,0 +1,1 @@
+"""Sums of products: linear maps, attention, Fourier transforms."""

@@ -1,0 +1,1 @@
+"""Functions along dimensions: reductions, largest elements, softmax, sorting, losses, distances."""

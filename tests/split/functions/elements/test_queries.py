@@ -1,0 +1,43 @@
+"""What a program asks of a split tensor."""
+
+import pytest
+import torch
+
+from distdl_rma import UnsupportedError
+from tests.split.against_whole import block, grids
+
+SHAPE = (2, 3, 5, 4)
+QUESTIONS = [
+    lambda x: tuple(x.shape),
+    lambda x: (x.size(-1), x.dim(), x.numel(), len(x), x.ndim),
+    lambda x: (x.dtype, x.device, x.is_floating_point(), x.is_complex(), x.element_size()),
+    lambda x: (x.requires_grad, x.is_leaf, (x + 1).is_leaf),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ask", QUESTIONS)
+def test_answers_are_those_of_the_whole(P_world, ask):
+    whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    for grid in grids(len(SHAPE), P_world.size):
+        assert ask(block(P_world.create_cartesian_topology_partition(grid), whole)) == ask(whole)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_gradients_hooks_and_values(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    x, seen = block(P_x, whole), []
+    x.register_hook(lambda gradient: seen.append(gradient.shape))
+    total = (x * x).sum()
+    total.backward()
+    assert seen == [torch.Size(SHAPE)]
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * whole.detach())
+    value = total.detach()
+    assert float(value) == value.item()
+    assert bool(value > 0)
+    with pytest.raises(UnsupportedError, match="the values are on many ranks"):
+        bool(x > 0)
+    x.grad = None
+    assert x.grad is None

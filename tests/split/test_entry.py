@@ -1,0 +1,41 @@
+"""Grids as users write them, and tensors that are to be alike."""
+
+import pytest
+import torch
+
+from distdl_rma import ArgumentError, Machine, MismatchError, PartitionError
+from distdl_rma.split.entry import alike_on_all_ranks, grid_for
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_grids_in_words(P_world):
+    machine, size = Machine.of(P_world), P_world.size
+    assert grid_for(f"{size}x1", machine, 4).shape == (1, 1, size, 1)
+    assert grid_for({"W": -1}, machine, 4).shape == (1, 1, 1, size)
+    assert grid_for({"D": -1, "N": 1}, machine, 5).shape == (1, 1, size, 1, 1)
+    assert grid_for(P_world, machine, 1) is P_world
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("grid", ["2y2", {"Z": 2}, 3])
+def test_what_is_no_grid(P_world, grid):
+    with pytest.raises(ArgumentError, match="a grid"):
+        grid_for(grid, Machine.of(P_world), 4)
+
+
+@pytest.mark.mpi
+def test_a_grid_of_another_number_of_ranks_or_dimensions(P_world):
+    with pytest.raises(PartitionError):
+        grid_for(f"{P_world.size + 1}x1", Machine.of(P_world), 4)
+    with pytest.raises(PartitionError, match="the tensor has 4"):
+        grid_for(P_world, Machine.of(P_world), 4)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_tensors_that_differ_are_refused(P_world):
+    machine, x = Machine.of(P_world), torch.arange(4.0)
+    alike_on_all_ranks(machine, P_world.ranks, [x], "x")
+    with pytest.raises(MismatchError, match="x differs between rank"):
+        alike_on_all_ranks(machine, P_world.ranks, [x + (P_world.rank == 1)], "x")

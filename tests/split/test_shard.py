@@ -1,0 +1,39 @@
+"""A whole tensor cut into a split one."""
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma import PartitionError, shard
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_every_rank_keeps_its_block(P_world):
+    whole = torch.randn(2, 3, 7, 5, requires_grad=True)
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    x = shard(P_x, whole)
+    assert x.requires_grad
+    assert torch.equal(x.to_local(), whole[x.decomposition.slices()])
+    assert x.to_local().data_ptr() != whole.data_ptr()
+    assert torch.equal(shard(P_x, whole.detach().numpy()).full_tensor(), whole)
+
+
+@pytest.mark.mpi
+def test_only_the_block_of_an_array_is_read(P_world):
+    class Reads:
+        shape = (1, 1, 8, 4)
+
+        def __getitem__(self, index):
+            taken.append(index)
+            return np.zeros([s.stop - s.start for s in index])
+
+    taken = []
+    x = shard(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), Reads())
+    assert taken == [x.decomposition.slices()]
+
+
+@pytest.mark.mpi
+def test_another_number_of_dimensions_is_refused(P_world):
+    with pytest.raises(PartitionError):
+        shard(P_world, torch.zeros(2, 2))
