@@ -20,7 +20,7 @@ def test_calls_are_noted_with_their_places():
     assert TRAILS.pop() is None
     called(F.gelu)
     first, second = TRAILS.pop()
-    assert first.described.startswith("torch.relu in module 'down.0' at test_trail.py:")
+    assert first.described.startswith("torch.relu in module 'down.0' at test_site.py:")
     assert second.function is F.gelu
     assert first.word != second.word
     assert first.word == Step(*first).word
