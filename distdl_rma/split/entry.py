@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from math import prod
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -64,20 +65,28 @@ def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
         if grid.dim != dims:
             raise PartitionError(f"grid {grid.shape} has {grid.dim} dimensions, the tensor has {dims}")
         return grid
+    ranks, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
     letters = "NC" + "DHW"[5 - dims :] if 3 <= dims <= 5 else ""
+    shape: tuple[int, ...] | None = None
     if isinstance(grid, str):
         parts = grid.lower().split("x")
-        if not all(part.strip().isdigit() for part in parts) or len(parts) > dims:
-            raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
-        shape = (1,) * (dims - len(parts)) + tuple(int(part) for part in parts)
+        if all(part.strip().isdecimal() for part in parts) and len(parts) <= dims:
+            shape = (1,) * (dims - len(parts)) + tuple(int(part) for part in parts)
     elif isinstance(grid, Mapping):
         unknown = [key for key in grid if key not in letters]
         if unknown:
             raise ArgumentError(f"a grid names the dimensions {', '.join(letters)}, got {unknown[0]!r}")
-        shape = _filled_up(tuple(int(grid.get(letter, 1)) for letter in letters), machine)
-    else:
+        if all(isinstance(number, Integral) for number in grid.values()):
+            shape = _filled_up(tuple(int(grid.get(letter, 1)) for letter in letters), len(ranks))
+    if shape is None:
         raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
-    ranks, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
+    if min(shape) < 1 or prod(shape) != len(ranks):
+        # In the user's words: the shape has dimensions that nobody spoke of.
+        raise PartitionError(
+            f"grid {grid!r}: the numbers of blocks are at least 1, and their product is the number of ranks,"
+            f" which is {len(ranks)}; a number of {{'H': -1, 'W': 2}} may be -1, for all ranks that the"
+            " others leave"
+        )
     return Partition(ranks, shape, rank, machine)
 
 
@@ -96,9 +105,7 @@ def alike_on_all_ranks(
             )
 
 
-def _filled_up(shape: tuple[int, ...], machine: Machine | None) -> tuple[int, ...]:
+def _filled_up(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     # With the one number that is left to the ranks.
-    if shape.count(-1) != 1 or machine is None:
-        return shape
-    rest = machine.size // -prod(shape)
+    rest = ranks // -prod(shape) if shape.count(-1) == 1 and 0 not in shape else -1
     return tuple(rest if n == -1 else n for n in shape)

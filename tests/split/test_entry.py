@@ -18,7 +18,7 @@ def test_grids_in_words(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("grid", ["2y2", {"Z": 2}, 3])
+@pytest.mark.parametrize("grid", ["2y2", {"Z": 2}, 3, {"H": 2.0}, {"H": "a"}, {"H": None}])
 def test_what_is_no_grid(P_world, grid):
     with pytest.raises(ArgumentError, match="a grid"):
         grid_for(grid, Machine.of(P_world), 4)
@@ -26,8 +26,11 @@ def test_what_is_no_grid(P_world, grid):
 
 @pytest.mark.mpi
 def test_a_grid_of_another_number_of_ranks_or_dimensions(P_world):
-    with pytest.raises(PartitionError):
-        grid_for(f"{P_world.size + 1}x1", Machine.of(P_world), 4)
+    size = P_world.size
+    for grid in (f"{size + 1}x1", "0x1", {}, {"H": 2 * size}, {"H": -1, "W": -1}, {"H": -1, "W": size + 1}):
+        with pytest.raises(PartitionError, match=rf"grid .* number of ranks, which is {size};") as error:
+            grid_for(grid, Machine.of(P_world), 5)
+        assert repr(grid) in str(error.value)
     with pytest.raises(PartitionError, match="the tensor has 4"):
         grid_for(P_world, Machine.of(P_world), 4)
 
