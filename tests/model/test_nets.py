@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.model.against_alone import train_beside
+from tests.model.against_alone import train_beside, trained
 from tests.model.nets import EDSR, DnCNN, FNO2d, UNet, VNet
 
 # Model, and the shape of its input: extents that divide badly.
@@ -35,11 +35,6 @@ MODELS = {
 }
 
 
-def grids(size):
-    """Rows and columns, of four ranks both at once."""
-    return ["2x2"] if size == 4 else [f"{size}x1", f"1x{size}"]
-
-
 @pytest.fixture(autouse=True)
 def double_precision():
     """Complex parameters too are of the longer type."""
@@ -53,8 +48,8 @@ def double_precision():
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_that_of_the_model_alone(comm, name):
     made, shape = MODELS[name]
-    for grid in grids(comm.size):
+    for grid, steps in trained(comm.size):
         torch.manual_seed(5)
         model = made()
         x = torch.randn(shape)
-        train_beside(model, grid, x, lambda y: (y - 0.3).square().mean())
+        train_beside(model, grid, x, lambda y: (y - 0.3).square().mean(), steps=steps)
