@@ -23,7 +23,8 @@ from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.split import site
 from distdl_rma.split.entry import alike_on_all_ranks, grid_for
-from distdl_rma.split.layout import described
+from distdl_rma.split.layout import balanced, described
+from distdl_rma.split.plain import beside
 from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.site import TRAILS, Step
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
@@ -107,12 +108,21 @@ class Distributed:
         if model is not None:
             vars(model).pop(_KEY, None)
 
-    def cut(self, arguments: Any) -> Any:
-        """Arguments with whole tensors cut as the grid says, those of the most dimensions; local."""
+    def cut(self, arguments: Any, in_graph: bool = False) -> Any:
+        """Arguments with whole tensors cut as the grid says, those of the most dimensions; local.
+
+        They are leaves, or parts of the whole ones, whose gradients they then bring.
+        """
         dims = self._cut_dims(tensors_in(arguments))
 
         def changed(x: torch.Tensor) -> torch.Tensor:
-            return shard(self.partition(dims), x) if x.dim() == dims and not isinstance(x, SplitTensor) else x
+            if x.dim() != dims or isinstance(x, SplitTensor):
+                return x
+            partition = self.partition(dims)
+            if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
+                return shard(partition, x)
+            layout = balanced(partition, x.shape)
+            return SplitTensor(beside(x, layout)[layout.slices()], layout)
 
         return mapped(changed, arguments)
 
@@ -148,7 +158,7 @@ class Distributed:
         if kind not in self._seen:
             alike_on_all_ranks(self.machine, calls.ranks, whole, "an input of a distributed model")
             self._seen.add(kind)
-        return self.cut((args, kwargs))
+        return self.cut((args, kwargs), in_graph=True)
 
     @uncompiled
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:

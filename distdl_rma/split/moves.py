@@ -7,7 +7,7 @@ a
   loss which all ranks hold alike, as all of them compute it. Copies have equal gradients.
 - of a **plain tensor**, such as a parameter, every rank has a *contribution*: the sum over the ranks is the
   gradient, and a ``GradientSync`` makes it. So a parameter may be used on split and on replicated tensors
-  alike.
+  alike. Of a plain tensor that no ``GradientSync`` has, ``split/plain.py`` sums where it is used.
 
 A function on blocks keeps the first rule by itself. A copy that is used by ranks with different blocks gets
 contributions, which ``to_blocks`` sums; what is summed over ranks, ``all_sum``, hands its gradient on as it

@@ -15,7 +15,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.split import layout as lay
-from distdl_rma.split.moves import once, redistributed, to_blocks
+from distdl_rma.split.moves import redistributed, to_blocks
+from distdl_rma.split.plain import beside
 from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.table import WITHOUT_RULE, name_of, rule
 from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
@@ -100,7 +101,7 @@ def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tens
     everywhere = lay.replicated(partition, ())
 
     def change(x: torch.Tensor) -> torch.Tensor:
-        return local_of(x) if isinstance(x, SplitTensor) else once(x, everywhere)
+        return local_of(x) if isinstance(x, SplitTensor) else beside(x, everywhere)
 
     return change
 
@@ -168,9 +169,8 @@ def as_part(
     ``at`` tells the operands of one site apart. Differentiable.
     """
     if not isinstance(x, SplitTensor):
-        if part.cut_dims:
-            x = x[lay.kept(part.partition, "slices", part, part.slices)]
-        return once(x, result)
+        x = beside(x, result)
+        return x[lay.kept(part.partition, "slices", part, part.slices)] if part.cut_dims else x
     local = redistributed(site, local_of(x), x._layout, part, f"operand {at}")
     # Along these, copies are used beside different blocks.
     apart = tuple(
@@ -184,7 +184,7 @@ def as_part(
 def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> torch.Tensor:
     """All of an operand on every rank, for use beside blocks of a result; differentiable."""
     if not isinstance(x, SplitTensor):
-        return once(x, result)
+        return beside(x, result)
     everywhere = lay.replicated(result.partition, x._layout.shape)
     local = redistributed(site, local_of(x), x._layout, everywhere, what)
     cut = tuple(g for g, axis in enumerate(result.axes) if axis is not None)

@@ -15,6 +15,7 @@ from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
 from distdl_rma.split.moves import redistributed
+from distdl_rma.split.plain import gathered
 from distdl_rma.split.site import TRAILS, module_path, note, site_of, user_frame, where
 from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 
@@ -121,7 +122,7 @@ class SplitTensor(torch.Tensor):
         should not come behind it, since a gradient would count once for each rank; ``redistribute()`` is for
         that.
         """
-        return self.redistribute()._local
+        return gathered(self.redistribute()._local)
 
     def redistribute(self, *cut: int | None, layout: Decomposition | None = None) -> SplitTensor:
         """The same tensor cut otherwise; differentiable, blocking.

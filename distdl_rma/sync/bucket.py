@@ -11,6 +11,7 @@ import torch
 from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
+from distdl_rma.ops.core.autograd import synchronise
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
 from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -69,6 +70,7 @@ class GradientSlot:
         for placed, key in self.entry.placed:
             placed.let_go(key)
         synchronised.pop(self.parameter, None)
+        synchronise(self.parameter, False)
         self.move_out()
 
     def move_out(self) -> None:

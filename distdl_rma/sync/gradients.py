@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
+from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import uncompiled
+from distdl_rma.ops.core.autograd import asked, synchronise, uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets
 from distdl_rma.sync.claims import synchronised
@@ -259,6 +259,7 @@ class GradientSync(Uncopyable):
         # From now on the layers leave the gradient to this one, and torch says when it is there.
         parameter: Any = slot.parameter  # torch leaves its hooks untyped
         synchronised[parameter] = True
+        synchronise(parameter, True)
         if bucket is None:
             self._alone.append(slot)
             slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
@@ -270,7 +271,7 @@ class GradientSync(Uncopyable):
             parameter.register_hook(partial(self._computed, slot)),
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot)),
         ]
-        slot.take_over(lambda: None if self._paused else bucket.offer(slot))
+        slot.take_over(lambda: None if self._paused or asked() else bucket.offer(slot))
 
     def _begin(self) -> None:
         # The first gradient of a backward, whichever it is: other ranks may wait for this one's others.
@@ -287,9 +288,21 @@ class GradientSync(Uncopyable):
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
+    def _asked_for(self, slot: GradientSlot) -> bool:
+        # By torch.autograd.grad of split tensors, which sums this rank's contribution to what it returns.
+        ranks = asked()
+        if ranks is not None and not set(ranks) <= {*slot.kind.ranks, self._machine.rank}:
+            raise UnsupportedError(
+                f"torch.autograd.grad: {self._label(slot)!r} is not on all ranks alike, and has no whole"
+                " gradient; use backward(), and .grad of this rank's part"
+            )
+        return ranks is not None
+
     @uncompiled
     def _computed_alone(self, slot: GradientSlot, gradient: torch.Tensor) -> torch.Tensor:
         self._check_open()
+        if self._asked_for(slot):
+            return gradient
         if not self._paused:
             self._begin()
         return gradient / slot.kind.divisor if slot.kind.divisor > 1 else gradient
@@ -298,6 +311,8 @@ class GradientSync(Uncopyable):
     def _computed(self, slot: GradientSlot, _gradient: torch.Tensor) -> None:
         # Runs with the gradient of this backward complete and not yet accumulated.
         self._check_open()
+        if self._asked_for(slot):
+            return
         gradient = slot.parameter.grad
         if slot.parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
@@ -345,7 +360,8 @@ class GradientSync(Uncopyable):
                 raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
             if self._on_the_way:
                 raise ProtocolError(
-                    "GradientSync: torch.autograd.grad would return local gradients; use backward()"
+                    "GradientSync: torch.autograd.grad of a plain tensor would return local gradients of"
+                    " parameters, not their sums; use backward() and .grad, or grad of a split tensor"
                 )
             _profiled("GradientSync", self._sum)
         except DistdlError as error:

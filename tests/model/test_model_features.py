@@ -114,6 +114,51 @@ def test_inputs_that_need_gradients(comm, P_world):
     split.distributed.close()
 
 
+def test_gradients_that_are_asked_for(comm):
+    def act(model):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(loss_of(model(inputs())), parameters)
+        loss_of(model(inputs(1))).backward()
+        return torch.cat([g.flatten() for g in (*found, *(p.grad for p in parameters))])
+
+    both(act)
+
+
+def test_learnable_tensors_of_nobody(comm):
+    # An input, a plain network ahead of the model, weights of a loss, used in several ways.
+    def act(model):
+        torch.manual_seed(4)
+        ahead = nn.Conv2d(3, 3, 1).double()
+        x, scale = inputs().requires_grad_(), torch.ones(2, dtype=torch.float64, requires_grad=True)
+        weights = torch.randn(13, 1, dtype=torch.float64).requires_grad_()
+        given = split_as(model, inputs(1))
+        y = model(ahead(x) * 0.5)
+        (loss_of(y) * scale[0].exp() + scale[1] * 3).backward()
+        (weights * given + (weights * 2).expand(2, 3, 13, 11)).square().mean().backward()
+        # What was brought together, beside what is split.
+        (whole(y.detach().mean()) * (whole(given.flip(2)) * given).mean() * scale.sum()).backward()
+        leaves = [x, scale, weights, *ahead.parameters(), *model.parameters()]
+        return torch.cat([each.grad.flatten() for each in leaves if each.grad is not None])
+
+    both(act)
+
+
+def split_as(model, x):
+    """The input as a model of split tensors gets it, or as it is."""
+    return model.distributed.cut(x) if hasattr(model, "distributed") else x
+
+
+def test_what_is_computed_of_parameters_and_of_others_is_refused(comm):
+    split = distribute(made(), {"H": -1})
+    other = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    y = split(inputs())
+    with pytest.raises(UnsupportedError, match="one after the other"):
+        y * (split.scale * other)
+    loss_of(y * split.scale * other).backward()
+    assert other.grad is not None
+    split.distributed.close()
+
+
 def test_hooks_on_modules_and_tensors(comm):
     def act(model):
         seen = []

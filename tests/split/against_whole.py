@@ -9,6 +9,7 @@ import torch
 from mpi4py import MPI
 
 from distdl_rma import Partition
+from distdl_rma.ops.core.autograd import synchronise
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
 
@@ -55,6 +56,9 @@ def check(
         given = [x.detach().clone().requires_grad_(x.requires_grad) for x in (*split, *plain)]
         cut = [block(P_x, x) for x in split]
         beside = [x.detach().clone().requires_grad_(x.requires_grad) for x in plain]
+        for x in beside:
+            # As parameters of a model, of which every rank has a contribution.
+            synchronise(x, True)
         try:
             torch.manual_seed(3)
             expected = function(*given)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -130,6 +131,40 @@ def _report(machine: Machine | None, error: Exception) -> None:
     refused = isinstance(error, DistdlError) and not isinstance(error, _FAILURES)
     if not refused and not machine.closed:
         machine.fail(error)
+
+
+# Of a parameter whose gradient a GradientSync sums.
+_SYNCHRONISED = "_distdl_rma_synchronised"
+# Ranks that sum the gradients that torch.autograd.grad is asked for, while it runs.
+_asked: list[tuple[int, ...]] = []
+
+
+def synchronise(parameter: torch.Tensor, by_sync: bool) -> None:
+    """Note whether a ``GradientSync`` sums the gradient of a parameter."""
+    if by_sync:
+        setattr(parameter, _SYNCHRONISED, True)
+    else:
+        vars(parameter).pop(_SYNCHRONISED, None)
+
+
+def is_synchronised(parameter: torch.Tensor) -> bool:
+    """Whether a ``GradientSync`` sums the gradient of a leaf."""
+    return hasattr(parameter, _SYNCHRONISED)
+
+
+@contextmanager
+def asking(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Context of a backward whose caller sums over some ranks the gradients that it asks for."""
+    _asked.append(ranks)
+    try:
+        yield
+    finally:
+        _asked.pop()
+
+
+def asked() -> tuple[int, ...] | None:
+    """Ranks that sum what the running backward was asked for; None if gradients go to ``.grad``."""
+    return _asked[-1] if _asked else None
 
 
 class GradientNeeds(NamedTuple):

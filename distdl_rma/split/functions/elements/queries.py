@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from distdl_rma.machine import Machine
+from distdl_rma.ops.core.autograd import asking
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
+from distdl_rma.split.plain import contributes
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused
@@ -100,13 +102,18 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_alike(g, y) for g, y in zip(given, outputs, strict=True)]
     ends, roots = mapped(_block_of, list(outputs)), mapped(_block_of, list(inputs))
-    found = composed(func, ends, roots, grad_outputs=given, **kwargs)
+    # Before the graph is gone that tells.
+    later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
+    with asking(partition.ranks):
+        found = composed(func, ends, roots, grad_outputs=given, **kwargs)
 
     def whole(x: torch.Tensor, gradient: torch.Tensor | None, at: int) -> torch.Tensor | None:
         if gradient is None:
             return None
         if isinstance(x, SplitTensor):
             return SplitTensor(gradient, x._layout)
+        if not later[at]:
+            return gradient
         return reduced(site, gradient, partition.ranks, what=f"gradient of input {at}")
 
     return tuple(whole(x, g, at) for at, (x, g) in enumerate(zip(inputs, found, strict=True)))

@@ -1,0 +1,112 @@
+"""Plain tensors beside split ones: of whose gradient a rank has a contribution, and of whose the whole.
+
+A ``GradientSync`` sums the contributions to its parameters. Other plain tensors, such as a learnable number
+in a loss, an input, or what ``full_tensor()`` gave, have nobody for that: their gradients are summed where
+they are used, and are whole on all ranks then, wherever else they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import UnsupportedError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.autograd import first_derivative, is_synchronised
+from distdl_rma.split.moves import once, reduced
+from distdl_rma.split.site import Site, site_of
+
+# What a node of a graph keeps, once those behind it are known to be a GradientSync's.
+_KNOWN = "distdl_rma"
+
+
+class _WholeGradient(torch.autograd.Function):
+    # Every rank has a contribution to the gradient of what comes out, and the whole of what goes in.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
+        ctx.site, ctx.ranks, ctx.machine = site, ranks, site.machine
+        return x.view_as(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return reduced(ctx.site, gradient, ctx.ranks, what="gradient"), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    # A split tensor ends here, what follows is plain.
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return (gradient,)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """All of a split tensor as a plain one, whose gradient is the whole."""
+    if not x.requires_grad:
+        return x
+    y: torch.Tensor = _Gathered.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
+    """A plain tensor for use beside blocks of ``result``."""
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return x
+    if not contributes(x):
+        if not result.cut_dims:
+            # All ranks compute the same.
+            return x
+        partition = result.partition
+        site = site_of(Machine.of(partition), plain_tensor)
+        x = _WholeGradient.apply(x, site, partition.ranks)  # type: ignore[no-untyped-call]
+    return once(x, result)
+
+
+def plain_tensor() -> None:
+    """What sites of such gradients are called."""
+
+
+def contributes(x: torch.Tensor) -> bool:
+    """Whether the gradient of a plain tensor is summed later, as that of a parameter of a ``GradientSync``.
+
+    ``UnsupportedError`` if it is computed of some whose gradients are, and of others.
+    """
+    if x.grad_fn is None:
+        return is_synchronised(x)
+    ours = others = False
+    nodes, ahead = set[Any](), [x.grad_fn]
+    while ahead:
+        node: Any = ahead.pop()
+        if node in nodes:
+            continue
+        if _KNOWN in node.metadata:
+            ours = True
+            continue
+        nodes.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None or node.name() == _BOUNDARY:
+            known = leaf is not None and is_synchronised(leaf)
+            ours, others = ours or known, others or not known
+        else:
+            ahead += [each for each, _ in node.next_functions if each is not None]
+    if ours and others:
+        raise UnsupportedError(
+            "a plain tensor that is computed of parameters of a distributed model and of other learnable"
+            " tensors meets a split one: their gradients are summed at different times; let these meet split"
+            " tensors one after the other, or put all of them into the model"
+        )
+    if ours:
+        for node in nodes:
+            node.metadata[_KNOWN] = True
+    return ours
+
+
+_BOUNDARY = f"{_Gathered.__name__}Backward"
