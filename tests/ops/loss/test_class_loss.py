@@ -74,6 +74,22 @@ def test_class_indices_are_alike_on_ranks_that_split_the_classes(P_world, comm):
         loss_of(Decomposition.balanced(P_x, x.shape), F.cross_entropy, (F64, I64), "none")
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_tensors_that_do_not_fit_on_one_rank_are_an_error_on_all(P_world, comm, probabilities):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    x, target = torch.randn(5, 4, dtype=F64), torch.zeros(5, dtype=I64)
+    source, dtypes = Decomposition.balanced(P_x, x.shape), (F64, F64 if probabilities else I64)
+    loss = loss_of(source, F.cross_entropy, dtypes, ignore_index=-100)
+    mine = shard(P_x, x)
+    truth = mine.softmax(1) if probabilities else target
+    for odd in (0, comm.size - 1):
+        for given in ((mine, truth[: 5 - (comm.rank == odd)]), (mine[: 5 - (comm.rank == odd)], truth)):
+            with pytest.raises(ShapeError, match="input has shape" if comm.rank == odd else "none"):
+                loss(EVERYTHING, *given, weight=None)
+        loss(EVERYTHING, mine, truth, weight=None)
+
+
 @pytest.mark.mpi
 def test_copies_of_split_classes_count_once_and_probabilities_are_gathered_too(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((copies := 2 - comm.size % 2, comm.size // copies))
