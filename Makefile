@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all bench fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts clean
+.PHONY: help demo test test-all bench bench-compare bench-docs fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -98,6 +98,13 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	    --output bench-output/memory-$$ranks.json || exit 1; done
 	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.results collect
+
+bench-compare: $(STAMP)  ## which rows of the newest benchmarks are slower than the ones before on such a machine
+	@$(BIN)/python -m benchmarks.results compare $(if $(SINCE),--since $(SINCE))
+
+bench-docs: $(STAMP)  ## the newest rows into docs/benchmarks.md
+	$(BIN)/python -m benchmarks.results docs
 
 clean:  ## remove caches and results; the environment in .venv stays
 	rm -rf build dist demo-output overlap-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

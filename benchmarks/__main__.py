@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import collectives, conv, layers, planning, rma, split, training
 from benchmarks.measure import COMM, Row
+from benchmarks.results.run import Run, machine_name
 from distdl_rma import Machine
 
 SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
@@ -36,10 +34,16 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", choices=[[], *SUITES, *OTHERS], help="all if none is named")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    run = Run.now(COMM.size)
     with Machine(COMM) as machine:
-        rows = [row for name in options.suites or SUITES for row in shown((SUITES | OTHERS)[name](machine))]
+        for name in options.suites or SUITES:
+            for row in shown((SUITES | OTHERS)[name](machine)):
+                run = replace(run, rows=(*run.rows, row))
+            # What was measured stays, whatever becomes of the next suite.
+            if COMM.rank == 0:
+                run.write(options.output)
     if COMM.rank == 0:
-        report(rows, options.output)
+        report(run)
 
 
 def shown(rows: Iterator[Row]) -> Iterator[Row]:
@@ -49,10 +53,10 @@ def shown(rows: Iterator[Row]) -> Iterator[Row]:
         yield row
 
 
-def report(rows: list[Row], output: Path) -> None:
-    where = f"{COMM.size} ranks on {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+def report(run: Run) -> None:
+    where = f"{run.ranks} ranks on {machine_name()}, {run.software}, commit {run.commit}"
     table = Table("what", "against", "ratio", "target", "ours", "baseline", title=where)
-    for row in rows:
+    for row in run.rows:
         target = "" if row.target is None else f"<= {row.target:g}"
         met = row.target is None or row.ratio <= row.target
         table.add_row(
@@ -64,8 +68,6 @@ def report(rows: list[Row], output: Path) -> None:
             f"{row.baseline_us:.1f} ± {row.baseline_spread_us:.1f} {row.unit}",
         )
     Console(width=160).print(table)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"where": where, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What becomes of measured rows: their history, and the page and the picture that show them."""

@@ -1,0 +1,80 @@
+"""History, page and picture of measured rows: ``python -m benchmarks.results [collect | compare | docs]``.
+
+``collect`` adds the runs in ``bench-output/`` to the history of this kind of machine, writes them as Markdown
+and as a picture beside them, and says what has become slower. ``compare`` says it again, with an exit status
+of 1 if anything has. ``docs`` writes the newest rows of the history into the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.results import history, page, picture
+from benchmarks.results.history import Entry
+from benchmarks.results.run import ROOT, machine_name, runs_in
+
+OUTPUT = Path("bench-output")
+PAGE, IMAGE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images" / "benchmarks.svg"
+NAME, COMMAND = "table", "python -m benchmarks.results docs"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.results", description=__doc__)
+    parser.add_argument("what", choices=("collect", "compare", "docs"), nargs="?", default="collect")
+    parser.add_argument("--machine", default=machine_name(), help="whose history, this machine's by default")
+    parser.add_argument("--since", metavar="COMMIT", help="compare with the rows of this commit")
+    options = parser.parse_args()
+    file = history.FOLDER / f"{options.machine}.csv"
+    if options.what == "collect":
+        collect(file, OUTPUT)
+    entries = history.read(file)
+    if options.what == "docs":
+        PAGE.write_text(documented(PAGE.read_text(), entries, options.machine))
+        IMAGE.write_text(drawn(entries, options.machine))
+        return 0
+    worse = history.slower(entries, options.since)
+    for row in worse:
+        print(f"slower: {row}")
+    print(f"{len(worse)} rows are slower by more than they vary, on {options.machine}")
+    return 1 if worse and options.what == "compare" else 0
+
+
+def collect(file: Path, output: Path) -> None:
+    """Add the runs of a folder to a machine's file, and show their rows in the folder."""
+    runs = list(runs_in(output))
+    if not runs:
+        sys.exit(f"no results in {output}: run make bench first")
+    for run in runs:
+        count = history.append(file, history.entries_of(run))
+        print(f"{count} of {len(run.rows)} rows of {run.time} are new in {file}")
+    shown = list(history.newest([e for run in runs for e in history.entries_of(run)]).values())
+    parts = (
+        "# Benchmarks",
+        f"{file.stem}, {page.where(shown)}",
+        "![ratios](benchmarks.svg)",
+        page.table(shown),
+    )
+    (output / "benchmarks.md").write_text("\n\n".join(parts) + "\n")
+    before = history.newest([e for e in history.read(file) if e.time < runs[0].time])
+    (output / "benchmarks.svg").write_text(picture.svg(lambda: picture.ratios(shown, before, file.stem)))
+
+
+def documented(text: str, entries: list[Entry], machine: str) -> str:
+    """The page with the newest rows of a history."""
+    shown = list(history.newest(entries).values())
+    return page.rewritten(
+        text, NAME, COMMAND, f"Measured on {machine}: {page.where(shown)}.\n\n{page.table(shown)}"
+    )
+
+
+def drawn(entries: list[Entry], machine: str) -> str:
+    """The picture of the newest rows of a history, with the ones before."""
+    latest = history.newest(entries)
+    before = history.newest([e for e in entries if e.time < latest[e.key].time])
+    return picture.svg(lambda: picture.ratios(list(latest.values()), before, machine))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

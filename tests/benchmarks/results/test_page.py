@@ -1,0 +1,76 @@
+"""Rows are shown as Markdown, alone and within the documentation, and as a picture."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+from benchmarks.results import __main__ as command
+from benchmarks.results import history, page
+from benchmarks.results.history import Entry
+from benchmarks.results.run import Run
+from benchmarks.row import Row
+
+ROOT = Path(__file__).parents[3]
+ROW = Row("sum, 25 MiB", "one copy", 2570.4, 299.0, 5070.2, 284.0, 0.4)
+ENTRY = Entry("abc", "2026-01-01T00:00:00Z", "torch 2", 2, ROW)
+
+
+def test_a_table_has_a_line_per_row_and_bold_ratios_above_their_target():
+    small = {"ours_us": 1.234, "ours_spread_us": 0.1, "baseline_us": 10.0, "baseline_spread_us": 0.0}
+    met = replace(ENTRY, row=replace(ROW, **small))
+    limit = replace(ENTRY, row=Row("time", "150 us", 15.25, 0.5, 150.0, 0.0, None))
+    assert page.table([ENTRY, met, limit]).splitlines()[2:] == [
+        "| sum, 25 MiB | one copy | **0.51** | 0.4 | 2,570 ± 299 us | 5,070 ± 284 us |",
+        "| sum, 25 MiB | one copy | 0.12 | 0.4 | 1.2 ± 0.1 us | 10 us |",
+        "| time | 150 us | 0.10 |  | 15.2 ± 0.5 us |  |",
+    ]
+
+
+def test_it_is_told_of_which_runs_the_rows_are():
+    assert page.where([ENTRY]) == "commit abc, 2026-01-01, torch 2, 2 ranks"
+    crowded = replace(ENTRY, ranks=4)
+    assert page.where([ENTRY, crowded]) == "commit abc, 2026-01-01, torch 2, 2 and 4 ranks"
+    later = replace(ENTRY, commit="def")
+    told = (
+        "commit abc, 2026-01-01, torch 2, 2 ranks: 1 of the rows; commit def, 2026-01-01, torch 2, 2 ranks: 2"
+    )
+    assert page.where([ENTRY, later, later]).startswith(told)
+
+
+def test_only_what_lies_between_the_lines_is_rewritten():
+    text = "before\n<!-- a: written by b -->\n\nold\n\n<!-- a: end -->\nafter\n"
+    new = page.rewritten(text, "a", "b", "new\n")
+    assert new == text.replace("old", "new")
+    assert page.rewritten(new, "a", "b", "new") == new
+    with pytest.raises(ValueError, match="has no lines"):
+        page.rewritten("nothing", "a", "b", "new")
+
+
+def test_collecting_keeps_history_and_writes_a_page_and_a_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "machine.csv"
+    history.append(file, [replace(ENTRY, time="2025-01-01T00:00:00Z")])
+    Run("abc", ENTRY.time, "torch 2", 2, (ROW,)).write(tmp_path / "out" / "results.json")
+    for _ in range(2):
+        command.collect(file, tmp_path / "out")
+    assert len(history.read(file)) == 2
+    assert "| sum, 25 MiB |" in (tmp_path / "out" / "benchmarks.md").read_text()
+    drawn = (tmp_path / "out" / "benchmarks.svg").read_text()
+    assert "sum, 25 MiB | one copy" in drawn
+    assert drawn == command.drawn(history.read(file), "machine")
+
+
+def test_the_documentation_has_what_the_history_says():
+    text = command.PAGE.read_text()
+    machine = re.search(r"Measured on ([\w.-]+): ", text)[1]
+    entries = history.read(history.FOLDER / f"{machine}.csv")
+    assert command.documented(text, entries, machine) == text, "run make bench-docs"
+    pinned = re.search(r"^matplotlib==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    if mpl.__version__ != pinned:
+        pytest.skip(f"the picture was drawn by matplotlib {pinned}, this is {mpl.__version__}")
+    assert command.IMAGE.read_text() == command.drawn(entries, machine), "run make bench-docs"
