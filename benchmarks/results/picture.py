@@ -83,4 +83,5 @@ def _legend(axes: Axes) -> None:
         axes.plot([], [], marker, color=colour, label=label, markersize=6)[0]
         for marker, colour, label in shown
     ]
-    axes.legend(handles=marks, loc="lower left", bbox_to_anchor=(0, -0.02), fontsize=7)
+    # Above the rows: wherever else it stood, a row would lie under it.
+    axes.legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(marks), fontsize=7)
