@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks import collectives, conv, layers, planning, rma, split, training
 from benchmarks.measure import COMM, Row
 from benchmarks.results.run import Run, machine_name
+from benchmarks.scaling import rows as scaling
 from distdl_rma import Machine
 
 SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
@@ -22,6 +23,7 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "layers": layers.rows,
     "training": training.rows,
     "split": split.rows,
+    "scaling": scaling.rows,
     "planning": planning.rows,
 }
 # Not among those that run if none is named: for more ranks than cores, and for ranks that did nothing before.

@@ -10,10 +10,10 @@ from mpi4py import MPI
 
 from benchmarks.row import Row
 
-__all__ = ["COMM", "REPETITIONS", "Row", "added", "compare", "summary"]
+__all__ = ["COMM", "REPETITIONS", "Row", "added", "compare", "in_turn", "summary"]
 
 COMM = MPI.COMM_WORLD
-REPETITIONS = 41
+REPETITIONS, WARM_UPS = 41, 3
 
 
 def compare(
@@ -41,20 +41,23 @@ def compare(
     repetitions
         Samples of each variant.
     """
-    samples: dict[bool, list[float]] = {True: [], False: []}
-    for repetition in range(repetitions + 3):
-        # The order alternates, so that neither variant always runs behind the other.
-        for mine in (True, False) if repetition % 2 else (False, True):
-            seconds = _time(ours if mine else baseline, inner)
-            if repetition >= 3:
-                samples[mine].append(seconds * 1e6)
-    return Row(
-        what,
-        against,
-        *summary(samples[True]),
-        *summary(samples[False]),
-        target,
-    )
+    samples = in_turn({"ours": ours, "baseline": baseline}, repetitions, inner)
+    mine, theirs = ([1e6 * seconds for seconds in taken] for taken in samples.values())
+    return Row(what, against, *summary(mine), *summary(theirs), target)
+
+
+def in_turn(
+    variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS, inner: int = 1
+) -> dict[str, list[float]]:
+    """Seconds per call of each variant on the slowest rank, timed in turn after a warm-up; collective."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for repetition in range(repetitions + WARM_UPS):
+        # The order alternates, so that no variant always runs behind the same other.
+        for name in list(variants)[:: 1 if repetition % 2 else -1]:
+            seconds = _time(variants[name], inner)
+            if repetition >= WARM_UPS:
+                samples[name].append(seconds)
+    return samples
 
 
 def added(
@@ -62,9 +65,9 @@ def added(
 ) -> Row:
     """Microseconds per call that one variant takes above the other, timed in turn; of ``limit_us``."""
     samples = []
-    for repetition in range(REPETITIONS + 3):
+    for repetition in range(REPETITIONS + WARM_UPS):
         seconds = _time(ours, inner) - _time(bare, inner)
-        if repetition >= 3:
+        if repetition >= WARM_UPS:
             samples.append(seconds * 1e6)
     return Row(f"{what}, time added", f"{limit_us:g} us", *summary(samples), limit_us, 0.0, 1.0)
 

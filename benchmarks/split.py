@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.measure import COMM, Row, added, compare
+from benchmarks.scaling.rows import asleep_until_all_are_here
 from benchmarks.unet import CLASSES, Layers, UNet, step_of
 from distdl_rma import GradientSync, Machine, Partition, distribute, shard
 from distdl_rma.layers import (
@@ -100,13 +100,6 @@ def one_process_row(machine: Machine) -> Row:
         target=1.0,
         repetitions=REPETITIONS,
     )
-
-
-def asleep_until_all_are_here() -> None:
-    """A barrier that leaves the core to those who compute."""
-    request = COMM.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-4)
 
 
 def dispatch_rows(machine: Machine) -> Iterator[Row]:

@@ -1,0 +1,68 @@
+"""Measure what the model takes, or write what it predicts: ``python -m benchmarks.scaling measure | docs``.
+
+``measure`` is started by mpiexec on two ranks of one node, or by ``tests/two_hosts.py`` on two hosts; it adds
+what is missing in ``measured.json`` beside this file. ``docs`` writes the tables and the figure of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MEASURED = Path(__file__).with_name("measured.json")
+
+
+def measure(parts: list[str], cable: str) -> None:
+    """Measure parts of the constants, and keep them; collective."""
+    from benchmarks.measure import COMM
+    from benchmarks.results.run import Run, machine_name
+    from benchmarks.scaling import constants
+    from benchmarks.scaling.cases import CASES
+    from distdl_rma import Machine
+
+    torch.set_num_threads(1)
+    run, found = Run.now(COMM.size), {}
+    with Machine(COMM) as machine:
+        hosts = len(machine.segments.segment.nodes)
+        where = f"{hosts} hosts, {cable}" if hosts > 1 else "one node"
+        kinds: dict[str, Any] = {
+            "wire": lambda: {where: constants.wire(machine)},
+            "calls": lambda: constants.calls(machine),
+            "tiny": lambda: {case.name: constants.tiny_step(machine, case) for case in CASES},
+            "compute": lambda: {case.name: constants.compute(case) for case in CASES},
+            "steps": lambda: {
+                f"{case.name}, {machine.size} ranks, {where}": constants.step(machine, case) for case in CASES
+            },
+        }
+        for part in parts:
+            found[part] = kinds[part]()
+    if COMM.rank:
+        return
+    known = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    for part, values in found.items():
+        known[part] = {**known.get(part, {}), **values}
+    known.setdefault("runs", {}).update(
+        dict.fromkeys(parts, f"commit {run.commit}, {run.time[:10]}, {run.software}, {machine_name()}")
+    )
+    MEASURED.write_text(json.dumps(known, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.scaling", description=__doc__)
+    parser.add_argument("what", choices=("measure", "docs"))
+    parser.add_argument("--parts", nargs="*", default=["wire", "calls", "tiny", "compute", "steps"])
+    parser.add_argument("--cable", default="no limit", help="what the hosts' cable is called")
+    options = parser.parse_args()
+    if options.what == "measure":
+        measure(options.parts, options.cable)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
