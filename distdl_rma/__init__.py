@@ -20,6 +20,7 @@ from distdl_rma.errors import ProtocolError as ProtocolError
 from distdl_rma.errors import SegmentError as SegmentError
 from distdl_rma.errors import ShapeError as ShapeError
 from distdl_rma.errors import UnsupportedError as UnsupportedError
+from distdl_rma.process_group import register_with_torch
 
 if TYPE_CHECKING:
     # The table below, for editors and type checkers.
@@ -63,6 +64,10 @@ _HOMES = {
 __all__ = ["__version__"]
 __all__ += errors.__all__
 __all__ += list(_HOMES)
+
+
+# init_process_group("rma"), as soon as there is a torch to know it.
+register_with_torch()
 
 
 def __getattr__(name: str) -> Any:

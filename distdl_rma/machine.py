@@ -104,13 +104,18 @@ class Machine(SharedByCopies):
         Collective the first time, and again after it was closed.
         """
         comm = MPI.COMM_WORLD if comm is None else comm
-        key = _machine_key()
-        machine = comm.Get_attr(key)
-        if not isinstance(machine, Machine):
-            machine = cls(comm)
+        machine = cls.known(comm)
+        if machine is None:
+            machine, key = cls(comm), _machine_key()
             machine._origin = (comm, key)
             comm.Set_attr(key, machine)
         return machine
+
+    @classmethod
+    def known(cls, comm: MPI.Intracomm | None = None) -> Machine | None:
+        """The open machine of a communicator, COMM_WORLD if None, that ``on`` would return; local."""
+        machine = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_machine_key())
+        return machine if isinstance(machine, Machine) else None
 
     @classmethod
     def of(cls, place: Partition | Machine) -> Machine:
@@ -230,6 +235,11 @@ class Machine(SharedByCopies):
 
     def __repr__(self) -> str:
         return f"Machine(rank {self.rank} of {self.ranks})"
+
+
+def launched() -> tuple[int, int]:
+    """Rank of this process among those that MPI started together, and their number; local."""
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802

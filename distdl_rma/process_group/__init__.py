@@ -1,0 +1,88 @@
+"""A backend of torch.distributed for tensors on the processor: ``init_process_group("rma")``.
+
+Importing it is cheap: torch is told of the backend, and what carries it out is loaded by the first group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_TORCH = "torch.distributed"
+
+
+def register() -> None:
+    """Make ``"rma"`` known to torch as a backend for the processor; idempotent, starts nothing.
+
+    Importing ``distdl_rma`` does it as soon as torch is imported too. torch 2.14 and newer find it by
+    themselves, as an entry point of the installed package.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, "RMA"):
+        return
+    dist.Backend.register_backend("rma", _create, extended_api=True, devices=["cpu"])
+    # Of "env://", where init_process_group looks for an address unless it is told otherwise.
+    handlers = sys.modules["torch.distributed.rendezvous"].__dict__["_rendezvous_handlers"]
+    by_environment = handlers["env"]
+
+    def handler(url: str, **options: Any) -> Any:
+        from distdl_rma.process_group.creation import rendezvous
+
+        return rendezvous(by_environment, url, **options)
+
+    handlers["env"] = handler
+
+
+def register_with_torch() -> None:
+    """``register`` now if torch.distributed has been imported, or else as soon as it is."""
+    if hasattr(sys.modules.get(_TORCH), "init_process_group"):
+        register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    from distdl_rma.process_group.creation import create
+
+    return create(options, backend_options)
+
+
+class _Finder(MetaPathFinder):
+    """Finds torch.distributed once, as others do, and has the backend made known when it is loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Specification of the module with a loader of ours around its own."""
+        if fullname != _TORCH:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    """A module's own loader, and ``register`` behind it."""
+
+    def __init__(self, own: Loader) -> None:
+        self._own = own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Make the module."""
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Load the module, leave no trace in it, and make the backend known."""
+        module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        self._own.exec_module(module)
+        register()

@@ -1,0 +1,166 @@
+"""Collectives of a group whose ranks are on several nodes: MPI carries bytes, this rank reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.process_group.reducers import Reducer
+from distdl_rma.process_group.rounds import Call
+from distdl_rma.segments.messages import Messages, Test
+from distdl_rma.segments.waiting.header import WaitReason
+
+Array = NDArray[Any]
+Script = Iterator[None]
+
+# Bytes of all ranks in one turn of a long vector: what is taken beside the tensors.
+_TURN_BYTES = 8 << 20
+_TEXT_BYTES = 256
+_BYTE = np.dtype(np.uint8)
+
+
+class WideCollectives:
+    """Scripts of collectives as of :class:`NodeCollectives`, by MPI's collectives on one communicator.
+
+    A call begins with a word of every rank, by which all know that all call the same. Every element is
+    reduced on one rank, in the order of the ranks.
+    """
+
+    def __init__(self, messages: Messages, me: int, name: str) -> None:
+        self._messages, self.ranks, self.name = messages, messages.ranks, name
+        self.size, self.me = len(self.ranks), me
+        self.call = Call.of("nothing")
+
+    def waiting(self) -> WaitReason:
+        """Which ranks are waited for, as far as this one knows."""
+        others = tuple(rank for at, rank in enumerate(self.ranks) if at != self.me)
+        what = f"in {self.call.text} of group {self.name!r}"
+        return WaitReason(others, what, "did every rank make the same calls?")
+
+    def barrier(self) -> Script:
+        """Wait for all."""
+        yield from self._agree(())
+
+    def all_reduce(self, x: Array, reducer: Reducer) -> Script:
+        """Reduce a vector in place, on all ranks."""
+        return self._reduce(x, reducer, None)
+
+    def reduce(self, x: Array, reducer: Reducer, root: int) -> Script:
+        """Reduce a vector in place, on one rank; the others' stay as they are."""
+        return self._reduce(x, reducer, root)
+
+    def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        yield from self._agree(())
+        size, me = self.size, self.me
+        turns = -(-x.nbytes // _TURN_BYTES)
+        share = -(-x.size // (max(turns, 1) * size))
+        for turn in range(turns):
+            chunk = x[turn * size * share : (turn + 1) * size * share]
+            counts = [
+                len(range(*slice(at * share, (at + 1) * share).indices(chunk.size))) for at in range(size)
+            ]
+            rows = np.empty((size, counts[me]), x.dtype)
+            mine = [counts[me] * x.itemsize] * size
+            sent = [count * x.itemsize for count in counts]
+            yield from _over(self._messages.exchange(chunk, sent, rows.reshape(-1), mine))
+            reduced = np.empty(counts[me], x.dtype)
+            reducer.reduce(list(rows), reduced)
+            target = chunk if root in (None, me) else chunk[:0]
+            if root is None:
+                yield from _over(self._messages.gather_all(reduced, target, sent))
+            else:
+                to_root = [mine[0] if at == root else 0 for at in range(size)]
+                taken = sent if root == me else [0] * size
+                yield from _over(self._messages.exchange(reduced, to_root, target, taken))
+
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
+        """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
+        yield from self._agree(())
+        most = max(1, _TURN_BYTES // out.itemsize // self.size)
+        for begin in range(0, max(part.size for part in parts), most):
+            cut = [part[begin : begin + most] for part in parts]
+            target = out[begin : begin + most]
+            rows = np.empty((self.size, target.size), out.dtype)
+            sent, taken = [part.nbytes for part in cut], [target.nbytes] * self.size
+            yield from _over(self._messages.exchange(np.concatenate(cut), sent, rows.reshape(-1), taken))
+            reducer.reduce(list(rows), target)
+
+    def spread(
+        self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
+    ) -> Script:
+        """Give what ranks have to all, or to one ``reader``."""
+        yield from self._agree(())
+        most = _TURN_BYTES // self.size
+        for begin in range(0, max(sizes), most):
+            counts = [len(range(begin, min(size, begin + most))) for size in sizes]
+            if reader is not None:
+                # Only its own count is to be received elsewhere.
+                sent = [counts[self.me] if at == reader else 0 for at in range(self.size)]
+                counts = counts if reader == self.me else [0] * self.size
+            taken = np.empty(sum(counts), _BYTE)
+            part = mine[begin : begin + most]
+            if reader is None:
+                yield from _over(self._messages.gather_all(part, taken, counts))
+            else:
+                yield from _over(self._messages.exchange(part, sent, taken, counts))
+            self._store(taken, counts, outs, begin)
+
+    def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
+        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
+        lengths = [*(send.size for send in sends), *(out.size for out in outs)]
+        table: Array = yield from self._agree(lengths)
+        sent, wanted = table[:, : self.size], table[:, self.size :].T
+        wrong = np.argwhere(sent != wanted)
+        if wrong.size:
+            source, target = wrong[0].tolist()
+            raise MismatchError(
+                f"group {self.name!r}: {self.call.text}: rank {self.ranks[source]} has"
+                f" {sent[source, target]} bytes for rank {self.ranks[target]}, which expects"
+                f" {wanted[source, target]}"
+            )
+        most = _TURN_BYTES // self.size
+        for begin in range(0, int(table.max()), most):
+            cut = [send[begin : begin + most] for send in sends]
+            counts = [out[begin : begin + most].size for out in outs]
+            taken = np.empty(sum(counts), _BYTE)
+            given = [part.size for part in cut]
+            yield from _over(self._messages.exchange(np.concatenate(cut), given, taken, counts))
+            self._store(taken, counts, outs, begin)
+
+    def _store(self, taken: Array, counts: Sequence[int], outs: Sequence[Array | None], begin: int) -> None:
+        at = 0
+        for out, count in zip(outs, counts, strict=True):
+            if out is not None and count:
+                out[begin : begin + count] = taken[at : at + count]
+            at += count
+
+    def _agree(self, numbers: Sequence[int]) -> Callable[..., Any] | Any:
+        # What every rank calls, and numbers of each; the same on all ranks, or an error on all.
+        mine = np.array([self.call.print, *numbers], np.int64)
+        table = np.empty((self.size, 1 + 2 * self.size), np.int64)[:, : 1 + 2 * self.size]
+        row = np.zeros(table.shape[1], np.int64)
+        row[: mine.size] = mine
+        yield from _over(self._messages.gather_all(row, table.reshape(-1), [row.nbytes] * self.size))
+        if (table[:, 0] != self.call.print).any():
+            text = np.zeros(_TEXT_BYTES, _BYTE)
+            text[: len(self.call.encoded)] = np.frombuffer(self.call.encoded, _BYTE)
+            texts = np.empty((self.size, _TEXT_BYTES), _BYTE)
+            counts = [_TEXT_BYTES] * self.size
+            yield from _over(self._messages.gather_all(text, texts.reshape(-1), counts))
+            other = int(np.argmax(table[:, 0] != self.call.print))
+            theirs = texts[other].tobytes().partition(b"\0")[0].decode(errors="replace")
+            raise MismatchError(
+                f"group {self.name!r}: rank {self.ranks[self.me]} calls {self.call.text}, but rank"
+                f" {self.ranks[other]} calls {theirs}: all ranks of a group make the same calls in the same"
+                " order, with tensors of the same sizes and types"
+            )
+        return table[:, 1:]
+
+
+def _over(test: Test) -> Script:
+    while not test():
+        yield

@@ -1,0 +1,99 @@
+"""How groups are made: from what torch says about them, on the machine of this job, without an address."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from distdl_rma.errors import ConfigurationError
+from distdl_rma.machine import Machine, launched
+from distdl_rma.process_group.group import RmaProcessGroup
+from distdl_rma.segments.collectives.allgather import gather_words
+
+_HOW = "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python train.py'"
+_NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+Handler = Callable[..., Iterator[tuple[dist.Store, int, int]]]
+# Machines of groups of some ranks, where there is none of all; kept for the next group of these.
+_machines: dict[tuple[int, ...], Machine] = {}
+
+
+def create(options: Any, backend_options: Any = None) -> RmaProcessGroup:
+    """The process group that torch asks for; collective over its ranks, blocking.
+
+    ``ConfigurationError`` if the ranks were not started by MPI, or torch numbers them in another way.
+    """
+    rank, size = launched()
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    if not options.global_ranks_in_group and options.group_size != size:
+        raise ConfigurationError(
+            f"init_process_group('rma'): {options.group_size} rank(s) are asked for, but MPI started {size}: {_HOW}"
+        )
+    if ranks[options.group_rank] != rank:
+        raise ConfigurationError(
+            f"init_process_group('rma'): rank {ranks[options.group_rank]} of torch is rank {rank} of MPI; leave"
+            " out rank and world_size, and the environment variables RANK and WORLD_SIZE"
+        )
+    asked = options.timeout
+    timeout = None if asked in (None, default_pg_timeout) else asked.total_seconds()
+    name = str(options.group_id or "default")
+    return RmaProcessGroup(_machine_of(ranks, size).segments, ranks, name, timeout)
+
+
+def _machine_of(ranks: tuple[int, ...], size: int) -> Machine:
+    everyone = Machine.known()
+    if everyone is not None or len(ranks) == size:
+        return everyone or Machine.on()
+    # Ranks of no part in the group make no call.
+    machine = _machines.get(ranks)
+    if machine is None or machine.closed:
+        _machines[ranks] = machine = Machine(ranks=ranks)
+    return machine
+
+
+def rendezvous(
+    by_environment: Handler, url: str, timeout: timedelta = default_pg_timeout, **options: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """What ``env://`` means, torch's default: no variable of the environment is needed where MPI started us.
+
+    Where all of torch's variables are set, and where nothing else is known either, it is what it was.
+    """
+    if "?" in url or all(os.environ.get(name) for name in _NEEDED) or not _by_mpi():
+        yield from by_environment(url, timeout=timeout, **options)
+        return
+    yield _store(timeout), *launched()
+    raise RuntimeError("the ranks that MPI started stay what they are: no second rendezvous")
+
+
+def _by_mpi() -> bool:
+    # One process alone, without any launcher, is a job of one rank.
+    others = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+    return launched()[1] > 1 or others <= 1
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    """A store of torch's that rank 0 keeps, wherever it is reached; collective over all ranks."""
+    segments = Machine.on().segments
+    rank, size = launched()
+    store, words = None, None
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        words = [store.port, _address() if len(segments.segment.nodes) > 1 else "localhost"]
+    port, host = gather_words(segments, words, "rendezvous of torch")[0]
+    return store or dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _address() -> str:
+    # Of the way out, if there is one; a host's own name may lead to itself only.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

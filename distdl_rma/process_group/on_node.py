@@ -1,0 +1,213 @@
+"""Collectives of a group whose ranks share a node: by load and store, in rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.process_group.reducers import Reducer
+from distdl_rma.process_group.rounds import Rounds
+
+Array = NDArray[Any]
+Script = Iterator[None]
+
+# Up to so many bytes everyone reduces everything itself, in one round.
+_WHOLE_BYTES = 64 << 10
+
+
+class NodeCollectives:
+    """Scripts of collectives, which yield as long as they have to wait; one at a time.
+
+    Data are flat arrays, of bytes where nothing is reduced, by position of the ranks. Slots hold parts for
+    all ranks; vectors that are longer go in several rounds, of which two are under way: while others reduce
+    one, this rank shows the next.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
+
+    def barrier(self) -> Script:
+        """Wait for all."""
+        rounds = self._rounds
+        yield from rounds.opened()
+        number = rounds.number
+        rounds.announce(number, True)
+        yield from rounds.seen(number)
+        rounds.read(number)
+
+    def all_reduce(self, x: Array, reducer: Reducer) -> Script:
+        """Reduce a vector in place, on all ranks."""
+        if x.nbytes <= min(_WHOLE_BYTES, self._rounds.slot_bytes):
+            return self._reduce_whole(x, reducer, None)
+        return self._reduce_shares(x, reducer, None)
+
+    def reduce(self, x: Array, reducer: Reducer, root: int) -> Script:
+        """Reduce a vector in place, on one rank; the others' stay as they are."""
+        if x.nbytes <= min(_WHOLE_BYTES, self._rounds.slot_bytes):
+            return self._reduce_whole(x, reducer, root)
+        return self._reduce_shares(x, reducer, root)
+
+    def _reduce_whole(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        rounds, count = self._rounds, x.size
+        yield from rounds.opened()
+        number = rounds.number
+        parity, slots = number & 1, rounds.views(x.dtype).shown
+        slots[self.me][parity][:count] = x
+        rounds.announce(number, True)
+        yield from rounds.seen(number)
+        if root in (None, self.me):
+            rows = [slot[parity][:count] for slot in slots]
+            rows[self.me] = x
+            reducer.reduce(rows, x)
+        rounds.read(number)
+
+    def _reduce_shares(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Every rank reduces a share of each round's chunk, and shows what became of it."""
+        rounds, me, size = self._rounds, self.me, self.size
+        views = rounds.views(x.dtype)
+        most = rounds.slot_bytes // x.itemsize // size
+        turns = -(-x.size // (most * size))
+        share = -(-x.size // (turns * size))
+        numbers: list[int] = []
+
+        def part(turn: int, position: int) -> Array:
+            begin = (turn * size + position) * share
+            return x[begin : begin + share]
+
+        for turn in range(turns + 1):
+            if turn < turns:
+                yield from rounds.opened()
+                numbers.append(rounds.number)
+                slot = views.shown[me][rounds.number & 1]
+                for position in rounds.others:
+                    shown = part(turn, position)
+                    slot[position * share : position * share + shown.size] = shown
+                rounds.announce(rounds.number, turn == 0)
+            if turn:
+                number, before = numbers[turn - 1], turn - 1
+                parity = number & 1
+                yield from rounds.seen(number)
+                mine = part(before, me)
+                begin, end = me * share, me * share + mine.size
+                rows = [slot[parity][begin:end] for slot in views.shown]
+                rows[me] = mine
+                result = views.reduced[me][parity][: mine.size]
+                reducer.reduce(rows, result)
+                rounds.read(number)
+                if root in (None, me):
+                    mine[...] = result
+                    yield from rounds.all_read(number)
+                    for position in rounds.others:
+                        target = part(before, position)
+                        target[...] = views.reduced[position][parity][: target.size]
+
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
+        """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
+        rounds, me, size = self._rounds, self.me, self.size
+        views = rounds.views(out.dtype)
+        most = rounds.slot_bytes // out.itemsize // size
+        turns = max(1, -(-max(part.size for part in parts) // most))
+        numbers: list[int] = []
+        for turn in range(turns + 1):
+            if turn < turns:
+                yield from rounds.opened()
+                numbers.append(rounds.number)
+                slot = views.shown[me][rounds.number & 1]
+                for position in rounds.others:
+                    shown = parts[position][turn * most : (turn + 1) * most]
+                    slot[position * most : position * most + shown.size] = shown
+                rounds.announce(rounds.number, turn == 0)
+            if turn:
+                number, begin = numbers[turn - 1], (turn - 1) * most
+                yield from rounds.seen(number)
+                target = out[begin : begin + most]
+                first, last = me * most, me * most + target.size
+                rows = [slot[number & 1][first:last] for slot in views.shown]
+                rows[me] = parts[me][begin : begin + most]
+                reducer.reduce(rows, target)
+                rounds.read(number)
+
+    def spread(
+        self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
+    ) -> Script:
+        """Give what ranks have to all that want it: ``sizes`` of each, this rank's, and where each goes."""
+        rounds, me = self._rounds, self.me
+        slots, most = rounds.views(np.dtype(np.uint8)).shown, rounds.slot_bytes
+        turns = max(1, -(-max(sizes) // most))
+        numbers: list[int] = []
+        for turn in range(turns + 1):
+            if turn < turns:
+                yield from rounds.opened()
+                numbers.append(rounds.number)
+                shown = mine[turn * most : (turn + 1) * most]
+                if shown.size and self.size > 1:
+                    slots[me][rounds.number & 1][: shown.size] = shown
+                rounds.announce(rounds.number, turn == 0)
+            if turn:
+                number, begin = numbers[turn - 1], (turn - 1) * most
+                yield from rounds.seen(number)
+                for position in rounds.others:
+                    out = outs[position]
+                    if out is not None and begin < out.size:
+                        target = out[begin : begin + most]
+                        target[...] = slots[position][number & 1][: target.size]
+                rounds.read(number)
+        own = outs[me]
+        if own is not None and not _same_memory(own, mine):
+            own[...] = mine
+
+    def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
+        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
+        rounds, me, size = self._rounds, self.me, self.size
+        slots, most = rounds.views(np.dtype(np.uint8)).shown, rounds.slot_bytes // size // 8 * 8
+        yield from rounds.opened()
+        number = rounds.number
+        lengths = rounds.numbers(number, me)
+        lengths[:size] = [send.size for send in sends]
+        lengths[size:] = [out.size for out in outs]
+        self._show(slots[me][number & 1], sends, 0, most)
+        rounds.announce(number, True)
+        yield from rounds.seen(number)
+        table = np.stack([rounds.numbers(number, position) for position in range(size)])
+        self._check_pairs(table[:, :size], table[:, size:].T)
+        turns = max(1, -(-int(table.max()) // most))
+        numbers = [number]
+        for turn in range(1, turns + 1):
+            if turn < turns:
+                yield from rounds.opened()
+                numbers.append(rounds.number)
+                self._show(slots[me][rounds.number & 1], sends, turn * most, most)
+                rounds.announce(rounds.number, False)
+            number, begin = numbers[turn - 1], (turn - 1) * most
+            yield from rounds.seen(number)
+            for position in rounds.others:
+                target = outs[position][begin : begin + most]
+                if target.size:
+                    target[...] = slots[position][number & 1][me * most : me * most + target.size]
+            rounds.read(number)
+        if not _same_memory(outs[me], sends[me]):
+            outs[me][...] = sends[me]
+
+    def _show(self, slot: Array, sends: Sequence[Array], begin: int, most: int) -> None:
+        for position in self._rounds.others:
+            shown = sends[position][begin : begin + most]
+            if shown.size:
+                slot[position * most : position * most + shown.size] = shown
+
+    def _check_pairs(self, sent: Array, wanted: Array) -> None:
+        wrong = np.argwhere(sent != wanted)
+        if wrong.size:
+            source, target = wrong[0].tolist()
+            ranks = self._rounds.ranks
+            raise MismatchError(
+                f"group {self._rounds.name!r}: {self._rounds.call.text}: rank {ranks[source]} has"
+                f" {sent[source, target]} bytes for rank {ranks[target]}, which expects {wanted[source, target]}"
+            )
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])

@@ -1,0 +1,157 @@
+"""What a group has begun: operations that follow one another, messages that do not, and waiting for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.header import WaitReason
+
+Script = Iterator[None]
+
+
+class Operation:
+    """Something under way: a script that yields as long as it waits, and what is done when it is over.
+
+    ``begin`` makes the script; ``reason`` says for whom it waits. ``error`` is what ended it, if anything.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Script], reason: Callable[[], WaitReason], finish: Callable[[], None] | None
+    ) -> None:
+        self.reason = reason
+        self._begin, self._finish = begin, finish
+        self._script: Script | None = None
+        self.done = False
+        self.error: BaseException | None = None
+
+    def advance(self) -> bool:
+        """Go on as far as possible; return whether it is over. What it raises is kept as well."""
+        if self.done:
+            return True
+        try:
+            if self._script is None:
+                self._script = self._begin()
+            for _ in self._script:
+                return False
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.done, self._script, self._finish = True, None, None
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """End it by an error."""
+        self.error, self.done, self._script, self._finish = error, True, None, None
+
+
+class Lines:
+    """The operations of a group: collectives one after the other, in the order of the calls, and messages.
+
+    Every wait on the machine takes them further, in whatever order ranks wait for them. What goes wrong in a
+    collective ends the group: later calls raise the same.
+    """
+
+    def __init__(self, manager: SegmentManager, name: str) -> None:
+        self.manager, self.name = manager, name
+        self._lock = manager.segment.lock
+        self._line: deque[Operation] = deque()
+        self._apart: list[Operation] = []
+        self._broken: BaseException | None = None
+        self._closed = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether no collective is under way."""
+        return not self._line
+
+    def check(self) -> None:
+        """Raise if nothing can be begun any more."""
+        if self._closed or self.manager.closed:
+            raise ClosedError(f"process group {self.name!r} was destroyed, or its machine closed")
+        if self._broken is not None:
+            if isinstance(self._broken, DistdlError):
+                raise self._broken
+            raise ProtocolError(
+                f"process group {self.name!r} was interrupted by {self._broken!r}: make it anew"
+            )
+
+    def append(self, operation: Operation) -> Operation:
+        """Begin a collective, as soon as those before it are over."""
+        self.check()
+        with self._lock:
+            self._line.append(operation)
+            if len(self._line) == 1:
+                self._begin(self.advance)
+        return operation
+
+    def add(self, operation: Operation) -> Operation:
+        """Begin a message, which waits for no other."""
+        self.check()
+        with self._lock:
+            self._apart.append(operation)
+            self._begin(self.advance_apart)
+        return operation
+
+    def _begin(self, advance: Callable[[], bool]) -> None:
+        # An error belongs to who waits for the operation.
+        over = False
+        with suppress(DistdlError):
+            over = advance()
+        if not over:
+            self.manager.defer(advance)
+
+    def advance(self) -> bool:
+        """Take the collectives as far as they go; return whether none is under way."""
+        with self._lock:
+            line = self._line
+            while line:
+                try:
+                    if not line[0].advance():
+                        return False
+                except BaseException as error:
+                    self._break(error)
+                    return True
+                line.popleft()
+            return True
+
+    def advance_apart(self) -> bool:
+        """Take the messages as far as they go; return whether none is under way."""
+        with self._lock:
+            for operation in tuple(self._apart):
+                over = True
+                # Whoever waits for it raises it.
+                with suppress(DistdlError):
+                    over = operation.advance()
+                if over:
+                    self._apart.remove(operation)
+            return not self._apart
+
+    def wait(self, operation: Operation, timeout: float | None) -> None:
+        """Wait for an operation; blocking. Raises what ended it."""
+        if not operation.done:
+
+            def over() -> bool:
+                if not operation.done:
+                    self.advance()
+                    self.advance_apart()
+                return operation.done
+
+            self.manager.waiter.until(over, operation.reason, timeout)
+        if operation.error is not None:
+            raise operation.error
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = error
+        for operation in self._line:
+            operation.fail(error)
+        self._line.clear()
+
+    def close(self) -> None:
+        """Begin nothing any more; what is under way goes on."""
+        self._closed = True

@@ -1,0 +1,136 @@
+"""What is reduced, and how: operations of torch on flat arrays, in the order of the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed import ReduceOp
+
+from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.segments.collectives.engine.reduction import without_fp_errors
+
+Array = NDArray[Any]
+
+# Elements reduced at a time where there are more than two rows: all of them stay in the cache.
+_BLOCK = 32 << 10
+_Kind = Any
+_OPERATIONS: dict[_Kind, tuple[str, Callable[..., Any], Callable[..., Any] | None]] = {
+    ReduceOp.SUM: ("sum", np.add, torch.add),
+    ReduceOp.AVG: ("avg", np.add, torch.add),
+    ReduceOp.PRODUCT: ("product", np.multiply, torch.mul),
+    ReduceOp.MIN: ("min", np.minimum, torch.minimum),
+    ReduceOp.MAX: ("max", np.maximum, torch.maximum),
+    ReduceOp.BAND: ("band", np.bitwise_and, None),
+    ReduceOp.BOR: ("bor", np.bitwise_or, None),
+    ReduceOp.BXOR: ("bxor", np.bitwise_xor, None),
+}
+_SHORT_FLOATS = (torch.bfloat16, torch.float16)
+# As arrays. Floats of 16 bits are words here, and tensors where they are reduced.
+_STORAGE = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bfloat16: np.int16,
+    torch.float16: np.int16,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.uint8: np.uint8,
+    torch.uint16: np.uint16,
+    torch.uint32: np.uint32,
+    torch.uint64: np.uint64,
+    torch.bool: np.bool_,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+
+
+class Reducer:
+    """One operation on elements of one type; every element in the order of the rows, bitwise alike anywhere.
+
+    Floats of 16 bits are reduced in float32 and rounded once, integers wrap around, and bool is added as
+    ``torch.add`` does it: any of them. Made by :func:`reducer_of`.
+    """
+
+    def __init__(self, op: _Kind, dtype: torch.dtype, ranks: int) -> None:
+        self.name, self._ufunc, self._function = _OPERATIONS[op]
+        self.dtype, self.storage = dtype, np.dtype(_STORAGE[dtype])
+        self._divisor = ranks if self.name == "avg" and ranks > 1 else 0
+        self._short = dtype in _SHORT_FLOATS
+        self._scratch = np.empty(0, self.storage)
+        self._quietly = without_fp_errors(self._reduce)
+        self._two = without_fp_errors(self._ufunc)
+        self._plain = not (self._short or self._divisor)
+
+    def reduce(self, rows: Sequence[Array], out: Array) -> None:
+        """Reduce rows of one length into ``out``, which may be one of them; not for two threads at once."""
+        if self._plain and len(rows) == 2:
+            self._two(rows[0], rows[1], out)
+        else:
+            self._quietly(rows, out)
+
+    def _reduce(self, rows: Sequence[Array], out: Array) -> None:
+        step = out.size if len(rows) <= 2 else _BLOCK
+        for begin in range(0, out.size, step or 1):
+            end = begin + step
+            part = [row[begin:end] for row in rows]
+            if self._short:
+                self._reduce_short(part, out[begin:end])
+            else:
+                self._reduce_exact(part, out[begin:end])
+
+    def _reduce_exact(self, rows: list[Array], out: Array) -> None:
+        if len(rows) == 1:
+            out[...] = rows[0]
+        elif len(rows) == 2:
+            self._ufunc(rows[0], rows[1], out)
+        else:
+            if self._scratch.size < out.size:
+                self._scratch = np.empty(_BLOCK, self.storage)
+            total, scratch = rows[0], self._scratch[: out.size]
+            for row in rows[1:-1]:
+                total = self._ufunc(total, row, scratch)
+            self._ufunc(total, rows[-1], out)
+        if self._divisor:
+            np.divide(out, self._divisor, out=out)
+
+    def _reduce_short(self, rows: list[Array], out: Array) -> None:
+        function = self._function
+        if function is None:
+            raise UnsupportedError(f"{self.name} of {self.dtype}")
+        tensors = [torch.from_numpy(row).view(self.dtype) for row in rows]
+        target = torch.from_numpy(out).view(self.dtype)
+        if len(tensors) == 2 and not self._divisor:
+            # Computed in float32 and rounded once, as it is.
+            function(tensors[0], tensors[1], out=target)
+            return
+        total = tensors[0].float()
+        for tensor in tensors[1:]:
+            function(total, tensor.float(), out=total)
+        if self._divisor:
+            total.div_(self._divisor)
+        target.copy_(total)
+
+
+@functools.lru_cache(maxsize=256)
+def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int) -> Reducer:
+    """Reducer of an operation of torch; ``ShapeError`` or ``UnsupportedError`` if it has no exact meaning."""
+    if op not in _OPERATIONS:
+        known = [name for name, *_ in _OPERATIONS.values()]
+        raise UnsupportedError(f"a reduction is one of {known}, got {op}")
+    if dtype not in _STORAGE:
+        raise UnsupportedError(f"tensors of {dtype} cannot be reduced")
+    name = _OPERATIONS[op][0]
+    inexact = dtype.is_floating_point or dtype.is_complex
+    if name == "avg" and not inexact:
+        raise ShapeError(f"an average of {dtype} is not exact: use sum, or a floating type")
+    if name in ("band", "bor", "bxor") and inexact:
+        raise ShapeError(f"{name} is of integers, got {dtype}")
+    if name in ("min", "max") and dtype.is_complex:
+        raise ShapeError("complex numbers have no order: reduce real and imaginary parts, or magnitudes")
+    return Reducer(op, dtype, ranks)

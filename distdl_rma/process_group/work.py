@@ -1,0 +1,145 @@
+"""What torch gives its callers to wait for: works and futures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+from distdl_rma.process_group.operations import Lines, Operation
+
+_PAUSE_SECONDS = 5e-5
+_LOOK_SECONDS = 0.1
+
+
+class GroupWork(Work):  # type: ignore[misc, unused-ignore]
+    """An operation of a group that may be under way; ``result`` are the tensors that it fills."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        operation: Operation,
+        tensors: Any,
+        timeout: float | None,
+        source: int | list[int] = -1,
+    ) -> None:
+        super().__init__()
+        self._lines, self._operation, self._tensors = lines, operation, tensors
+        self._timeout, self._source = timeout, source
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until the operation is over; raises what ended it, ``ExchangeTimeout`` at the deadline."""
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        self._lines.wait(self._operation, seconds or self._timeout)
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``: there are no streams."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over, by success or not; goes on with it, and does not block."""
+        if not self._operation.done:
+            self._lines.manager.waiter.advance()
+        return self._operation.done
+
+    def is_success(self) -> bool:
+        """Whether the operation is over, and nothing went wrong."""
+        return self.is_completed() and self._operation.error is None
+
+    def exception(self) -> BaseException | None:
+        """What ended the operation, if it was an error."""
+        return self._operation.error
+
+    def result(self) -> Any:
+        """The tensors that the operation fills."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Rank in the group that a message came from."""
+        return self._source if isinstance(self._source, int) else (self._source or [-1])[0]
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Future of the tensors. A thread goes on with the operation, since a wait of torch's does not."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self._operation.done:
+                _settle(self._operation, self._future, self._tensors)
+            else:
+                _driver.add(self._lines, self._operation, self._future, self._tensors)
+        return self._future
+
+
+def _settle(operation: Operation, future: torch.futures.Future[Any], tensors: Any) -> None:
+    if operation.error is None:
+        future.set_result(tensors)
+    else:
+        future.set_exception(operation.error)
+
+
+class _Driver:
+    """A thread that takes operations further as long as somebody may wait for their futures."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Lines, Operation, torch.futures.Future[Any], Any]] = deque()
+        self._lock = threading.Lock()
+        self._running = False
+
+    def add(
+        self, lines: Lines, operation: Operation, future: torch.futures.Future[Any], tensors: Any
+    ) -> None:
+        """Settle a future when an operation is over."""
+        with self._lock:
+            self._pending.append((lines, operation, future, tensors))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="distdl_rma futures", daemon=True).start()
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._running = False
+                    return
+                pending = tuple(self._pending)
+            settled = []
+            for item in pending:
+                lines, operation, future, tensors = item
+                now = time.monotonic()
+                try:
+                    self._go_on(lines, operation, now - looked > _LOOK_SECONDS)
+                except BaseException as error:  # noqa: BLE001
+                    # A rank failed, or the machine was closed: it belongs to who waits for the future.
+                    operation.fail(error)
+                if now - looked > _LOOK_SECONDS:
+                    looked = now
+                if operation.done:
+                    settled.append(item)
+                    _settle(operation, future, tensors)
+            with self._lock:
+                for item in settled:
+                    self._pending.remove(item)
+            if not settled:
+                time.sleep(_PAUSE_SECONDS)
+
+    @staticmethod
+    def _go_on(lines: Lines, operation: Operation, look: bool) -> None:
+        if operation.done:
+            return
+        lines.check()
+        waiter = lines.manager.waiter
+        waiter.progress()
+        if look and not operation.done:
+            lines.manager.watch.look(operation.reason())
+
+
+_driver = _Driver()
