@@ -1,0 +1,118 @@
+"""Sub-groups in any order, several at once, meshes, and a group after another."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.process_group.backends import BACKEND, process_group, same_on_both
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
+
+
+def mine(count=5):
+    return torch.arange(count, dtype=torch.float64) + 10.0 * dist.get_rank()
+
+
+def test_every_subset_in_every_order(comm):
+    def program():
+        size, me, found = dist.get_world_size(), dist.get_rank(), []
+        orders = [
+            list(order)
+            for count in range(1, size + 1)
+            for order in itertools.permutations(range(size), count)
+        ][-14:]
+        groups = [(order, dist.new_group(order)) for order in orders]
+        for order, group in groups:
+            if me in order:
+                total, parts = mine(), [torch.empty(2, dtype=torch.float64) for _ in order]
+                dist.all_reduce(total, group=group)
+                dist.all_gather(parts, mine(2), group=group)
+                told = mine()
+                dist.broadcast(told, src=order[-1], group=group)
+                found += [total, *parts, told, torch.tensor(dist.get_rank(group))]
+        return found
+
+    same_on_both(comm, program)
+
+
+def test_several_groups_with_operations_that_overlap(comm):
+    def program():
+        size = dist.get_world_size()
+        groups = [dist.new_group(list(range(size))[::direction]) for direction in (1, -1, 1)]
+        tensors = [mine(1000 * (number + 1)) for number in range(3)]
+        works = [dist.all_reduce(x, group=g, async_op=True) for x, g in zip(tensors, groups, strict=True)]
+        for work in reversed(works):
+            work.wait()
+        return tensors
+
+    same_on_both(comm, program)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_many_operations_may_be_under_way(comm):
+    def program():
+        tensors = [mine(7) * (number + 1) for number in range(12)]
+        works = [dist.all_reduce(x, async_op=True) for x in tensors]
+        gathered = [torch.empty(3 * dist.get_world_size(), dtype=torch.float64) for _ in range(5)]
+        works += [
+            dist.all_gather_into_tensor(y, mine(3) * number, async_op=True)
+            for number, y in enumerate(gathered)
+        ]
+        for work in works[::2] + works[1::2]:
+            work.wait()
+        return tensors + gathered
+
+    same_on_both(comm, program)
+
+
+@pytest.mark.sizes(4)
+@pytest.mark.mpi(min_size=4)
+def test_the_axes_of_a_mesh_are_groups(comm):
+    def program():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        found = [torch.tensor(mesh.get_coordinate())]
+        for axis in ("rows", "columns"):
+            total = mine()
+            dist.all_reduce(total, group=mesh[axis].get_group())
+            found.append(total)
+        dist.all_reduce(flat := mine(), group=mesh._flatten().get_group())
+        return [*found, flat]
+
+    same_on_both(comm, program)
+
+
+def test_groups_of_equal_size(comm):
+    def program():
+        half = max(1, dist.get_world_size() // 2)
+        if dist.get_world_size() % half:
+            half = 1
+        group, _ = dist.new_subgroups(half)
+        dist.all_reduce(x := mine(), group=group)
+        return x
+
+    same_on_both(comm, program)
+
+
+@pytest.mark.parametrize("backend", [BACKEND, f"cpu:{BACKEND}"])
+def test_init_and_destroy_again_and_again(comm, backend):
+    for turn in range(3):
+        with process_group(comm, backend):
+            x = mine() * (turn + 1)
+            dist.all_reduce(x)
+            expected = sum((torch.arange(5.0) + 10.0 * rank) * (turn + 1) for rank in range(comm.size))
+            torch.testing.assert_close(x, expected.double())
+        assert not dist.is_initialized()
+
+
+def test_a_group_of_ours_in_a_world_of_gloo_and_the_reverse(comm):
+    others = {BACKEND: "gloo", "gloo": BACKEND}
+    for world, inside in others.items():
+        with process_group(comm, world):
+            group = dist.new_group(list(range(comm.size))[::-1], backend=inside)
+            assert dist.get_backend(group) == inside
+            dist.all_reduce(x := mine(), group=group)
+            dist.all_reduce(y := mine())
+            torch.testing.assert_close(x, y)

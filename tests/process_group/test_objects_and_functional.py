@@ -1,0 +1,137 @@
+"""Objects, differentiable collectives and functional collectives on our group, against gloo's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from tests.process_group.backends import differentiable, same_on_both
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
+
+
+def values(*shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(shape, dtype=dtype, generator=generator)
+
+
+def test_objects(comm):
+    def program():
+        size, me = dist.get_world_size(), dist.get_rank()
+        mine = {"rank": me, "text": "x" * (1000 * me), "none": None}
+        found = [[None] * size, [None] * size if me == size - 1 else None, [None]]
+        dist.all_gather_object(found[0], mine)
+        dist.gather_object(mine, found[1], dst=size - 1)
+        dist.scatter_object_list(
+            found[2], [("for", rank) for rank in range(size)] if me == 0 else None, src=0
+        )
+        told = [mine, me] if me == size // 2 else [None, None]
+        dist.broadcast_object_list(told, src=size // 2)
+        return [*found, told]
+
+    same_on_both(comm, program)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_objects_from_one_rank_to_another(comm):
+    def program():
+        me, found = dist.get_rank(), [None, None]
+        if me == 0:
+            dist.send_object_list(["a", {"b": 2}], dst=1)
+        elif me == 1:
+            dist.recv_object_list(found, src=0)
+        return found
+
+    found = same_on_both(comm, program)
+    assert found == (["a", {"b": 2}] if comm.rank == 1 else [None, None])
+
+
+def gradient(make):
+    """A result of a collective, and the gradient of a sum over its parts that are weighted differently."""
+    x = values(dist.get_world_size(), 3).requires_grad_()
+    y = make(x)
+    parts = y if isinstance(y, tuple | list) else [y]
+    weights = torch.arange(1.0, 4.0, dtype=torch.float64) * (dist.get_rank() + 1)
+    sum(((number + 1) * part * weights).sum() for number, part in enumerate(parts)).backward()
+    return [part.detach() for part in parts], x.grad
+
+
+DIFFERENTIABLE = {
+    "all_reduce": differentiable.all_reduce,
+    "all_reduce of maxima": lambda x: differentiable.all_reduce(x * 1, op=dist.ReduceOp.MAX),
+    "reduce": lambda x: differentiable.reduce(x * 1, dst=0),
+    "broadcast": lambda x: differentiable.broadcast(x * 1, src=dist.get_world_size() - 1),
+    "all_gather": differentiable.all_gather,
+    "gather": lambda x: differentiable.gather(x, dst=0),
+    "scatter": lambda x: differentiable.scatter(list(x.unbind()), src=0),
+    "reduce_scatter": lambda x: differentiable.reduce_scatter(x.new_empty(3), list(x.unbind())),
+    "all_to_all": lambda x: differentiable.all_to_all(
+        [torch.empty_like(each) for each in x], list(x.unbind())
+    ),
+    "all_to_all_single": lambda x: differentiable.all_to_all_single(torch.empty_like(x), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_of_collectives(comm, name):
+    same_on_both(comm, lambda: gradient(DIFFERENTIABLE[name]))
+
+
+def world():
+    return dist.group.WORLD
+
+
+FUNCTIONAL = {
+    "all_reduce": lambda x: functional.all_reduce(x, "sum", world()),
+    "all_reduce, avg": lambda x: functional.all_reduce(x, "avg", world()),
+    "all_gather_tensor": lambda x: functional.all_gather_tensor(x, 0, world()),
+    "all_gather_tensor of columns": lambda x: functional.all_gather_tensor(x, 1, world()),
+    "reduce_scatter_tensor": lambda x: functional.reduce_scatter_tensor(x, "sum", 0, world()),
+    "reduce_scatter_tensor, max": lambda x: functional.reduce_scatter_tensor(x, "max", 0, world()),
+    "all_to_all_single": lambda x: functional.all_to_all_single(x, None, None, world()),
+    "broadcast": lambda x: functional.broadcast(x, dist.get_world_size() - 1, world()),
+    "permute_tensor": lambda x: functional.permute_tensor(
+        x.flatten(), [(rank + 1) % dist.get_world_size() for rank in range(dist.get_world_size())], world()
+    ),
+    "all_reduce_coalesced": lambda x: functional.all_reduce_coalesced([x, 2 * x, x[:1]], "sum", world()),
+    "all_gather_into_tensor_coalesced": lambda x: functional.all_gather_into_tensor_coalesced(
+        [x, x[:, :2].contiguous()], world()
+    ),
+    "reduce_scatter_tensor_coalesced": lambda x: functional.reduce_scatter_tensor_coalesced(
+        [x, 3 * x], "sum", [0, 0], world()
+    ),
+}
+
+
+# torch calls the names of before 2.13 deprecated; they are those that the oldest torch has, too.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_collectives(comm, name):
+    def program():
+        found = FUNCTIONAL[name](values(dist.get_world_size(), 3))
+        each = found if isinstance(found, list | tuple) else [found]
+        return [tensor.clone() for tensor in each]
+
+    same_on_both(comm, program)
+
+
+GRADIENTS = {
+    "all_gather_tensor_autograd": lambda x: functional.all_gather_tensor_autograd(x, 0, world()),
+    "reduce_scatter_tensor_autograd": lambda x: functional.reduce_scatter_tensor_autograd(
+        x, "sum", 0, world()
+    ),
+    "all_to_all_single_autograd": lambda x: functional.all_to_all_single_autograd(x, None, None, world()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_functional_collectives_with_gradients(comm, name):
+    def program():
+        x = values(dist.get_world_size(), 3).requires_grad_()
+        y = GRADIENTS[name](x) * 1
+        (y * (dist.get_rank() + 1)).sum().backward()
+        return y.detach(), x.grad
+
+    same_on_both(comm, program)

@@ -1,0 +1,155 @@
+"""torch's own cases for process groups, from the installed torch, on the ranks of an MPI job.
+
+``mpiexec -n 4 python -m mpi4py -m tests.process_group.torch_cases [--from NAME] [NAME ...]`` runs all of them,
+or those that are named, and says what became of each. The cases were written for processes that a parent
+starts for each of them; here the ranks stay, and every case gets a fresh group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+import time
+import unittest
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from mpi4py import MPI
+
+from tests.process_group.backends import BACKEND, process_group
+
+# What does not apply, with the reason; the cases for other devices say so themselves.
+NOT_OURS = {
+    "test_get_backend": "asks for the name of the backend that the module was imported for",
+    "test_Backend_enum_class": "the same",
+    "test_dump_DDP_relevant_env_vars": "asks for environment variables of torchrun",
+    "test_ddp_logging_data_cpu": "asks for environment variables of torchrun",
+}
+
+
+@functools.cache
+def module() -> Any:
+    """torch's file of cases; what it asks from its environment is what the ranks know."""
+    variables = {"BACKEND": "gloo", "WORLD_SIZE": str(MPI.COMM_WORLD.size), "TEMP_DIR": tempfile.gettempdir()}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    # Cases that want it are not about groups, and it takes long to load.
+    vision = sys.modules.get("torchvision")
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch.testing._internal.distributed import distributed_test
+    finally:
+        os.environ |= {name: value for name, value in before.items() if value is not None}
+        for name in (name for name, value in before.items() if value is None):
+            del os.environ[name]
+        if vision is None:
+            del sys.modules["torchvision"]
+        else:
+            sys.modules["torchvision"] = vision
+    # Imported as for gloo, so that no case for the processor is left out; run with ours.
+    distributed_test.BACKEND = BACKEND
+    return distributed_test
+
+
+@functools.cache
+def cases() -> type[unittest.TestCase]:
+    """The cases as a class for one rank of the job."""
+    torchs = module()
+
+    class Cases(torchs.DistributedTest._DistTestBase, unittest.TestCase):  # type: ignore[misc]
+        """One rank of each case."""
+
+        # They are about the wording of unittest's own messages.
+        longMessage = True  # noqa: N815
+        rank, world_size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+        def _barrier(self, *_: object, **__: object) -> None:
+            MPI.COMM_WORLD.Barrier()
+
+    base = torchs.MultiProcessTestCase.__mro__[1]
+    return type("Cases", (Cases, base), {"__init__": base.__init__})
+
+
+def names() -> list[str]:
+    """All cases, in the order of the alphabet."""
+    return unittest.TestLoader().getTestCaseNames(cases())
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """The temporary folder of the cases, which all ranks share."""
+    comm = MPI.COMM_WORLD
+    with contextlib.ExitStack() as stack:
+        mine = stack.enter_context(tempfile.TemporaryDirectory()) if comm.rank == 0 else None
+        path = Path(comm.bcast(mine))
+        if comm.rank == 0:
+            for name in ("barrier", "test_dir", "init_dir"):
+                (path / name).mkdir()
+        comm.Barrier()
+        os.environ |= {"TEMP_DIR": str(path), "WORLD_SIZE": str(comm.size), "BACKEND": BACKEND}
+        try:
+            yield path
+        finally:
+            for name in ("TEMP_DIR", "WORLD_SIZE", "BACKEND"):
+                del os.environ[name]
+            comm.Barrier()
+
+
+def run(name: str) -> None:
+    """Run a case on all ranks; raises what it raises, and ``unittest.SkipTest`` where it does not apply."""
+    if name in NOT_OURS:
+        raise unittest.SkipTest(NOT_OURS[name])
+    torchs = module()
+    case = cases()(name)
+    with folder(), process_group(MPI.COMM_WORLD), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            case.setUp()
+            getattr(case, name)()
+        except SystemExit as end:
+            reasons = {skip.exit_code: skip.message for skip in torchs.TEST_SKIPS.values()}
+            raise unittest.SkipTest(reasons.get(end.code, f"exit {end.code}")) from None
+        finally:
+            case.tearDown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="torch_cases")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--from", dest="first", default="")
+    options = parser.parse_args()
+    comm = MPI.COMM_WORLD
+    for name in options.names or names():
+        if name < options.first:
+            continue
+        if comm.rank == 0:
+            print(name, end=": ", flush=True)
+        begin, outcome, error = time.monotonic(), "passed", None
+        try:
+            run(name)
+        except unittest.SkipTest as reason:
+            outcome = f"skipped, {reason}"
+        except BaseException as problem:
+            outcome, error = f"FAILED on rank {comm.rank}: {type(problem).__name__}: {problem}", problem
+        if error is not None:
+            # The others may wait for this rank for ever.
+            print(outcome[:600].replace("\n", " | "), flush=True)
+            if options.names:
+                raise error
+            os._exit(1)
+        comm.Barrier()
+        if comm.rank == 0:
+            print(f"{outcome} ({time.monotonic() - begin:.1f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
