@@ -209,6 +209,14 @@ class SegmentManager(SegmentContext, Uncopyable):
         else:
             self.notices.tell(cause_of(error))
 
+    def raised(self, error: BaseException) -> None:
+        """Tell the others that a call of all ranks raised here: ``PeerFailedError`` where they wait for it.
+
+        A second later, unless it raised there too, or ``watch.goes_on()`` was called here. Local.
+        """
+        if not self.closed:
+            self.watch.raised(cause_of(error))
+
     def before_close(self, tenant: Tenant) -> None:
         """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
         self._tenants.add(tenant)

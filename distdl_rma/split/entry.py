@@ -30,16 +30,27 @@ class _Rows:
         weakref.finalize(self, self.rows.close)
 
 
-def told_layout(local: torch.Tensor, partition: Partition) -> Decomposition:
-    """Layout of the blocks that all ranks of a partition have; blocking."""
+def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") -> Decomposition:
+    """Layout of the blocks that all ranks of a partition have; blocking.
+
+    ``ShapeError`` on all of them if one has a problem with its block, or they form no grid.
+    """
     machine = Machine.of(partition)
     site = site_of(machine, told_layout)
     rows = site.kept(partition, lambda: _Rows(machine, partition, site.name)).rows
     row = np.zeros(3 + MAX_DIMS, np.int64)
-    row[:3] = DTYPES.index(local.dtype), local.requires_grad, local.dim()
-    row[3 : 3 + local.dim()] = local.shape
+    if problem:
+        row[0] = -1
+    else:
+        row[:3] = DTYPES.index(local.dtype), local.requires_grad, local.dim()
+        row[3 : 3 + local.dim()] = local.shape
     rows.start(row)
     found = rows.wait().tolist()
+    if problem:
+        raise ShapeError(f"SplitTensor.from_local: {problem}")
+    for rank, (dtype, *_) in zip(partition.ranks, found, strict=True):
+        if dtype < 0:
+            raise ShapeError(f"SplitTensor.from_local: rank {rank} passes what is no block")
     kinds = {tuple(each[:3]): rank for rank, each in zip(partition.ranks, found, strict=True)}
     if len(kinds) > 1:
         (first, one), (second, other), *_ = kinds.items()

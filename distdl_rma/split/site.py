@@ -106,6 +106,9 @@ def _position(code: CodeType, at: int) -> tuple[int | None, ...]:
 
 def site_of(machine: Machine, function: Any) -> Site:
     """The site of a call that is going on."""
+    watch = machine.segments.watch
+    if watch.has_raised:
+        watch.goes_on()
     frame, path = user_frame(), module_path()
     place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
     sites: dict[Hashable, Site] = machine.kept.setdefault("sites", {})

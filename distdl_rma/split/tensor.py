@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import (
+    ExchangeTimeout,
+    PartitionError,
+    PeerFailedError,
+    SegmentError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
+from distdl_rma.ops.core.autograd import ENOUGH
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
@@ -20,6 +28,8 @@ from distdl_rma.split.site import TRAILS, module_path, note, site_of, user_frame
 from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
+# What moves nothing, for which nobody waits.
+_ONE_ALONE = frozenset({"query", "value", "refused"})
 # So many use the memory of a tensor that shares it with none, when they are counted.
 _ALONE = 2
 
@@ -78,11 +88,14 @@ class SplitTensor(torch.Tensor):
             If the blocks form no grid, or this one is not the balanced block of ``shape``.
         """
         problem = trouble_with(local, "a block")
-        if problem:
-            raise ShapeError(f"SplitTensor.from_local: {problem}")
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
-        layout = told_layout(local, partition) if shape is None else lay.balanced(partition, shape)
+        if shape is None:
+            layout = told_layout(local, partition, problem)
+        elif problem:
+            raise ShapeError(f"SplitTensor.from_local: {problem}")
+        else:
+            layout = lay.balanced(partition, shape)
         wanted = layout.box(partition.me).shape
         if tuple(local.shape) != wanted:
             raise ShapeError(
@@ -135,8 +148,15 @@ class SplitTensor(torch.Tensor):
         layout
             What it is to be exactly, instead.
         """
+        try:
+            return self._redistributed(cut, layout)
+        except Exception as error:
+            _tell_peers(error, [self])
+            raise
+
+    def _redistributed(self, cut: Sequence[int | None], layout: Decomposition | None) -> SplitTensor:
         if layout is None:
-            axes = cut or (None,) * self.partition.dim
+            axes = tuple(cut) or (None,) * self.partition.dim
             layout = lay.balanced(self.partition, self._layout.shape, axes)
         elif layout.partition != self.partition or layout.shape != self._layout.shape:
             raise ShapeError(f"redistribute: {layout} is no layout of a tensor of shape {self._layout.shape}")
@@ -154,9 +174,14 @@ class SplitTensor(torch.Tensor):
             rule = RULES.get(func) or RULES[WITHOUT_RULE]
             if TRAILS:
                 note(func, rule.kind, module_path())
-            if OBSERVERS:
-                return OBSERVERS[-1](rule, func, args, kwargs or {})
-            return rule.handler(func, args, kwargs or {})
+            try:
+                if OBSERVERS:
+                    return OBSERVERS[-1](rule, func, args, kwargs or {})
+                return rule.handler(func, args, kwargs or {})
+            except Exception as error:
+                if rule.kind not in _ONE_ALONE:
+                    _tell_peers(error, tensors_in(args, kwargs))
+                raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -172,6 +197,19 @@ class SplitTensor(torch.Tensor):
         graph = ", requires_grad=True" if needs else ""
         block = f"block {tuple(self._local.shape)}"
         return f"SplitTensor({shape}, {dtype}, {lay.described(self._layout)}, {block}{graph})"
+
+
+def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
+    # In a call of a distributed model that hears of it, and within a rule those around it tell.
+    if TRAILS or isinstance(error, ENOUGH):
+        return
+    home = next((x._layout.partition.home for x in among if isinstance(x, SplitTensor)), None)
+    if not isinstance(home, Machine) or home.closed:
+        return
+    if isinstance(error, (ExchangeTimeout, PeerFailedError, SegmentError)):
+        home.fail(error)
+    else:
+        home.segments.raised(error)
 
 
 def composed(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -179,6 +179,26 @@ def act():
     assert all("PeerFailedError: rank 1 failed: UnsupportedError" in said[rank][1] for rank in (0, 2)), said
 
 
+# Outside of every model: what the odd rank does, and what it raises.
+OUTSIDE = {
+    "labels that are none": ("F.cross_entropy(y, torch.full((1, 12, 8), 7 * odd))", "IndexError"),
+    "a hook of a gradient": (
+        "y.register_hook(lambda gradient: [gradient][odd])\n    y.square().mean().backward()",
+        "IndexError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_error_of_one_rank_outside_of_a_model_reaches_the_others_soon(tell, name):
+    body, error = OUTSIDE[name]
+    said = tell(3, f"def act():\n    y = model(x)\n    {body}\n    y.sum()")
+    assert said[1][1].startswith(error)
+    for rank in (0, 2):
+        assert f"PeerFailedError: rank 1 failed: {error}" in said[rank][1], said
+        assert said[rank][0] < TIMEOUT, said
+
+
 def test_a_rank_that_is_killed_is_named(tmp_path):
     body = "def act():\n    if odd:\n        os.kill(os.getpid(), signal.SIGKILL)\n    model(x)"
     _, err, said = _run(tmp_path, 3, body, survive=True)

@@ -96,6 +96,7 @@ class RankState(enum.IntEnum):
     WAITING = 2
     FAILED = 3
     LEFT = 4
+    RAISED = 5  # an error in a call that all ranks make; whether alone, those know that wait
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class HeaderRecord:
         ago = f"{max(now - self.since, 0):.1f} s"
         if self.state is RankState.FAILED:
             return f"failed {ago} ago: {self.text}"
+        if self.state is RankState.RAISED:
+            return f"raised {ago} ago: {self.text}"
         if self.state is RankState.LEFT:
             also = f", and waits for {numbered(self.waits_for)} to do so" if self.waits_for else ""
             return f"left {ago} ago, {self.text}{also}"

@@ -130,6 +130,9 @@ class PeerWatch:
         # Ranks that seem to have gone: since when, and why.
         self._suspects: dict[int, tuple[float, str]] = {}
         self._watched = 0
+        # How often a call of all ranks raised here.
+        self._raised = 0
+        self.has_raised = False
         # Ranks whose process was seen to have ended, which their headers may not tell a second time.
         self._ended: dict[int, str] = {}
 
@@ -178,6 +181,8 @@ class PeerWatch:
         self._headers.unchanged(rank, record)
         if record.state is RankState.FAILED:
             return record.text, False
+        if record.state is RankState.RAISED and record.waits_for > (self._raised,):
+            return record.text, False
         if record.state is RankState.LEFT and not (self._left or reason.leavers):
             return f"it left, {record.text}", True
         return self._end_of(rank, record), False
@@ -201,6 +206,21 @@ class PeerWatch:
         """Whether a rank's header says that it began an operation; False if it has not answered yet."""
         record = self._headers.glance(rank)
         return record is not None and record.operation == name and record.epoch >= epoch
+
+    def raised(self, text: str) -> None:
+        """Tell others that a call of all ranks raised here: they wait for it in vain, if it did not there.
+
+        A rank that raised as often as this one, as all do that call the same with the same, waits on.
+        """
+        self._raised, self.has_raised = self._raised + 1, True
+        if not (self._left or self._notices.failed):
+            # As a number of times.
+            self._header.write(RankState.RAISED, text, (self._raised,))
+
+    def goes_on(self) -> None:
+        """Tell others that this rank goes on after an error."""
+        self.has_raised = False
+        self.done()
 
     def leave(self, text: str) -> None:
         """Say in the header that this rank will do nothing more."""

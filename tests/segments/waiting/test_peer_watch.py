@@ -153,6 +153,22 @@ def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_b
     assert [rank for rank, _ in watch.gone()] == [4]
 
 
+def test_rank_whose_call_raised_is_waited_for_in_vain_unless_it_raised_here_too(node):
+    watch, boards, memories = node
+    waiting = WaitReason((4,), "to send in 'sum'")
+    boards[4].write(RankState.RAISED, "ShapeError: wrong", (1,))
+    watch.raised("ShapeError: wrong too")
+    assert parse(memories[0].tobytes()).doing.endswith("ago: ShapeError: wrong too")
+    look(watch, waiting)
+    watch.goes_on()
+    assert parse(memories[0].tobytes()).state is RankState.RUNNING and not watch.has_raised
+    boards[4].write(RankState.RAISED, "IndexError: once more", (2,))
+    with pytest.raises(
+        PeerFailedError, match="rank 4 failed: IndexError: once more; rank 0 waited for rank 4"
+    ):
+        look(watch, waiting)
+
+
 def test_ranks_that_left_still_take_puts(node):
     watch, boards, _ = node
     boards[1].write(RankState.LEFT, "closing the machine")
