@@ -35,6 +35,7 @@ def measure(parts: list[str], cable: str) -> None:
             "calls": lambda: constants.calls(machine),
             "tiny": lambda: {case.name: constants.tiny_step(machine, case) for case in CASES},
             "compute": lambda: {case.name: constants.compute(case) for case in CASES},
+            "shares": lambda: {case.name: constants.shares(case) for case in CASES},
             "steps": lambda: {
                 f"{case.name}, {machine.size} ranks, {where}": constants.step(machine, case) for case in CASES
             },
@@ -56,7 +57,7 @@ def measure(parts: list[str], cable: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.scaling", description=__doc__)
     parser.add_argument("what", choices=("measure", "docs"))
-    parser.add_argument("--parts", nargs="*", default=["wire", "calls", "tiny", "compute", "steps"])
+    parser.add_argument("--parts", nargs="*", default=["wire", "calls", "tiny", "compute", "shares", "steps"])
     parser.add_argument("--cable", default="no limit", help="what the hosts' cable is called")
     options = parser.parse_args()
     if options.what == "measure":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.measure import COMM, WARM_UPS, in_turn
 from benchmarks.scaling.cases import Case, Step
+from benchmarks.unet import step_of
 from distdl_rma import Machine, shard
 from distdl_rma.segments import RemoteBuffer, SegmentBuffer
 
@@ -23,8 +25,6 @@ STREAM = 200
 ROUNDS, REPETITIONS = 30, 15
 CALLS = 30
 CHANNELS, SIDE = 4, 8
-
-Functions = dict[str, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def wire(machine: Machine) -> dict[str, float]:
@@ -174,6 +174,35 @@ def compute(case: Case) -> list[tuple[int, float]]:
     steps = {str(tile): case.plain_step(tile) for tile in tiles}
     taken = in_turn(steps, REPETITIONS)
     return [(int(np.prod(tile)), statistics.median(taken[str(tile)])) for tile in tiles]
+
+
+def shares(case: Case) -> dict[str, float]:
+    """What part of a step of the network alone each module takes in its forward, by path; "" is the model."""
+    x, target = case.image(case.tile(2))
+    network, clock = case.network(), Clock()
+    for path, module in network.named_modules():
+        if not path or not list(module.children()):
+            module.register_forward_pre_hook(partial(clock.begin, path))
+            module.register_forward_hook(partial(clock.end, path))
+    (taken,) = in_turn({"step": step_of(network, x, target, F.mse_loss)}, REPETITIONS).values()
+    whole = statistics.median(taken)
+    return {path: statistics.median(each[WARM_UPS:]) / whole for path, each in clock.seconds.items()}
+
+
+class Clock:
+    """Seconds between the begin and the end of what has a name, for every time that it happens."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._begun: dict[str, float] = {}
+
+    def begin(self, name: str, *_: object) -> None:
+        """Begin something; further arguments are those of a hook."""
+        self._begun[name] = time.perf_counter()
+
+    def end(self, name: str, *_: object) -> None:
+        """End it."""
+        self.seconds.setdefault(name, []).append(time.perf_counter() - self._begun[name])
 
 
 def step(machine: Machine, case: Case) -> float:
