@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+PARTS = ["wires", "calls", "tiny", "compute", "shares", "steps"]
 MEASURED = Path(__file__).with_name("measured.json")
 
 
@@ -26,12 +28,12 @@ def measure(parts: list[str], cable: str) -> None:
     from distdl_rma import Machine
 
     torch.set_num_threads(1)
-    run, found = Run.now(COMM.size), {}
+    run = Run.now(COMM.size)
     with Machine(COMM) as machine:
         hosts = len(machine.segments.segment.nodes)
         where = f"{hosts} hosts, {cable}" if hosts > 1 else "one node"
-        kinds: dict[str, Any] = {
-            "wire": lambda: {where: constants.wire(machine)},
+        kinds: dict[str, Callable[[], dict[str, Any]]] = {
+            "wires": lambda: {where: constants.wire(machine)},
             "calls": lambda: constants.calls(machine),
             "tiny": lambda: {case.name: constants.tiny_step(machine, case) for case in CASES},
             "compute": lambda: {case.name: constants.compute(case) for case in CASES},
@@ -41,23 +43,35 @@ def measure(parts: list[str], cable: str) -> None:
             },
         }
         for part in parts:
-            found[part] = kinds[part]()
-    if COMM.rank:
-        return
+            found = kinds[part]()
+            if machine.rank == 0:
+                keep(part, found, f"commit {run.commit}, {run.time[:10]}, {run.software}, {machine_name()}")
+
+
+def keep(part: str, found: dict[str, Any], of: str) -> None:
+    """Add what was found to the file, and of which commit it is."""
     known = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    for part, values in found.items():
-        known[part] = {**known.get(part, {}), **values}
-    known.setdefault("runs", {}).update(
-        dict.fromkeys(parts, f"commit {run.commit}, {run.time[:10]}, {run.software}, {machine_name()}")
-    )
-    MEASURED.write_text(json.dumps(known, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    known[part] = {**known.get(part, {}), **found}
+    known.setdefault("of", {})[part] = of
+    MEASURED.write_text(json.dumps(rounded(known), indent=1) + "\n")
+    print(part, json.dumps(rounded(found)), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """The same with numbers of four digits, which is more than they are good for."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.scaling", description=__doc__)
     parser.add_argument("what", choices=("measure", "docs"))
-    parser.add_argument("--parts", nargs="*", default=["wire", "calls", "tiny", "compute", "shares", "steps"])
+    parser.add_argument(
+        "--parts", nargs="*", default=["wires", "calls", "tiny", "compute", "shares", "steps"]
+    )
     parser.add_argument("--cable", default="no limit", help="what the hosts' cable is called")
     options = parser.parse_args()
     if options.what == "measure":
