@@ -50,7 +50,7 @@ def register_with_torch() -> None:
 def _create(options: Any, backend_options: Any = None) -> Any:
     from distdl_rma.process_group.creation import create
 
-    return create(options, backend_options)
+    return create(options)
 
 
 class _Finder(MetaPathFinder):

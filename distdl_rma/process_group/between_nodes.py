@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,12 +97,9 @@ class WideCollectives:
         most = _TURN_BYTES // self.size
         for begin in range(0, max(sizes), most):
             counts = [len(range(begin, min(size, begin + most))) for size in sizes]
-            if reader is not None:
-                # Only its own count is to be received elsewhere.
-                sent = [counts[self.me] if at == reader else 0 for at in range(self.size)]
-                counts = counts if reader == self.me else [0] * self.size
-            taken = np.empty(sum(counts), _BYTE)
-            part = mine[begin : begin + most]
+            sent = [counts[self.me] if at == reader else 0 for at in range(self.size)]
+            counts = counts if reader in (None, self.me) else [0] * self.size
+            taken, part = np.empty(sum(counts), _BYTE), mine[begin : begin + most]
             if reader is None:
                 yield from _over(self._messages.gather_all(part, taken, counts))
             else:
@@ -138,10 +135,10 @@ class WideCollectives:
                 out[begin : begin + count] = taken[at : at + count]
             at += count
 
-    def _agree(self, numbers: Sequence[int]) -> Callable[..., Any] | Any:
+    def _agree(self, numbers: Sequence[int]) -> Generator[None, None, Array]:
         # What every rank calls, and numbers of each; the same on all ranks, or an error on all.
         mine = np.array([self.call.print, *numbers], np.int64)
-        table = np.empty((self.size, 1 + 2 * self.size), np.int64)[:, : 1 + 2 * self.size]
+        table = np.empty((self.size, 1 + 2 * self.size), np.int64)
         row = np.zeros(table.shape[1], np.int64)
         row[: mine.size] = mine
         yield from _over(self._messages.gather_all(row, table.reshape(-1), [row.nbytes] * self.size))

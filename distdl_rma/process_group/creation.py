@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from distdl_rma.errors import ConfigurationError
@@ -19,12 +19,12 @@ from distdl_rma.segments.collectives.allgather import gather_words
 _HOW = "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python train.py'"
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
-Handler = Callable[..., Iterator[tuple[dist.Store, int, int]]]
+Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 # Machines of groups of some ranks, where there is none of all; kept for the next group of these.
 _machines: dict[tuple[int, ...], Machine] = {}
 
 
-def create(options: Any, backend_options: Any = None) -> RmaProcessGroup:
+def create(options: Any) -> RmaProcessGroup:
     """The process group that torch asks for; collective over its ranks, blocking.
 
     ``ConfigurationError`` if the ranks were not started by MPI, or torch numbers them in another way.
@@ -32,13 +32,12 @@ def create(options: Any, backend_options: Any = None) -> RmaProcessGroup:
     rank, size = launched()
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     if not options.global_ranks_in_group and options.group_size != size:
-        raise ConfigurationError(
-            f"init_process_group('rma'): {options.group_size} rank(s) are asked for, but MPI started {size}: {_HOW}"
-        )
+        started = f"{options.group_size} rank(s) are asked for, but MPI started {size}"
+        raise ConfigurationError(f"init_process_group('rma'): {started}: {_HOW}")
     if ranks[options.group_rank] != rank:
         raise ConfigurationError(
-            f"init_process_group('rma'): rank {ranks[options.group_rank]} of torch is rank {rank} of MPI; leave"
-            " out rank and world_size, and the environment variables RANK and WORLD_SIZE"
+            f"init_process_group('rma'): rank {ranks[options.group_rank]} of torch is rank {rank} of MPI;"
+            " leave out rank and world_size, and the environment variables RANK and WORLD_SIZE"
         )
     asked = options.timeout
     timeout = None if asked in (None, default_pg_timeout) else asked.total_seconds()
@@ -59,7 +58,7 @@ def _machine_of(ranks: tuple[int, ...], size: int) -> Machine:
 
 def rendezvous(
     by_environment: Handler, url: str, timeout: timedelta = default_pg_timeout, **options: Any
-) -> Iterator[tuple[dist.Store, int, int]]:
+) -> Iterator[tuple[Store, int, int]]:
     """What ``env://`` means, torch's default: no variable of the environment is needed where MPI started us.
 
     Where all of torch's variables are set, and where nothing else is known either, it is what it was.
@@ -77,16 +76,16 @@ def _by_mpi() -> bool:
     return launched()[1] > 1 or others <= 1
 
 
-def _store(timeout: timedelta) -> dist.Store:
+def _store(timeout: timedelta) -> Store:
     """A store of torch's that rank 0 keeps, wherever it is reached; collective over all ranks."""
     segments = Machine.on().segments
     rank, size = launched()
     store, words = None, None
     if rank == 0:
-        store = dist.TCPStore("localhost", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = TCPStore("localhost", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         words = [store.port, _address() if len(segments.segment.nodes) > 1 else "localhost"]
     port, host = gather_words(segments, words, "rendezvous of torch")[0]
-    return store or dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+    return store or TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def _address() -> str:

@@ -205,7 +205,8 @@ class NodeCollectives:
             ranks = self._rounds.ranks
             raise MismatchError(
                 f"group {self._rounds.name!r}: {self._rounds.call.text}: rank {ranks[source]} has"
-                f" {sent[source, target]} bytes for rank {ranks[target]}, which expects {wanted[source, target]}"
+                f" {sent[source, target]} bytes for rank {ranks[target]}, which expects"
+                f" {wanted[source, target]}"
             )
 
 

@@ -77,9 +77,8 @@ class Lines:
         if self._broken is not None:
             if isinstance(self._broken, DistdlError):
                 raise self._broken
-            raise ProtocolError(
-                f"process group {self.name!r} was interrupted by {self._broken!r}: make it anew"
-            )
+            why = f"was interrupted by {self._broken!r}"
+            raise ProtocolError(f"process group {self.name!r} {why}: make it anew on all its ranks")
 
     def append(self, operation: Operation) -> Operation:
         """Begin a collective, as soon as those before it are over."""
@@ -114,7 +113,7 @@ class Lines:
                 try:
                     if not line[0].advance():
                         return False
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001
                     self._break(error)
                     return True
                 line.popleft()

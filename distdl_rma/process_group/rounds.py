@@ -21,6 +21,7 @@ _TEXT_BYTES = 256
 _SLOT_BYTES = 1 << 20
 # Of a segment, a group takes so much at most.
 _SHARE_OF_SEGMENT = 64
+_PAGE = 4096
 # A word that announces a round: its number, then a part of the fingerprint of what is called.
 _PRINT_BITS = 24
 _PRINT = (1 << _PRINT_BITS) - 1
@@ -63,9 +64,8 @@ class Rounds:
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
         self.manager, self.ranks, self.name = manager, tuple(ranks), name
         self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
-        self.slot_bytes = max(
-            4096, min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT) // 4096 * 4096
-        )
+        room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
+        self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
         self._table = _PARITIES * (_TEXT_BYTES + 16 * self.size + 64)
         self._table += -self._table % 64
         nbytes = self._table + 2 * _PARITIES * self.slot_bytes
@@ -86,7 +86,7 @@ class Rounds:
         self.words = self.memory.flags
         self.others = [at for at in range(size) if at != me]
         flags = [remote.flags for remote in everyone]
-        self.peer_words = [flags[at] for at in self.others]
+        self.peer_words = [words for at in self.others if (words := flags[at]) is not None]
         self.ready_at = tuple([(at, k * size + at) for at in self.others] for k in range(_PARITIES))
         self.read_at = [2 * size + at for at in self.others]
         self.my_ready, self.my_read = (me, size + me), 2 * size + me
@@ -120,7 +120,7 @@ class Rounds:
     def free(self, number: int) -> bool:
         """Whether all ranks are through with the round two before; then the slots can be written."""
         words, before = self.words, number - _PARITIES
-        for at in self.read_at:
+        for at in self.read_at:  # noqa: SIM110
             if words[at] < before:
                 return False
         return True

@@ -10,53 +10,58 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.process_group.reducers import _STORAGE
 
 Array = NDArray[Any]
 
+# What numpy has no type for is seen as words of this size.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FOREIGN = {torch.bfloat16, torch.float16}
+_FOREIGN |= {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and "float8" in str(kind)}
+
 
 class Flat:
-    """A tensor as a flat array, and its way back where it is not contiguous."""
+    """A tensor as a flat array of its ``elements``, in their order, and its way back where that is a copy.
 
-    __slots__ = ("_contiguous", "_tensor", "tensor")
+    Floats of 16 bits are words of 16 bits.
+    """
+
+    __slots__ = ("_copied", "_tensor", "elements")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._tensor = tensor.detach()
-        self._contiguous = self._tensor if self._tensor.is_contiguous() else self._tensor.contiguous()
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._tensor = self._copied = tensor
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            self._copied = tensor.resolve_conj().resolve_neg().contiguous()
+        words = self._copied
+        if words.dtype in _FOREIGN:
+            words = words.view(_WORDS[words.itemsize])
+        self.elements: Array = words.numpy().reshape(-1)
 
     @property
     def bytes(self) -> Array:
         """All bytes, in the order of the elements."""
-        flat: Array = self._contiguous.reshape(-1).view(torch.uint8).numpy()
-        return flat
-
-    @property
-    def elements(self) -> Array:
-        """All elements, as they are reduced."""
-        kind = np.dtype(_STORAGE[self.tensor.dtype])
-        return self.bytes.view(kind)
+        return self.elements.view(np.uint8)
 
     def store(self) -> None:
         """Put what was written to the array into the tensor, where that is another memory."""
-        if self._contiguous is not self._tensor:
-            self._tensor.copy_(self._contiguous)
+        if self._copied is not self._tensor:
+            self._tensor.copy_(self._copied)
 
 
 def check(tensors: Sequence[torch.Tensor], who: str) -> None:
     """Raise ``UnsupportedError`` for tensors that are not dense, or not in the memory of the processor."""
     for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise UnsupportedError(
                 f"{who}: backend 'rma' is for tensors on cpu, got one on {tensor.device}; move it, or use"
-                " another backend for that device, as in init_process_group('cpu:rma,cuda:nccl')"
+                " another backend for that device"
             )
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UnsupportedError(f"{who}: tensors are dense, got {tensor.layout}; use tensor.to_dense()")
 
 
-def single(tensors: Sequence[torch.Tensor], who: str) -> torch.Tensor:
-    """The only tensor of a list, as calls for one device per process have it."""
+def single(tensors: Sequence[Any], who: str) -> Any:
+    """The only one of a list, as calls for one device per process have it; ``ShapeError`` if it is not."""
     if len(tensors) != 1:
         raise ShapeError(f"{who}: takes one tensor per rank, got {len(tensors)}")
     return tensors[0]
@@ -64,7 +69,7 @@ def single(tensors: Sequence[torch.Tensor], who: str) -> torch.Tensor:
 
 def facts(tensors: Sequence[torch.Tensor]) -> str:
     """Sizes and types, as all ranks have to give them."""
-    said = [f"{t.numel()} x {str(t.dtype).removeprefix('torch.')}" for t in tensors]
+    said = [f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]
     if len(said) > 1 and len(set(said)) == 1:
         return f"{len(said)} times {said[0]}"
     if len(said) > 4:
@@ -76,4 +81,34 @@ def same_type(tensors: Sequence[torch.Tensor], who: str) -> None:
     """Raise ``ShapeError`` if tensors are of several types."""
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1:
-        raise ShapeError(f"{who}: tensors are of one type, got {sorted(map(str, types))}")
+        raise ShapeError(f"{who}: tensors are of one type, got {', '.join(sorted(map(str, types)))}")
+
+
+def parts_of(whole: torch.Tensor, part: torch.Tensor, ranks: int, who: str) -> list[torch.Tensor]:
+    """Equal parts of a contiguous tensor, one for each rank and as large as ``part``; views."""
+    check([part, whole], who)
+    if whole.numel() != part.numel() * ranks:
+        raise ShapeError(
+            f"{who}: {ranks} parts of {part.numel()} elements are not the {whole.numel()} of the whole"
+        )
+    return list(_flat(whole, who).split(part.numel())) if part.numel() else [whole.reshape(-1)] * ranks
+
+
+def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, ranks: int, who: str) -> list[torch.Tensor]:
+    """Rows of a contiguous tensor for each rank: numbers of them, or equal parts; views."""
+    check([tensor], who)
+    _flat(tensor, who)
+    sizes, rows = list(splits or ()), tensor.shape[0] if tensor.dim() else 1
+    if not sizes:
+        if rows % ranks:
+            raise ShapeError(f"{who}: {rows} rows are not equal parts for {ranks} ranks")
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows:
+        raise ShapeError(f"{who}: {rows} rows for {ranks} ranks, got numbers of rows {sizes}")
+    return list(tensor.detach().split(sizes))
+
+
+def _flat(tensor: torch.Tensor, who: str) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{who}: a tensor that is cut into parts is contiguous; call contiguous()")
+    return tensor.detach().reshape(-1)

@@ -1,0 +1,116 @@
+"""What all calls of a process group are made of: how one begins, and how the group ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from distdl_rma.process_group.between_nodes import WideCollectives
+from distdl_rma.process_group.on_node import NodeCollectives
+from distdl_rma.process_group.operations import Lines, Operation, Script
+from distdl_rma.process_group.reducers import Reducer, reducer_of
+from distdl_rma.process_group.rounds import Call, Rounds
+from distdl_rma.process_group.tensors import Flat, facts
+from distdl_rma.process_group.work import GroupWork
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.messages import Messages
+
+Tensor = torch.Tensor
+# What is kept for calls that come again, at most.
+_KEPT = 1024
+# The methods have the names that torch gives them, and more than one of its spellings.
+_Base: Any = ProcessGroup
+
+
+class GroupCore(_Base):  # type: ignore[misc]
+    """Ranks of a machine, and how calls on them begin; see :class:`RmaProcessGroup`."""
+
+    def __init__(
+        self, manager: SegmentManager, ranks: Sequence[int], name: str, timeout: float | None
+    ) -> None:
+        self._me, self._ranks = tuple(ranks).index(manager.rank), len(ranks)
+        super().__init__(self._me, self._ranks)
+        self._manager, self._name, self._timeout = manager, name, timeout
+        self._lines = Lines(manager, name)
+        label = f"process group {name}"
+        self._messages = Messages(manager, ranks, label)
+        # Alike on all of the ranks: either all of them share a node, or none reaches all others directly.
+        on_node = all(manager.segment.link(rank).memory is not None for rank in ranks)
+        self._rounds = Rounds(manager, ranks, label) if on_node else None
+        self._way: NodeCollectives | WideCollectives
+        self._caller: Rounds | WideCollectives
+        if self._rounds is not None:
+            self._way, self._caller = NodeCollectives(self._rounds), self._rounds
+        else:
+            self._way = self._caller = WideCollectives(self._messages, self._me, name)
+        self._calls: dict[Hashable, Call] = {}
+        self._reducers: dict[Hashable, Reducer] = {}
+        self._coalescing: list[Work] | None = None
+
+    def _begin(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        script: Callable[[], Script],
+        result: Any,
+        stored: Sequence[Flat] = (),
+    ) -> Work:
+        # ``what`` and the sizes of the tensors are alike on all ranks; the result is what ``stored`` fills.
+        caller, call = self._caller, self._call(what, tensors)
+
+        def begin() -> Script:
+            caller.call = call
+            return script()
+
+        def finish() -> None:
+            for flat in stored:
+                flat.store()
+
+        operation = self._lines.append(Operation(begin, caller.waiting, finish))
+        return self._kept(GroupWork(self._lines, operation, result, self._timeout))
+
+    def _call(self, what: str, tensors: Sequence[Tensor]) -> Call:
+        key = (what, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            call = self._calls[key] = Call.of(f"{what} of {facts(tensors)}" if tensors else what)
+        return call
+
+    def _reducer(self, op: Any, dtype: torch.dtype) -> Reducer:
+        reducer = self._reducers.get((op, dtype))
+        if reducer is None:
+            reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks)
+        return reducer
+
+    def _kept(self, work: Work) -> Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _who(self, what: str) -> str:
+        return f"{what} in group {self._name!r}"
+
+    def shutdown(self) -> None:
+        """Give up the memory; what other ranks still wait for goes on. Local, idempotent."""
+        self._lines.close()
+        if not self._manager.closed:
+            if self._rounds is not None:
+                self._manager.retire(self._rounds.memory, self._rounds.idle)
+            self._messages.close()
+        self._rounds = None
+
+
+def op_of(opts: Any) -> Any:
+    """Reduction that options ask for, or a reduction itself; the sum if None."""
+    found = getattr(opts, "reduceOp", opts)
+    return ReduceOp.SUM if found is None else getattr(found, "op", found)
+
+
+def root_of(opts: Any) -> int:
+    """Root that options ask for, a rank in the group."""
+    return int(opts.rootRank) if opts is not None else 0

@@ -1,0 +1,107 @@
+"""What a process group reduces: the calls of torch, checked and begun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.distributed import Work
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.process_group.core import GroupCore, Tensor, op_of, root_of
+from distdl_rma.process_group.operations import Script
+from distdl_rma.process_group.tensors import Flat, check, parts_of, same_type, single
+
+
+class Reductions(GroupCore):
+    """Calls that reduce tensors of all ranks; see :class:`RmaProcessGroup`."""
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Reduce a tensor in place on all ranks."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        return self._all_reduce("all_reduce", [single(tensors, "all_reduce")], op_of(opts))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Reduce several tensors in place on all ranks."""
+        return self._all_reduce("all_reduce_coalesced", list(tensors), op_of(opts))
+
+    def _all_reduce(self, what: str, tensors: list[Tensor], op: Any) -> Work:
+        check(tensors, self._who(what))
+        reducers = [self._reducer(op, tensor.dtype) for tensor in tensors]
+        flats = [Flat(tensor) for tensor in tensors]
+
+        def script() -> Script:
+            for flat, reducer in zip(flats, reducers, strict=True):
+                yield from self._way.all_reduce(flat.elements, reducer)
+
+        named = f"{what}({reducers[0].name})" if reducers else what
+        return self._begin(named, tensors, script, tensors, flats)
+
+    def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        """Reduce a tensor in place on the root."""
+        tensor, root = single(tensors, self._who("reduce")), root_of(opts)
+        check([tensor], self._who("reduce"))
+        reducer, flat = self._reducer(op_of(opts), tensor.dtype), Flat(tensor)
+        return self._begin(
+            f"reduce({reducer.name}) to rank {root}",
+            [tensor],
+            lambda: self._way.reduce(flat.elements, reducer, root),
+            [tensor],
+            [flat],
+        )
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> Work:
+        """Reduce a tensor for every rank; sizes may differ."""
+        who = self._who("reduce_scatter")
+        pair = single(outputs, who), list(single(inputs, who))
+        return self._reduce_scatter("reduce_scatter", [pair], op_of(opts))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Reduce a tensor of which every rank gets an equal part."""
+        return self._reduce_singles("reduce_scatter_single", [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Reduce several tensors of which every rank gets an equal part."""
+        return self._reduce_singles("reduce_scatter_single_coalesced", outputs, inputs, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_singles(
+        self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        who = self._who(what)
+        pairs = [
+            (out, parts_of(whole, out, self._ranks, who)) for out, whole in zip(outputs, inputs, strict=True)
+        ]
+        return self._reduce_scatter(what, pairs, op_of(opts))
+
+    def _reduce_scatter(self, what: str, pairs: Sequence[tuple[Tensor, list[Tensor]]], op: Any) -> Work:
+        who, me, outs = self._who(what), self._me, [out for out, _ in pairs]
+        for out, parts in pairs:
+            check([out, *parts], who)
+            same_type([out, *parts], who)
+            if len(parts) != self._ranks:
+                raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks, got {len(parts)}")
+            if parts[me].numel() != out.numel():
+                mine = f"this rank's part has {parts[me].numel()} elements"
+                raise ShapeError(f"{who}: {mine}, its output {out.numel()}")
+        flats = [Flat(out) for out in outs]
+        inputs = [[Flat(part) for part in parts] for _, parts in pairs]
+        reducers = [self._reducer(op, out.dtype) for out in outs]
+
+        def script() -> Script:
+            for flat, several, reducer in zip(flats, inputs, reducers, strict=True):
+                arrays, out = [part.elements for part in several], flat.elements
+                if any(np.may_share_memory(out, a) for at, a in enumerate(arrays) if at != me):
+                    arrays = [array.copy() for array in arrays]
+                yield from self._way.reduce_scatter(arrays, out, reducer)
+
+        named = f"{what}({reducers[0].name})" if reducers else what
+        every = [part for _, parts in pairs for part in parts]
+        return self._begin(named, every, script, outs, flats)
