@@ -47,7 +47,7 @@ def register_with_torch() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def _create(options: Any, backend_options: Any = None) -> Any:
+def _create(options: Any, _: Any = None) -> Any:
     from distdl_rma.process_group.creation import create
 
     return create(options)

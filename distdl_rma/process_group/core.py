@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from distdl_rma.process_group.between_nodes import WideCollectives
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.operations import Lines, Operation, Script
+from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.reducers import Reducer, reducer_of
 from distdl_rma.process_group.rounds import Call, Rounds
 from distdl_rma.process_group.tensors import Flat, facts
@@ -35,17 +36,17 @@ class GroupCore(_Base):  # type: ignore[misc]
         super().__init__(self._me, self._ranks)
         self._manager, self._name, self._timeout = manager, name, timeout
         self._lines = Lines(manager, name)
-        label = f"process group {name}"
-        self._messages = Messages(manager, ranks, label)
+        self._messages = Messages(manager, ranks, f"messages of process group {name}")
         # Alike on all of the ranks: either all of them share a node, or none reaches all others directly.
         on_node = all(manager.segment.link(rank).memory is not None for rank in ranks)
-        self._rounds = Rounds(manager, ranks, label) if on_node else None
+        self._rounds = Rounds(manager, ranks, name) if on_node else None
         self._way: NodeCollectives | WideCollectives
         self._caller: Rounds | WideCollectives
         if self._rounds is not None:
             self._way, self._caller = NodeCollectives(self._rounds), self._rounds
         else:
             self._way = self._caller = WideCollectives(self._messages, self._me, name)
+        self._quick = None if self._rounds is None else QuickReductions(self._rounds, self._lines)
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
@@ -102,7 +103,7 @@ class GroupCore(_Base):  # type: ignore[misc]
             if self._rounds is not None:
                 self._manager.retire(self._rounds.memory, self._rounds.idle)
             self._messages.close()
-        self._rounds = None
+        self._rounds = self._quick = None
 
 
 def op_of(opts: Any) -> Any:

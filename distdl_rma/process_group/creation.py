@@ -16,7 +16,10 @@ from distdl_rma.machine import Machine, launched
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.segments.collectives.allgather import gather_words
 
-_HOW = "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python train.py'"
+_HOW = (
+    "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python"
+    " train.py'"
+)
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]

@@ -9,14 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
+from distdl_rma.process_group.quick import WHOLE_BYTES
 from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.process_group.rounds import Rounds
 
 Array = NDArray[Any]
 Script = Iterator[None]
-
-# Up to so many bytes everyone reduces everything itself, in one round.
-_WHOLE_BYTES = 64 << 10
 
 
 class NodeCollectives:
@@ -41,13 +39,13 @@ class NodeCollectives:
 
     def all_reduce(self, x: Array, reducer: Reducer) -> Script:
         """Reduce a vector in place, on all ranks."""
-        if x.nbytes <= min(_WHOLE_BYTES, self._rounds.slot_bytes):
+        if x.nbytes <= min(WHOLE_BYTES, self._rounds.slot_bytes):
             return self._reduce_whole(x, reducer, None)
         return self._reduce_shares(x, reducer, None)
 
     def reduce(self, x: Array, reducer: Reducer, root: int) -> Script:
         """Reduce a vector in place, on one rank; the others' stay as they are."""
-        if x.nbytes <= min(_WHOLE_BYTES, self._rounds.slot_bytes):
+        if x.nbytes <= min(WHOLE_BYTES, self._rounds.slot_bytes):
             return self._reduce_whole(x, reducer, root)
         return self._reduce_shares(x, reducer, root)
 

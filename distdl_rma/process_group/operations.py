@@ -50,6 +50,13 @@ class Operation:
         self.error, self.done, self._script, self._finish = error, True, None, None
 
 
+def done() -> Operation:
+    """An operation that is over."""
+    operation = Operation(lambda: iter(()), lambda: WaitReason((), ""), None)
+    operation.done = True
+    return operation
+
+
 class Lines:
     """The operations of a group: collectives one after the other, in the order of the calls, and messages.
 
@@ -64,11 +71,6 @@ class Lines:
         self._apart: list[Operation] = []
         self._broken: BaseException | None = None
         self._closed = False
-
-    @property
-    def empty(self) -> bool:
-        """Whether no collective is under way."""
-        return not self._line
 
     def check(self) -> None:
         """Raise if nothing can be begun any more."""
@@ -97,6 +99,11 @@ class Lines:
             self._begin(self.advance_apart)
         return operation
 
+    @property
+    def ready(self) -> bool:
+        """Whether a collective can begin now: none is under way, and nothing went wrong."""
+        return not (self._line or self._closed or self._broken is not None or self.manager.closed)
+
     def _begin(self, advance: Callable[[], bool]) -> None:
         # An error belongs to who waits for the operation.
         over = False
@@ -114,7 +121,7 @@ class Lines:
                     if not line[0].advance():
                         return False
                 except BaseException as error:  # noqa: BLE001
-                    self._break(error)
+                    self.break_off(error)
                     return True
                 line.popleft()
             return True
@@ -145,8 +152,9 @@ class Lines:
         if operation.error is not None:
             raise operation.error
 
-    def _break(self, error: BaseException) -> None:
-        self._broken = error
+    def break_off(self, error: BaseException) -> None:
+        """End all collectives, and the group, by an error."""
+        self._broken = self._broken or error
         for operation in self._line:
             operation.fail(error)
         self._line.clear()

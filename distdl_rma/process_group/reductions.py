@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed import Work
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, op_of, root_of
-from distdl_rma.process_group.operations import Script
+from distdl_rma.process_group.operations import Script, done
 from distdl_rma.process_group.tensors import Flat, check, parts_of, same_type, single
+from distdl_rma.process_group.work import GroupWork
+
+_Work: Any = Work
 
 
 class Reductions(GroupCore):
@@ -20,7 +24,23 @@ class Reductions(GroupCore):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Reduce a tensor in place on all ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        return self._all_reduce("all_reduce", [single(tensors, "all_reduce")], op_of(opts))
+        tensor, op = single(tensors, "all_reduce"), op_of(opts)
+        quick = self._quick
+        if quick is not None and self._coalescing is None and _is_plain(tensor):
+            known = quick.known(tensor, op)
+            if known is None:
+                check(tensors, self._who("all_reduce"))
+                reducer = self._reducer(op, tensor.dtype)
+                quick.learn(tensor, op, self._call(f"all_reduce({reducer.name})", tensors), reducer)
+            else:
+                hurry = not getattr(opts, "asyncOp", True)
+                begun = quick.run(known, tensor, hurry)
+                if begun is True and hurry:
+                    return _OVER
+                if begun is not False:
+                    operation = done() if begun is True else begun
+                    return GroupWork(self._lines, operation, tensors, self._timeout)
+        return self._all_reduce("all_reduce", [tensor], op)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce several tensors in place on all ranks."""
@@ -105,3 +125,24 @@ class Reductions(GroupCore):
         named = f"{what}({reducers[0].name})" if reducers else what
         every = [part for _, parts in pairs for part in parts]
         return self._begin(named, every, script, outs, flats)
+
+
+class _Over(_Work):  # type: ignore[misc]
+    """What is over: nobody sees it but the call that has waited for it."""
+
+    def wait(self, *_: Any) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+_OVER = _Over()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # Its elements lie one behind the other, as they are.
+    strided = tensor.is_cpu and tensor.layout is torch.strided
+    return strided and tensor.is_contiguous() and not (tensor.is_complex() or tensor.is_neg())

@@ -69,13 +69,14 @@ class Rounds:
         self._table = _PARITIES * (_TEXT_BYTES + 16 * self.size + 64)
         self._table += -self._table % 64
         nbytes = self._table + 2 * _PARITIES * self.slot_bytes
-        self.memory = manager.get_segment_buffer(nbytes, 3 * self.size, name)
+        label = f"process group {name}"
+        self.memory = manager.get_segment_buffer(nbytes, 3 * self.size, label)
         others = [rank for rank in self.ranks if rank != manager.rank]
         remotes = {}
         if others:
             plan = fingerprint("rounds", self.ranks)
             terms = f"ranks={self.ranks}\nslots={self.slot_bytes}"
-            remotes = self.memory.exchange(others, name, plan, terms=terms)
+            remotes = self.memory.exchange(others, label, plan, terms=terms)
         remotes[manager.rank] = self.memory.here
         everyone = [remotes[rank] for rank in self.ranks]
         memories = [remote.direct(np.uint8, nbytes, 0) for remote in everyone]

@@ -1,0 +1,104 @@
+"""All-reduces of a few kilobytes in as few steps as can be: no script, nothing looked up twice."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.process_group.operations import Lines, Operation, Script
+from distdl_rma.process_group.reducers import Reducer
+from distdl_rma.process_group.rounds import Call, Rounds
+
+Array = NDArray[Any]
+
+# Up to so many bytes everyone reduces everything itself, in one round.
+WHOLE_BYTES = 64 << 10
+# Looks at the others' words before the wait becomes a patient one.
+_LOOKS = 300
+_KEPT = 512
+
+
+class Quick(NamedTuple):
+    """A kind of calls: their words, and for even and odd rounds this rank's slot and everyone's."""
+
+    call: Call
+    reducer: Reducer
+    mine: tuple[Array, ...]
+    rows: tuple[list[Array], ...]
+
+
+class QuickReductions:
+    """Carries out all-reduces of contiguous tensors on one node, where no other collective is under way."""
+
+    def __init__(self, rounds: Rounds, lines: Lines) -> None:
+        self._rounds, self._lines = rounds, lines
+        self._lock = rounds.manager.segment.lock
+        self._most = min(WHOLE_BYTES, rounds.slot_bytes)
+        self._patience = range(_LOOKS if rounds.manager.waiter.spins else 1), range(1)
+        # By type, number of elements and operation.
+        self._known: dict[Hashable, Quick] = {}
+        # By address and kind: never used without a tensor that has its memory there.
+        self._arrays: dict[Hashable, Array] = {}
+
+    def known(self, tensor: torch.Tensor, op: Any) -> Quick | None:
+        """What is known of calls of this kind."""
+        return self._known.get((tensor.dtype, tensor.numel(), op))
+
+    def learn(self, tensor: torch.Tensor, op: Any, call: Call, reducer: Reducer) -> None:
+        """Keep what calls of this kind need, if they are small enough."""
+        count = tensor.numel()
+        if not 0 < count * tensor.itemsize <= self._most:
+            return
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        slots = self._rounds.views(reducer.storage).shown
+        rows = tuple([slot[k][:count] for slot in slots] for k in range(2))
+        mine = tuple(some[self._rounds.me] for some in rows)
+        self._known[tensor.dtype, count, op] = Quick(call, reducer, mine, rows)
+
+    def run(self, quick: Quick, tensor: torch.Tensor, hurry: bool) -> Operation | bool:
+        """Reduce in place; True if that is over, False if it cannot begin now, or what remains of it."""
+        x, rounds = self._array(tensor, quick.reducer), self._rounds
+        with self._lock:
+            number = rounds.number + 1
+            if not (self._lines.ready and rounds.free(number)):
+                return False
+            rounds.number, rounds.call = number, quick.call
+            parity = number & 1
+            quick.mine[parity][...] = x
+            rounds.announce(number, True)
+            try:
+                for _ in self._patience[not hurry]:
+                    if rounds.all_shown(number):
+                        quick.reducer.reduce(quick.rows[parity], x)
+                        rounds.read(number)
+                        return True
+            except MismatchError as error:
+                self._lines.break_off(error)
+                raise
+            rest = Operation(lambda: self._rest(quick, x, tensor, number), rounds.waiting, None)
+            return self._lines.append(rest)
+
+    def _rest(self, quick: Quick, x: Array, tensor: torch.Tensor, number: int) -> Script:
+        # Holds the tensor, whose memory the array is.
+        yield from self._rounds.seen(number)
+        quick.reducer.reduce(quick.rows[number & 1], x)
+        self._rounds.read(number)
+        del tensor
+
+    def _array(self, tensor: torch.Tensor, reducer: Reducer) -> Array:
+        # Three times as fast as asking the tensor for it.
+        key = tensor.data_ptr(), tensor.numel(), reducer.storage
+        array = self._arrays.get(key)
+        if array is None:
+            if len(self._arrays) >= _KEPT:
+                self._arrays.clear()
+            memory = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
+            array = self._arrays[key] = np.frombuffer(memoryview(memory), reducer.storage)
+        return array
