@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,23 +39,25 @@ SEED = 20
 @contextlib.contextmanager
 def process_group(comm: MPI.Intracomm, backend: str = BACKEND, **options: Any) -> Iterator[None]:
     """torch's default group over all ranks of the run, destroyed on the way out."""
-    if backend != "rma":
-        options |= {"init_method": address(comm), "rank": comm.rank, "world_size": comm.size}
-    dist.init_process_group(backend, **options)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with contextlib.ExitStack() as stack:
+        if "rma" not in backend:
+            options |= {"store": stack.enter_context(store(comm)), "rank": comm.rank, "world_size": comm.size}
+        dist.init_process_group(backend, **options)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
-def address(comm: MPI.Intracomm) -> str:
-    """Where gloo's ranks meet: a free port of this host."""
-    port = 0
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    return f"tcp://127.0.0.1:{comm.bcast(port)}"
+@contextlib.contextmanager
+def store(comm: MPI.Intracomm) -> Iterator[dist.Store]:
+    """Where gloo's ranks meet: a file, as a port that is free now may be taken before it is used."""
+    # Else gloo looks for the address of this host's name, which takes seconds where nobody knows it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory()) if comm.rank == 0 else None
+        yield dist.FileStore(str(Path(comm.bcast(folder)) / "store"), comm.size)
+        comm.Barrier()
 
 
 def results(comm: MPI.Intracomm, program: Callable[..., Any], *arguments: Any, backend: str = BACKEND) -> Any:

@@ -59,7 +59,8 @@ def gradient(make):
 DIFFERENTIABLE = {
     "all_reduce": differentiable.all_reduce,
     "all_reduce of maxima": lambda x: differentiable.all_reduce(x * 1, op=dist.ReduceOp.MAX),
-    "reduce": lambda x: differentiable.reduce(x * 1, dst=0),
+    # What the others have afterwards is not said.
+    "reduce": lambda x: differentiable.reduce(x * 1, dst=0) * (dist.get_rank() == 0),
     "broadcast": lambda x: differentiable.broadcast(x * 1, src=dist.get_world_size() - 1),
     "all_gather": differentiable.all_gather,
     "gather": lambda x: differentiable.gather(x, dst=0),
