@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from mpi4py import MPI
@@ -34,29 +35,34 @@ NOT_OURS = {
 }
 
 
+class OnProcessor(str):
+    """Name of our backend that equals those for which torch has cases for tensors on the processor."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str(other) in {"gloo", "mpi", str(self)}
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("gloo")
+
+
 @functools.cache
 def module() -> Any:
-    """torch's file of cases; what it asks from its environment is what the ranks know."""
-    variables = {"BACKEND": "gloo", "WORLD_SIZE": str(MPI.COMM_WORLD.size), "TEMP_DIR": tempfile.gettempdir()}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    # Cases that want it are not about groups, and it takes long to load.
-    vision = sys.modules.get("torchvision")
-    sys.modules["torchvision"] = None  # type: ignore[assignment]
-    try:
-        with warnings.catch_warnings():
+    """torch's file of cases, imported so that none of those for the processor is left out."""
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    DistTestCases.backend_feature["plugin"].add(BACKEND)
+    variables = {"BACKEND": OnProcessor(BACKEND), "WORLD_SIZE": str(MPI.COMM_WORLD.size)}
+    # Cases that want torchvision are not about groups, and it takes long to load.
+    without = {"torchvision": None}
+    with mock.patch("os.environ", {**os.environ, "TEMP_DIR": tempfile.gettempdir(), **variables}):
+        with mock.patch.dict(sys.modules, without), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from torch.testing._internal.distributed import distributed_test
-    finally:
-        os.environ |= {name: value for name, value in before.items() if value is not None}
-        for name in (name for name, value in before.items() if value is None):
-            del os.environ[name]
-        if vision is None:
-            del sys.modules["torchvision"]
-        else:
-            sys.modules["torchvision"] = vision
-    # Imported as for gloo, so that no case for the processor is left out; run with ours.
-    distributed_test.BACKEND = BACKEND
     return distributed_test
 
 
