@@ -10,7 +10,7 @@ class Counters:
     ``collectives`` are calls of MPI's collectives between nodes, with the bytes handed to them.
     ``notifications`` are those of buffers; ``flushes`` are waits of MPI for all that is under way to a
     peer on another node, of which one serves many puts and notifications. A wait that ends while it still
-    spins on a flag of a small collective is not counted.
+    spins on a notification, or a flag of a small collective, is not counted.
     """
 
     puts: int = 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from distdl_rma.errors import ClosedError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.waiting.header import WaitReason
 
 _VALUE_BITS = 32
@@ -34,7 +33,9 @@ class Barrier:
         self._before = [self._ranks[(me - (1 << k)) % size] for k in range(self._turns)]
         # Two sets of words: a rank that is through may come again before this one has looked.
         self._memory = manager.get_segment_buffer(0, 2 * self._turns, name)
-        self._remotes: dict[int, RemoteBuffer] = {}
+        self._words = self._memory.flags
+        # What tells the rank of each turn, in both sets of words.
+        self._tell: list[Callable[[int], None]] = []
         self._epoch = 0
         self._at = self._turns  # turn of the running epoch; all turns: none is running
         self._told = -1
@@ -46,10 +47,12 @@ class Barrier:
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with O(log P) peers, once; blocking."""
-        if not self._remotes and self._turns:
+        if not self._tell and self._turns:
             peers = dict.fromkeys((*self._behind, *self._before), ())
             plan = fingerprint("barrier", self._terms)
-            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=self._terms)
+            remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=self._terms)
+            told = [remotes[rank] for rank in self._behind * 2]
+            self._tell = [remote.flag_raiser(word, ordered=False) for word, remote in enumerate(told)]
 
     def wait(self, timeout: float | None = None, value: int = 0) -> int:
         """Wait until all ranks have called, and return the largest number that one brought; blocking.
@@ -60,18 +63,40 @@ class Barrier:
         """
         if self._closed or self._manager.closed:
             raise ClosedError(f"barrier {self.name!r}: already closed")
-        self.connect(timeout)
+        if not self._tell:
+            self.connect(timeout)
         if self._at == self._turns and self._told < 0:
             self._epoch += 1
             self._at, self._largest = 0, value
-            self._come.clear()
+            if self._come:
+                self._come.clear()
             self._manager.begin(self._operation, self._epoch)
+        try:
+            come = timeout is None and self._all_come_soon()
+        except BaseException:
+            self._manager.defer(self._advance)
+            raise
+        if not come:
             # Others hear of all that have come through this rank, also if it gives up waiting.
             self._manager.defer(self._advance)
-        self._manager.waiter.until(self._advance, self._waiting, timeout)
-        self._manager.withdraw(self._advance)
+            self._manager.waiter.until(self._advance, self._waiting, timeout)
+            self._manager.withdraw(self._advance)
         self._at, self._told = self._turns, -1
         return self._largest
+
+    def _all_come_soon(self) -> bool:
+        # As a wait begins, but with as little as can be for each look.
+        words, looks, first = self._words, range(self._manager.waiter.spins), (self._epoch & 1) * self._turns
+        while looks:
+            if self._advance():
+                return True
+            word, wanted = first + self._at, self._epoch << _VALUE_BITS
+            for _ in looks:
+                if words[word] >= wanted:
+                    break
+            else:
+                return False
+        return False
 
     def close(self) -> None:
         """Give the memory back when no rank writes to it any more; local, idempotent."""
@@ -87,9 +112,8 @@ class Barrier:
                 k = self._at
                 if self._told < k:
                     self._told = k
-                    word = self._epoch << _VALUE_BITS | self._largest
-                    self._remotes[self._behind[k]].acknowledge(first + k, word)
-                heard = self._memory.flag(first + k)
+                    self._tell[first + k](self._epoch << _VALUE_BITS | self._largest)
+                heard = self._words[first + k]
                 if heard >> _VALUE_BITS < self._epoch:
                     return False
                 self._largest = max(self._largest, heard & (1 << _VALUE_BITS) - 1)

@@ -34,6 +34,7 @@ class SegmentBuffer:
 
     def __init__(self, context: SegmentContext, nbytes: int, notifications: int, owner: str) -> None:
         self._context, self._segment = context, context.segment
+        self._acquire, self._looks = context.segment.load_fence, range(context.waiter.spins)
         self.nbytes, self.notifications, self.owner = nbytes, notifications, owner
         # Data first, words behind it: the data is then aligned to a cache line.
         data_nbytes = aligned(nbytes) if nbytes else 0
@@ -154,20 +155,29 @@ class SegmentBuffer:
         Blocking; raises as :meth:`notify_waitsome`.
         """
         words, reset = self._words, self._reset_words
-        ranks = self._peers if senders is None else self._known(senders)
+        ranks = None if senders is None else self._known(senders)
         try:
             if self._freed or self._context.closed or not 0 <= index < self.notifications:
                 raise self._wrong(index)
-            unset = words[index] == reset[index]
+            word, old = words[index], reset[index]
         except TypeError:
             raise self._wrong(index) from None
-        if unset:
-            self._context.waiter.until(
-                lambda: words[index] != reset[index], lambda: self._reason(index, index + 1, ranks), timeout
-            )
-        word = words[index]
+        if word == old:
+            # As a wait begins, but without a call for each look.
+            for _ in self._looks if timeout is None else ():
+                word = words[index]
+                if word != old:
+                    break
+            else:
+                self._context.waiter.until(
+                    lambda: words[index] != old,
+                    lambda: self._reason(index, index + 1, self._peers if ranks is None else ranks),
+                    timeout,
+                )
+                word = words[index]
         reset[index] = word
-        self._segment.acquire()
+        if self._acquire is not None:
+            self._acquire()
         return word >> NOTIFICATION_BITS
 
     def _find(self, first: int, stop: int) -> int | None:

@@ -65,9 +65,10 @@ class RemoteBuffer:
         self._memory = RemoteMemory(context, peer, location.offset, location.nbytes)
         self._context, self._link, self._atomics = context, self._memory.link, context.segment.atomics
         self._counters, self._sequence = context.counters, context.sequence
-        # Where the peer's memory can be reached, puts are assignments to it.
+        # Where the peer's memory can be reached, puts are assignments to it, and so are notifications.
         near = self._memory.near
         self._bytes = None if near is None else near.data
+        self._near_words, self._fence = self.flags, context.segment.store_fence
 
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
@@ -81,20 +82,20 @@ class RemoteBuffer:
         if queue is not None:
             check_queue(queue, "put")
         # Not in numpy's integers, which overflow.
-        offset = as_int(offset)
-        end = offset + source.nbytes
-        if offset < 0 or end > self.nbytes:
-            raise self._memory.outside(offset, source.nbytes)
+        offset, nbytes = as_int(offset), len(source)
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._memory.outside(offset, nbytes)
         if self._context.closed:
             self._memory.check_open()
         if self._bytes is not None:
-            self._bytes[offset:end] = source
-        elif source.nbytes:
+            self._bytes[offset : offset + nbytes] = source
+        elif nbytes:
             sent = np.frombuffer(source, np.uint8)
             sent = sent.copy() if queue is None else sent
-            self._memory.put(ByteRuns((self._memory.begin + offset,), source.nbytes), sent, queue)
-        self._counters.puts += 1
-        self._counters.bytes_put += source.nbytes
+            self._memory.put(ByteRuns((self._memory.begin + offset,), nbytes), sent, queue)
+        counters = self._counters
+        counters.puts += 1
+        counters.bytes_put += nbytes
 
     def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
         """Put several arrays, each given with its offset; all are checked before data moves."""
@@ -110,20 +111,51 @@ class RemoteBuffer:
         different ones in any. With ``last`` this one comes after all earlier notifications from here to
         that peer, too: who sees it has them all.
         """
-        word = self._word(index, value)
+        index, value = as_int(index), as_int(value)
+        if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
+            self.check_notification(index, value)
         if self._context.closed:
             self._memory.check_open()
-        self._link.notify(*word, last=last)
+        word = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
+        if self._near_words is None:
+            self._link.notify(self._first_word + index, word, last=last)
+        else:
+            if self._fence is not None:
+                self._fence()
+            self._near_words[index] = word
         self._counters.notifications += 1
 
     def put_notify(
         self, data: Any, index: int, value: int = 1, offset: int = 0, queue: Queue | None = None
     ) -> None:
         """Put, then notify: the notified put of GASPI."""
-        word = self._word(index, value)
-        self.put(data, offset, queue)
-        self._link.notify(*word)
-        self._counters.notifications += 1
+        near = self._bytes
+        if near is None or queue is not None:
+            self.check_notification(index, value)
+            self.put(data, offset, queue)
+            self.notify(index, value)
+            return
+        # Both as above, in one go: where the peer is near, the calls would cost more than what they do.
+        index, value, offset = as_int(index), as_int(value), as_int(offset)
+        if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
+            self.check_notification(index, value)
+        try:
+            source = memoryview(data).cast("B")
+        except (TypeError, ValueError, BufferError):
+            source = as_bytes(data, "put")
+        nbytes = len(source)
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._memory.outside(offset, nbytes)
+        if self._context.closed:
+            self._memory.check_open()
+        near[offset : offset + nbytes] = source
+        if self._fence is not None:
+            self._fence()
+        self._near_words[index] = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE  # type: ignore[index]
+        counters = self._counters
+        counters.puts += 1
+        counters.bytes_put += nbytes
+        counters.notifications += 1
 
     def put_list_notify(
         self, parts: Iterable[tuple[Any, int]], index: int, value: int = 1, queue: Queue | None = None
@@ -211,16 +243,21 @@ class RemoteBuffer:
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
         # Where in the peer's segment, once the peer is known to answer.
-        check_timeout(timeout)
-        self._context.check_open()
-        offset = as_offset(offset, "an atomic")
+        if timeout is not None:
+            check_timeout(timeout)
+        if self._context.closed:
+            self._context.check_open()
+        try:
+            offset = as_int(offset)
+        except TypeError:
+            as_offset(offset, "an atomic")
         if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
             there = f"inside rank {self.peer}'s buffer of {self.nbytes} bytes"
             raise ShapeError(f"an atomic works on 8 bytes at a multiple of 8 {there}, got offset {offset}")
-        answered = self._atomics.responding(self.peer)
-        if answered is not None:
+        responding = self._atomics.responding
+        if responding is not None:
             reason = WaitReason((self.peer,), "to answer before an atomic operation")
-            self._context.waiter.until(answered, lambda: reason, timeout)
+            self._context.waiter.until(responding(self.peer), lambda: reason, timeout)
         return self._memory.begin + offset
 
     # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
@@ -235,6 +272,9 @@ class RemoteBuffer:
 
     def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
         """``raise_flag``, or ``acknowledge`` where it is not ordered, of one flag: what sets it."""
+        words = self._near_words
+        if words is not None and self._fence is None:
+            return partial(words.__setitem__, index)
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
@@ -271,11 +311,6 @@ class RemoteBuffer:
         if not 1 <= value <= _LARGEST_VALUE:
             raise ArgumentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
         return index, value
-
-    def _word(self, index: int, value: int) -> tuple[int, int]:
-        # Where a notification is, and the word that sets it.
-        index, value = self.check_notification(index, value)
-        return self._first_word + index, value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
 
     def _inside(
         self, parts: Iterable[tuple[Any, int]], what: str, check: Callable[[Any, str], _Memory]

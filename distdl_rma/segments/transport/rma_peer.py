@@ -139,7 +139,8 @@ class Atomics:
 
     ``positions`` tell for every rank id its position in the group of the window, which is locked, and the
     offset of its segment in it. ``immediate`` windows complete an operation without the target's help, as
-    shared memory does. ``lock`` is held during an operation: the progress engine is another thread.
+    shared memory does: no answer is waited for. ``lock`` is held during an operation: the progress engine is
+    another thread.
     """
 
     def __init__(
@@ -149,16 +150,17 @@ class Atomics:
         immediate: bool,
         lock: AbstractContextManager[Any],
     ) -> None:
-        self._window, self._positions, self._immediate, self._lock = window, positions, immediate, lock
+        self._window, self._positions, self._lock = window, positions, lock
+        # Test of whether a rank answers; None where no answer is needed.
+        self.responding = None if immediate else self._responding
         self._asked: list[tuple[MPI.Request, object]] = []
+        # What an operation hands in, compares with and gets back, as MPI takes it soonest. Needs the lock.
+        words = [np.zeros(1, np.int64).data for _ in range(3)]
+        self._operand, self._expected, self._before = words
+        self._specs = [[word, MPI.INT64_T] for word in words]
 
-    def responding(self, rank: int) -> Callable[[], bool] | None:
-        """Test of whether a rank answers; None where its answer is not needed.
-
-        An operation on a rank that answered takes one round trip and cannot hang.
-        """
-        if self._immediate:
-            return None
+    def _responding(self, rank: int) -> Callable[[], bool]:
+        # An operation on a rank that answered takes one round trip and cannot hang.
         target, _ = self._positions[rank]
         answer = np.empty(8, np.uint8)
         with self._lock:
@@ -176,17 +178,19 @@ class Atomics:
     def fetch(self, rank: int, offset: int, op: MPI.Op, value: int) -> int:
         """Change the word by ``MPI.SUM`` or ``MPI.REPLACE``, or leave it by ``MPI.NO_OP``."""
         target, begin = self._positions[rank]
-        operand, before = np.array([value], np.int64), np.empty(1, np.int64)
+        operand, _, before = self._specs
         with self._lock:
+            self._operand[0] = value
             self._window.Fetch_and_op(operand, before, target, begin + offset, op)
             self._window.Flush(target)
-        return int(before[0])
+            return self._before[0]
 
     def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
         """Set the word to ``desired`` if it is ``expected``."""
         target, begin = self._positions[rank]
-        new, old, before = (np.array([value], np.int64) for value in (desired, expected, 0))
+        new, old, before = self._specs
         with self._lock:
+            self._operand[0], self._expected[0] = desired, expected
             self._window.Compare_and_swap(new, old, before, target, begin + offset)
             self._window.Flush(target)
-        return int(before[0])
+            return self._before[0]

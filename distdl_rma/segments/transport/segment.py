@@ -72,6 +72,8 @@ class Segment:
         # Memory barrier between data and the flag that announces it, the only one of the library.
         ordered = platform.machine() in _TOTAL_STORE_ORDER
         self.fence: Callable[[], object] = _NO_FENCE if ordered else self._shared.Sync
+        # The same for those who would rather not call what does nothing: None.
+        self.store_fence = None if ordered else self.fence
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
         self.crowded = node.size > len(cores)
         self.words = self.memory.data.cast("q")
@@ -99,6 +101,7 @@ class Segment:
             self.atomics = Atomics(self._shared, positions, True, self.lock)
         # What MPI put here is only visible to loads after a Sync, on any processor.
         self.acquire: Callable[[], object] = self._window.Sync if self.has_remote else self.fence
+        self.load_fence = self.acquire if self.has_remote else self.store_fence
 
     def _reserve(self, memory: Bytes) -> None:
         try:

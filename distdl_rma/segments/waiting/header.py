@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -46,6 +46,13 @@ class WaitReason:
         return f"for {numbered(self.ranks) if self.ranks else 'the other ranks'} {self.what}"
 
 
+class RecordText(NamedTuple):
+    """A text as a record begins with it: padded to its length there, and what its checksum begins with."""
+
+    padded: bytes
+    checksum: int
+
+
 class DoubleRecord:
     """Two places for one record, written in turn: while one of them changes, the other is whole.
 
@@ -54,11 +61,13 @@ class DoubleRecord:
     mixture of two records pass for one. Memory that was never written, all zeros, is no record.
 
     ``form`` has the fields as ``struct`` has them, in native sizes without alignment; the two places lie
-    between the offsets ``begin``, a multiple of 8, and ``end``, in bytes.
+    between the offsets ``begin``, a multiple of 8, and ``end``, in bytes. A text of ``text`` bytes may lie
+    before all of it: one that is known beforehand is written, and summed up, in next to no time.
     """
 
-    def __init__(self, form: str, begin: int) -> None:
-        self._form = struct.Struct(f"=q{form}")
+    def __init__(self, form: str, begin: int, text: int = 0) -> None:
+        self._text, self._numbers = text, struct.Struct(f"=q{form}")
+        self._form = struct.Struct(f"={text}sq{form}")
         self._size = self._form.size
         self._places = (begin, begin + self._size + _CHECK.size)
         self.end = begin + 2 * (self._size + _CHECK.size)
@@ -70,23 +79,39 @@ class DoubleRecord:
         """
         at = self._places[count & 1]
         fence()
-        self._form.pack_into(memory, at, count, *fields)
+        self._form.pack_into(memory, at, b"", count, *fields)
         _CHECK.pack_into(memory, at + self._size, zlib.crc32(memory[at : at + self._size]))
 
+    def write_behind(
+        self, text: RecordText, memory: memoryview, count: int, fence: Callable[[], object], *fields: Any
+    ) -> None:
+        """``write`` with a text in front."""
+        at = self._places[count & 1]
+        behind = at + self._text
+        numbers = self._numbers.pack(count, *fields)
+        fence()
+        memory[at:behind] = text.padded
+        memory[behind : at + self._size + _CHECK.size] = numbers + _CHECK.pack(
+            zlib.crc32(numbers, text.checksum)
+        )
+
     def read(self, copied: bytes) -> tuple[Any, ...] | None:
-        """Fields of the newer record that is whole, in a copy of the memory; None if neither is."""
+        """Text and fields of the newer record that is whole, in a copy of the memory; None if neither is."""
         records = []
         for at in self._places:
             behind = at + self._size
             if _CHECK.unpack_from(copied, behind)[0] == zlib.crc32(copied[at:behind]):
                 records.append(self._form.unpack_from(copied, at))
-        return max(records, key=lambda record: record[0])[1:] if records else None
+        if not records:
+            return None
+        text, _, *fields = max(records, key=lambda record: record[1])
+        return (text, *fields) if self._text else tuple(fields)
 
 
 # Process, its namespace, state, since when, when written; ranks waited for (number, first few), text.
 _STATE = DoubleRecord(f"qqqddq{_RANKS}q{_TEXT}s", 0)
-# Epoch, begin and name of the operation begun last.
-_OPERATION = DoubleRecord(f"qd{_NAME}s", _STATE.end)
+# Name, epoch and begin of the operation begun last.
+_OPERATION = DoubleRecord("qd", _STATE.end, text=_NAME)
 
 
 class RankState(enum.IntEnum):
@@ -153,7 +178,7 @@ class HeaderWriter:
         self._process, self._namespace = os.getpid(), namespace()
         self._state: RankState | None = None
         self._since = 0.0
-        self.begin(b"", 0)
+        self.begin(operation_name(""), 0)
         self.write(RankState.RUNNING)
 
     def write(self, state: RankState, text: str = "", ranks: tuple[int, ...] = ()) -> None:
@@ -165,19 +190,20 @@ class HeaderWriter:
         fields = self._process, self._namespace, state, self._since, time.time(), len(ranks), *listed
         _STATE.write(self._header, self._states, self._fence, *fields, clip(text, _TEXT))
 
-    def begin(self, name: bytes, epoch: int) -> None:
+    def begin(self, name: RecordText, epoch: int) -> None:
         """Say which operation this rank begins; ``name`` is ``operation_name`` of it."""
         self._operations += 1
-        _OPERATION.write(self._header, self._operations, self._fence, epoch, time.time(), name)
+        _OPERATION.write_behind(name, self._header, self._operations, self._fence, epoch, time.time())
 
     def close(self) -> None:
         """Let go of the memory."""
         self._header.release()
 
 
-def operation_name(name: str) -> bytes:
+def operation_name(name: str) -> RecordText:
     """Name of an operation as :meth:`HeaderWriter.begin` takes it."""
-    return clip(name, _NAME)
+    padded = clip(name, _NAME).ljust(_NAME, b"\0")
+    return RecordText(padded, zlib.crc32(padded))
 
 
 def clip(text: str, nbytes: int) -> bytes:
@@ -191,7 +217,7 @@ def parse(header: bytes) -> HeaderRecord | None:
     if doing is None or begun is None:
         return None
     process, space, state, since, written, number, *ranks, text = doing
-    epoch, began, name = begun
+    name, epoch, began = begun
     text, name = (words.rstrip(b"\0").decode(errors="replace") for words in (text, name))
     waits_for = tuple(ranks[: min(number, _RANKS)])
     return HeaderRecord(RankState(state), process, space, since, written, waits_for, text, name, epoch, began)

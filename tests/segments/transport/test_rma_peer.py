@@ -135,15 +135,15 @@ class Words:
         self.flushed, self.complete = [], False
 
     def Fetch_and_op(self, operand, before, target, offset, op):  # noqa: N802
-        word = self.words[target][offset // 8 :][:1]
-        before[:] = word
-        word[:] = word + operand if op == MPI.SUM else operand if op == MPI.REPLACE else word
+        word, given = self.words[target][offset // 8 :][:1], operand[0][0]
+        before[0][0] = word[0]
+        word[:] = word + given if op == MPI.SUM else given if op == MPI.REPLACE else word
 
     def Compare_and_swap(self, new, expected, before, target, offset):  # noqa: N802
         word = self.words[target][offset // 8 :][:1]
-        before[:] = word
-        if word == expected:
-            word[:] = new
+        before[0][0] = word[0]
+        if word == expected[0][0]:
+            word[:] = new[0][0]
 
     def Flush(self, target):  # noqa: N802
         self.flushed.append(target)
@@ -173,10 +173,11 @@ def test_each_operation_changes_one_word_of_one_segment_and_returns_what_was_the
 @pytest.mark.parametrize("immediate", [True, False])
 def test_only_a_rank_whose_help_is_needed_is_asked_to_answer(immediate):
     window = Words()
-    answered = atomics(window, immediate).responding(7)
+    responding = atomics(window, immediate).responding
     if immediate:
-        assert answered is None
+        assert responding is None
     else:
+        answered = responding(7)
         assert not answered()
         window.complete = True
         assert answered()
