@@ -15,27 +15,24 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import machine_of
 from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, local_of
 
 # Torch takes these, for those who know numpy.
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
 
 
 def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """All arguments of a call by name, ``input`` first; ``out=`` is refused."""
+    """All arguments of a call by name, ``input`` first."""
     found = {"input": None, **defaults}
     if len(args) > len(found):
         raise TypeError(f"{func.__name__}() takes at most {len(found)} arguments, got {len(args)}")
     found.update(zip(found, args, strict=False))
     for key, value in kwargs.items():
         name = key if key in found else _ALIASES.get(key, key)
-        if name == "out":
-            if value is not None:
-                raise refused(func, "out= is not supported")
-        elif name not in found:
-            raise TypeError(f"{func.__name__}() got an unexpected argument {key!r}")
-        else:
+        if name in found:
             found[name] = value
+        elif name != "out":
+            raise TypeError(f"{func.__name__}() got an unexpected argument {key!r}")
     return found
 
 

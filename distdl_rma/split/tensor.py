@@ -30,6 +30,8 @@ from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 # What moves nothing, for which nobody waits.
 _ONE_ALONE = frozenset({"query", "value", "refused"})
+# What may write into a tensor that is given.
+_WITH_OUT = frozenset({"copies", "registered"})
 # So many use the memory of a tensor that shares it with none, when they are counted.
 _ALONE = 2
 
@@ -177,6 +179,8 @@ class SplitTensor(torch.Tensor):
             try:
                 if OBSERVERS:
                     return OBSERVERS[-1](rule, func, args, kwargs or {})
+                if kwargs is not None and kwargs.get("out") is not None and rule.kind not in _WITH_OUT:
+                    raise refused(func, "out= is not supported; what it returns is to be assigned")
                 return rule.handler(func, args, kwargs or {})
             except Exception as error:
                 if rule.kind not in _ONE_ALONE:

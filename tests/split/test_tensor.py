@@ -127,3 +127,24 @@ def test_a_function_of_autograd_is_refused_instead_of_losing_gradients(P_x, whol
 def test_layouts_that_there_are_none_of(P_x, whole, cut):
     with pytest.raises(PartitionError, match="needs for each of 4 grid dimensions"):
         shard(P_x, whole).redistribute(*cut)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_tensors_to_write_results_into_are_refused(P_world):
+    x = shard(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.randn(3, 7))
+    out, places = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    for call in (
+        lambda: torch.add(x, x, out=out),
+        lambda: torch.stack([x, x], out=out),
+        lambda: torch.gather(x, 0, torch.zeros(1, 7, dtype=torch.int64), out=out),
+        lambda: torch.index_select(x, 0, torch.tensor([1]), out=out),
+        lambda: torch.max(x, 1, out=(out, places)),
+        lambda: torch.exp(torch.ones(3, 7), out=x),
+    ):
+        with pytest.raises(UnsupportedError, match="out= is not supported"):
+            call()
+    assert torch.add(x, x, out=None).shape == x.shape
+    everywhere = x.redistribute()
+    torch.special.airy_ai(everywhere, out=(given := torch.empty(3, 7)))
+    torch.testing.assert_close(given, torch.special.airy_ai(everywhere.to_local()))

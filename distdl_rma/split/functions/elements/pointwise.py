@@ -87,8 +87,6 @@ def _changed(func: Any, x: SplitTensor) -> SplitTensor:
 
 
 def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(kwargs.get("out"), torch.Tensor):
-        raise refused(func, "out= is not supported")
     kwargs = {key: value for key, value in kwargs.items() if value is not None or key != "out"}
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     in_place = _in_place(func) or kwargs.get("inplace") is True

@@ -22,7 +22,7 @@ size dim numel nelement ndimension is_floating_point is_complex is_signed elemen
 """.split()
 _PROPERTIES_OF_WHOLE = """
 shape ndim dtype device layout itemsize names is_cuda is_sparse is_quantized is_nested is_mkldnn is_meta
-is_cpu is_mps is_xpu is_vulkan
+nbytes is_cpu is_mps is_xpu is_vulkan
 """.split()
 _OF_BLOCK = "is_leaf grad_fn requires_grad retains_grad output_nr _version _backward_hooks".split()
 
@@ -156,6 +156,20 @@ def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here",
         )
     return func(args[0]._local, *args[1:], **kwargs)
+
+
+@rule("value", _T.__format__)
+def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """As torch formats a tensor that every rank has all of; without a form a split one as ``repr``."""
+    x, form = args
+    text: str = value(func, args, kwargs) if form or not x.is_split else repr(x)
+    return text
+
+
+@rule("query", torch.result_type)
+def type_of_both(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By types and numbers of dimensions."""
+    return func(*(local_of(x) if isinstance(x, SplitTensor) else x for x in args))
 
 
 @rule("query", _T.__len__)

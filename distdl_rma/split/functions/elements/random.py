@@ -158,8 +158,6 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every block by its parameters of the distribution and a generator of its own."""
     operands = tensors_in(args, kwargs)
-    if isinstance(kwargs.get("out"), torch.Tensor):
-        raise refused(func, "out= is not supported")
     if not any(x.is_split for x in operands if isinstance(x, SplitTensor)):
         return on_copies(func, args, kwargs)
     layout, kwargs = common_layout(func, operands), dict(kwargs)

@@ -277,9 +277,7 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, p, (dim,) if isinstance(dim, int) else tuple(dim), eps, out
 
     dims: Any
-    x, p, dims, eps, out = arguments(*args, **kwargs)
-    if out is not None:
-        raise refused(func, "out= is not supported")
+    x, p, dims, eps, _ = arguments(*args, **kwargs)
     if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     local, layout = local_of(x), x._layout

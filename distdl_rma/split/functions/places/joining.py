@@ -20,7 +20,7 @@ from distdl_rma.split.operands import as_part, common_partition, machine_of, on_
 from distdl_rma.split.reducing import positive
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import name_of, rule
-from distdl_rma.split.tensor import SplitTensor, composed, refused
+from distdl_rma.split.tensor import SplitTensor, composed
 
 
 def _shape(x: torch.Tensor) -> tuple[int, ...]:
@@ -30,8 +30,6 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
 @rule("movement", "cat", "concat", "concatenate")
 def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension pieces move."""
-    if kwargs.get("out") is not None:
-        raise refused(func, "out= is not supported")
     tensors = args[0] if args else kwargs["tensors"]
     dim = argument(1, "dim", args, kwargs, kwargs.get("axis", 0))
     if not any(x.is_split for x in tensors if isinstance(x, SplitTensor)):

@@ -166,8 +166,6 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks; sums over a cut dimension are added over the ranks."""
     kwargs = {key: each for key, each in kwargs.items() if key != "out" or each is not None}
-    if "out" in kwargs:
-        raise refused(func, "out= is not supported")
     a, b = (*args, *kwargs.values())
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul

@@ -12,6 +12,7 @@ QUESTIONS = [
     lambda x: (x.size(-1), x.dim(), x.numel(), len(x), x.ndim),
     lambda x: (x.dtype, x.device, x.is_floating_point(), x.is_complex(), x.element_size()),
     lambda x: (x.requires_grad, x.is_leaf, (x + 1).is_leaf),
+    lambda x: (x.nbytes, torch.result_type(x, 1.0), torch.result_type(2, x)),
 ]
 
 
@@ -37,6 +38,9 @@ def test_gradients_hooks_and_values(P_world):
     value = total.detach()
     assert float(value) == value.item()
     assert bool(value > 0)
+    assert f"{value:.3f}" == f"{value.item():.3f}" and f"{value}" == f"{value.item()}" and f"{x}" == repr(x)
+    with pytest.raises(UnsupportedError, match="the values are on many ranks"):
+        f"{x:.3f}"
     with pytest.raises(UnsupportedError, match="the values are on many ranks"):
         bool(x > 0)
     x.grad = None
