@@ -17,6 +17,8 @@ import torch
 
 PARTS = ["wires", "calls", "tiny", "compute", "shares", "steps"]
 MEASURED = Path(__file__).with_name("measured.json")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, IMAGE = DOCS / "scaling.md", DOCS / "images" / "scaling.svg"
 
 
 def measure(parts: list[str], cable: str) -> None:
@@ -45,10 +47,10 @@ def measure(parts: list[str], cable: str) -> None:
         for part in parts:
             found = kinds[part]()
             if machine.rank == 0:
-                keep(part, found, f"commit {run.commit}, {run.time[:10]}, {run.software}, {machine_name()}")
+                keep(part, found, [run.commit, run.time[:10], run.software, machine_name()])
 
 
-def keep(part: str, found: dict[str, Any], of: str) -> None:
+def keep(part: str, found: dict[str, Any], of: list[str]) -> None:
     """Add what was found to the file, and of which commit it is."""
     known = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     known[part] = {**known.get(part, {}), **found}
@@ -66,6 +68,33 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def document() -> None:
+    """Write the tables and the figure."""
+    PAGE.write_text(documented(PAGE.read_text()))
+    IMAGE.write_text(picture())
+
+
+def documented(text: str) -> str:
+    """The page as the constants and the history have it."""
+    from benchmarks.results import history
+    from benchmarks.scaling import page
+    from benchmarks.scaling.model import Constants
+
+    of = json.loads(MEASURED.read_text())["of"]
+    machine = page.machine_of(of)
+    entries = list(history.newest(history.read(history.FOLDER / f"{machine}.csv")).values())
+    return page.written(text, Constants.read(MEASURED), page.said_of(of), entries)
+
+
+def picture() -> str:
+    """The figure as the constants have it."""
+    from benchmarks.results.picture import svg
+    from benchmarks.scaling.figure import drawn
+    from benchmarks.scaling.model import Constants
+
+    return svg(lambda: drawn(Constants.read(MEASURED)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.scaling", description=__doc__)
     parser.add_argument("what", choices=("measure", "docs"))
@@ -76,6 +105,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.what == "measure":
         measure(options.parts, options.cable)
+    else:
+        document()
     return 0
 
 

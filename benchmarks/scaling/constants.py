@@ -24,7 +24,7 @@ from distdl_rma.segments import RemoteBuffer, SegmentBuffer
 SMALL, MIDDLE, LARGE = 8, 1 << 16, 1 << 20
 # Notified puts in a row, whose start and whose wait are timed apart.
 STREAM = 200
-ROUNDS, REPETITIONS = 40, 9
+ROUNDS, REPETITIONS = 30, 9
 CALLS = 30
 CHANNELS, SIDE = 4, 8
 
@@ -35,7 +35,7 @@ def quiet(seconds: Iterable[float]) -> float:
 
 
 def wire(machine: Machine) -> dict[str, float]:
-    """Seconds of LogGP between the first and the last rank: o of sender and receiver, L, and G per byte.
+    """Seconds of LogGP between the first and the last rank: o of both ends, L, G per byte; and MPI's messages.
 
     Of notified puts, as users of the segments see them: L is all that happens between both calls.
     Collective.
@@ -56,6 +56,7 @@ def wire(machine: Machine) -> dict[str, float]:
             "L": max(0.0, small - sends - receives),
             "G": max(0.0, large - middle) / (LARGE - MIDDLE),
         }
+        found["mpi"] = message(both)
         both.Free()
     constants: dict[str, float] = COMM.bcast(found)
     buffer.free()
@@ -81,6 +82,26 @@ def one_way(buffer: SegmentBuffer, remote: RemoteBuffer, nbytes: int, first: boo
             step()
         taken.append((time.perf_counter() - begin) / 2)
     # On the second rank a round ends with its send: only the first has whole rounds.
+    return quiet(taken[WARM_UPS:])
+
+
+def message(both: MPI.Intracomm) -> float:
+    """Seconds of a small message of MPI, one way: half of there and back."""
+    data, peer = np.zeros(SMALL, np.uint8), 1 - both.rank
+
+    def there_and_back() -> None:
+        if both.rank == 0:
+            both.Send(data, peer)
+            both.Recv(data, peer)
+        else:
+            both.Recv(data, peer)
+            both.Send(data, peer)
+
+    taken = []
+    for _ in range(ROUNDS + WARM_UPS):
+        begin = time.perf_counter()
+        there_and_back()
+        taken.append((time.perf_counter() - begin) / 2)
     return quiet(taken[WARM_UPS:])
 
 

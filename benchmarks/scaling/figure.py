@@ -54,6 +54,8 @@ def _speedup(axes: Axes, case: Case, constants: Constants) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     _ranks(axes)
+    shown = SIZES[::3]
+    axes.set_yticks(shown, [f"{size:,}" for size in shown])
     axes.set_ylabel("times as fast as one process")
     _title(axes, f"Strong scaling: {'x'.join(map(str, LARGE[case.name]))}")
 

@@ -13,7 +13,12 @@ SIZES = tuple(1 << n for n in range(13))
 # Images that still leave a tile to each of 4,096 ranks.
 LARGE = {"U-Net": (8192, 8192), "3-D U-Net": (384, 384, 384)}
 PER_NODE = 2
-NODE, SLOW, FAST = "one node", "2 hosts, 1 Gbit/s", "2 hosts, no limit"
+# Wires of steps that were measured, and ranks, ranks of a node and ranks that share a core there.
+NODE, SLOW, SLOWEST, FAST = (
+    "one node",
+    *(f"2 hosts, {rate}" for rate in ("1 Gbit/s", "100 Mbit/s", "no limit")),
+)
+CHECKS = ((2, NODE, 2, 1), (2, SLOW, 1, 1), (2, SLOWEST, 1, 1), (4, SLOW, 2, 2))
 ASSUMED = "assumed: L 2 us, 100 Gbit/s"
 
 
@@ -31,7 +36,7 @@ class Check:
 def wires(constants: Constants) -> dict[str, Wire]:
     """Wires between nodes by name: the measured ones, and one that a cluster may have."""
     near = constants.wires[NODE]
-    fast = Wire(near.o_send, near.o_receive, 2e-6, 8 / 100e9)
+    fast = Wire(near.o_send, near.o_receive, 2e-6, 8 / 100e9, 2e-6 + near.o)
     return {name: constants.wires[name] for name in (SLOW, FAST)} | {ASSUMED: fast}
 
 
@@ -65,7 +70,7 @@ def checks(constants: Constants) -> list[Check]:
     """All steps that were measured, beside what the model says of them."""
     found = []
     for case in CASES:
-        for ranks, where, per_node, crowd in ((2, NODE, 2, 1), (2, SLOW, 1, 1), (4, SLOW, 2, 2)):
+        for ranks, where, per_node, crowd in CHECKS:
             measured = constants.steps[f"{case.name}, {ranks} ranks, {where}"]
             grid = (1, 1, ranks, *(1,) * (len(case.shape) - 1))
             network = on(constants, constants.wires[where], grid, per_node)

@@ -12,12 +12,16 @@ from distdl_rma.segments.collectives.allreduce import all_push_is_better
 
 @dataclass(frozen=True)
 class Wire:
-    """Constants of LogGP in seconds: overheads of a message at both ends, latency, and time per byte."""
+    """Constants of LogGP in seconds: overheads of a notified put at both ends, latency, and time per byte.
+
+    ``mpi`` is a message of MPI from its send to the end of its receive, of which collectives are made.
+    """
 
     o_send: float
     o_receive: float
     L: float
     G: float
+    mpi: float
 
     @property
     def o(self) -> float:
@@ -108,7 +112,6 @@ class Network:
         if nodes > 1:
             # A reduce-scatter and an all-gather by halves, of all shares of the node at once.
             rounds = (nodes - 1).bit_length()
-            busy += 2 * rounds * self.far.o
             moved = what.count * what.itemsize * (nodes - 1) / nodes
-            travels += 2 * (rounds * self.far.L + moved * self.far.G)
+            travels += 2 * (rounds * self.far.mpi + moved * self.far.G)
         return Span(busy, travels)

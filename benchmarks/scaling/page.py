@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.results import page
 from benchmarks.results.history import Entry
 from benchmarks.scaling.cases import CASES
-from benchmarks.scaling.forecast import ASSUMED, SIZES, checks, strong, weak, wires
+from benchmarks.scaling.forecast import ASSUMED, checks, strong, weak, wires
 from benchmarks.scaling.model import Constants, Prediction, call_seconds
 
 COMMAND = "python -m benchmarks.scaling docs"
@@ -16,9 +16,10 @@ SHOWN = (1, 2, 8, 64, 512, 4096)
 
 def written(text: str, constants: Constants, of: str, entries: Sequence[Entry]) -> str:
     """The page with all its tables."""
+    tables = wires_table(constants), calls_table(constants), compute_table(constants)
     parts = {
         "measured": measured(entries),
-        "constants": f"{of}\n\n{wires_table(constants)}\n\n{calls_table(constants)}\n\n{compute_table(constants)}",
+        "constants": "\n\n".join((of, *tables)),
         "checks": checks_table(constants),
         "strong": forecast_table(constants, weakly=False),
         "weak": forecast_table(constants, weakly=True),
@@ -26,6 +27,18 @@ def written(text: str, constants: Constants, of: str, entries: Sequence[Entry]) 
     for name, content in parts.items():
         text = page.rewritten(text, name, COMMAND, content)
     return text
+
+
+def machine_of(of: Mapping[str, Sequence[str]]) -> str:
+    """The kind of machine that all constants were measured on; ``ValueError`` if there are several."""
+    (machine,) = {each[-1] for each in of.values()}
+    return machine
+
+
+def said_of(of: Mapping[str, Sequence[str]]) -> str:
+    """Of which commits the constants are."""
+    found = dict.fromkeys(f"commit {commit}, {day}, {software}" for commit, day, software, _ in of.values())
+    return f"Measured on {machine_of(of)}: {'; '.join(found)}."
 
 
 def measured(entries: Sequence[Entry]) -> str:
@@ -44,11 +57,11 @@ def wires_table(constants: Constants) -> str:
     """LogGP of all wires."""
     shown = {**constants.wires, **{name: wire for name, wire in wires(constants).items() if name == ASSUMED}}
     return table(
-        ("wire", "o, sender", "o, receiver", "L", "G per MiB"),
+        ("wire", "o, sender", "o, receiver", "L", "message of MPI", "G per MiB"),
         [
             (
                 name,
-                *(f"{1e6 * t:.2f} us" for t in (wire.o_send, wire.o_receive, wire.L)),
+                *(f"{1e6 * t:.2f} us" for t in (wire.o_send, wire.o_receive, wire.L, wire.mpi)),
                 f"{2**20 * 1e6 * wire.G:,.0f} us",
             )
             for name, wire in shown.items()

@@ -13,7 +13,7 @@ from benchmarks.scaling.model import Constants, call_seconds, exposed_gradients,
 from benchmarks.scaling.plans import Cluster
 
 CASE = Case("net", 4, 2, (64, 64))
-NOTHING = Wire(0.0, 0.0, 0.0, 0.0)
+NOTHING = Wire(0.0, 0.0, 0.0, 0.0, 0.0)
 PATHS = ["first.0", "first.3", "up.1.3"]
 CONSTANTS = Constants(
     {},
@@ -51,7 +51,7 @@ def test_without_costs_of_messages_a_step_is_compute_calls_and_the_halo():
 
 
 def test_ranks_that_share_a_core_take_as_many_times_as_long():
-    network = cut(2, 1, near=Wire(1.0, 1.0, 0.0, 0.0), per_node=2)
+    network = cut(2, 1, near=Wire(1.0, 1.0, 0.0, 0.0, 0.0), per_node=2)
     one, two = (step_seconds(CASE, CONSTANTS, network, crowd) for crowd in (1.0, 2.0))
     assert two.compute == 2 * one.compute
     assert two.norms == 2 * one.norms
@@ -59,12 +59,12 @@ def test_ranks_that_share_a_core_take_as_many_times_as_long():
 
 def test_messages_cost_what_they_cost_and_latency_hides_behind_compute():
     halos, norms = 2 * 10 - 1, 10
-    for wire, expected in ((Wire(1.0, 0.0, 0.0, 0.0), halos), (Wire(0.0, 1.0, 0.0, 0.0), halos)):
+    for wire, expected in ((Wire(1.0, 0.0, 0.0, 0.0, 0.0), halos), (Wire(0.0, 1.0, 0.0, 0.0, 0.0), halos)):
         found = step_seconds(CASE, CONSTANTS, cut(2, 1, far=wire))
         free = step_seconds(CASE, CONSTANTS, cut(2, 1))
         assert found.halos - free.halos == pytest.approx(expected)
         assert found.norms == pytest.approx(2 * norms)
-    late = step_seconds(CASE, CONSTANTS, cut(2, 1, far=Wire(0.0, 0.0, 0.5, 0.0)))
+    late = step_seconds(CASE, CONSTANTS, cut(2, 1, far=Wire(0.0, 0.0, 0.5, 0.0, 0.0)))
     # Three of the convolutions compute for longer than that.
     assert late.halos - free.halos == pytest.approx(0.5 * (halos - 2 * 3 + 1))
     assert late.norms == pytest.approx(0.5 * 2 * norms)
@@ -72,7 +72,7 @@ def test_messages_cost_what_they_cost_and_latency_hides_behind_compute():
 
 def test_gradients_that_are_summed_during_the_backward_cost_what_is_left_behind_it():
     layers = layers_of(Case("", 64, 2, (8, 8)).network(), (1, 1, 8, 8))
-    wire = Wire(0.0, 0.0, 0.0, 1e-6)
+    wire = Wire(0.0, 0.0, 0.0, 1e-6, 0.0)
     network = cut(2, 1, far=wire)
     nbytes = 4 * sum(sum(layer.parameters) + len(layer.parameters) for layer in layers)
     # 2 (n - 1) / n of all bytes travel, and all of them where nothing computes meanwhile.
