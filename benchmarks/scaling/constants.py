@@ -35,7 +35,7 @@ def quiet(seconds: Iterable[float]) -> float:
 
 
 def wire(machine: Machine) -> dict[str, float]:
-    """Seconds of LogGP between the first and the last rank: o of both ends, L, G per byte; and MPI's messages.
+    """Seconds of LogGP between the first and the last rank: o of both ends, L, G per byte; messages of MPI.
 
     Of notified puts, as users of the segments see them: L is all that happens between both calls.
     Collective.
