@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ import torch
 from mpi4py import MPI
 
 from benchmarks import step
+from benchmarks.measure import summary
+from benchmarks.results.run import Run
+from benchmarks.row import Row
 from distdl_rma import Machine
 
 COMM = MPI.COMM_WORLD
@@ -28,20 +32,29 @@ NBYTES = 32 << 20
 REPETITIONS = 7
 # Compute for so many times the transfer.
 LONGER = 2.5
-RESULTS = Path("bench-output/overlap.json")
+# Of the exchange, what may be left in view.
+EXPOSED = 0.1
+RESULTS, ROWS = Path("bench-output/overlap.json"), Path("bench-output/overlap-rows.json")
 
 
 class Sample(NamedTuple):
-    """Seconds on the slowest rank."""
+    """Seconds on the slowest rank; ``added`` are those that the exchange adds to the compute, each time."""
 
     exchange: float
     compute: float
     both: float
+    added: list[float]
 
     @property
     def exposed(self) -> float:
         """Share of the exchange that the compute did not hide."""
         return (self.both - self.compute) / self.exchange
+
+    def row(self, progress: str) -> Row:
+        """The exchange behind compute, against the exchange alone."""
+        what = f"exchange of {NBYTES >> 20} MiB each way behind compute, two hosts, progress {progress}"
+        ours = summary([1e6 * seconds for seconds in self.added])
+        return Row(what, "the exchange alone", *ours, 1e6 * self.exchange, 0.0, EXPOSED)
 
 
 def measure(progress: str) -> Sample:
@@ -83,7 +96,8 @@ def measure(progress: str) -> Sample:
         for _ in range(REPETITIONS):
             compute.append(timed(lambda: convolve(times)))
             together.append(timed(both))
-        return Sample(alone, statistics.median(compute), statistics.median(together))
+        added = [b - a for a, b in zip(compute, together, strict=True)]
+        return Sample(alone, statistics.median(compute), statistics.median(together), added)
 
 
 def median(call: Callable[[], object]) -> float:
@@ -104,16 +118,20 @@ def timed(call: Callable[[], object]) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     rows: dict[str, object] = {}
+    run = Run.now(COMM.size)
     for progress in ("thread", "none"):
         sample = measure(progress)
         rows[progress] = {**sample._asdict(), "exposed": round(sample.exposed, 3)}
+        run = replace(run, rows=(*run.rows, sample.row(progress)))
     steps = step.measure()
+    run = replace(run, rows=(*run.rows, *steps.rows()))
     rows["step"] = steps.as_dict()
     if COMM.rank == 0:
         text = json.dumps(rows, indent=2) + "\n"
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         steps.write_traces(RESULTS.parent)
         RESULTS.write_text(text)
+        run.write(ROWS)
         sys.stdout.write(text)
 
 

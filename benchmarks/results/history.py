@@ -38,8 +38,8 @@ class Entry:
     def spread(self) -> float:
         """How much the ratio varies: the relative spreads of both variants, taken for independent."""
         row = self.row
-        parts = (row.ours_spread_us, row.ours_us), (row.baseline_spread_us, row.baseline_us)
-        return row.ratio * math.hypot(*(spread / middle for spread, middle in parts if middle))
+        mine = row.ours_spread_us / row.baseline_us
+        return math.hypot(mine, row.ratio * row.baseline_spread_us / row.baseline_us)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.results.history import Entry
 
+SMALLEST = 0.01
 INK, GREY, MET, MISSED, BEFORE = "#222222", "#666666", "#0077BB", "#CC3311", "#BBBBBB"
 # Text stays text, in the reader's own font; nothing depends on the day or is drawn at random.
 STYLE: dict[Any, Any] = {
@@ -62,12 +63,13 @@ def ratios(entries: Sequence[Entry], before: Mapping[tuple[str, str], Entry], ti
 def _one(axes: Axes, at: int, entry: Entry, before: Entry | None) -> None:
     row = entry.row
     if before is not None:
-        axes.plot(before.row.ratio, at, "o", color=BEFORE, markersize=5, zorder=1)
+        axes.plot(max(before.row.ratio, SMALLEST), at, "o", color=BEFORE, markersize=5, zorder=1)
     met = row.target is None or row.ratio <= row.target
     style: dict[str, Any] = {"color": MET if met else MISSED, "markersize": 5, "zorder": 3}
-    # The spread may reach zero, which has no place on a logarithmic scale.
-    below = min(entry.spread, 0.9 * row.ratio)
-    axes.errorbar(row.ratio, at, xerr=[[below], [entry.spread]], fmt="o" if met else "D", **style)
+    # Zero, and what is below it, has no place on a logarithmic scale.
+    shown = max(row.ratio, SMALLEST)
+    below = min(entry.spread, shown - SMALLEST)
+    axes.errorbar(shown, at, xerr=[[below], [entry.spread]], fmt="o" if met else "D", **style)
     if row.target is not None:
         axes.plot(row.target, at, "|", color=INK, markersize=9, zorder=2)
 
