@@ -1,7 +1,8 @@
-"""Two hosts on one machine: ``tests/two_hosts.py [--rate 1gbit] [--ranks-per-host N] -- COMMAND ...``.
+"""Two hosts on one machine: ``tests/two_hosts.py [--rate 1gbit] [--delay MS] [-n RANKS] -- COMMAND ...``.
 
 Ranks that share a machine never use a network. So two network namespaces stand in for two hosts, each with
-an address, a host name and shared memory of its own, and a cable between them whose bandwidth can be limited.
+an address, a host name and shared memory of its own, and a cable between them whose bandwidth can be limited
+and whose frames can be delayed.
 The launcher of the MPI at hand starts ranks in both; what crossed the cable is counted and reported. With
 ``-n RANKS`` it takes the place of a launcher: ``run_mpi.py --mpiexec ".venv/bin/python tests/two_hosts.py"``.
 Needs Linux, root and iproute2.
@@ -74,6 +75,8 @@ class TwoHosts:
     ----------
     rate
         Bandwidth of the cable in either direction as ``tc`` spells it, ``"1gbit"``; None for no limit.
+    delay
+        Seconds that every frame is under way for, in either direction.
     mpiexec
         The launcher with its options, of MPICH or Open MPI.
 
@@ -83,8 +86,10 @@ class TwoHosts:
         If this machine does not allow it; ``obstacle()`` says so beforehand.
     """
 
-    def __init__(self, rate: str | None = None, mpiexec: Sequence[str] | None = None) -> None:
-        self.rate = rate
+    def __init__(
+        self, rate: str | None = None, mpiexec: Sequence[str] | None = None, delay: float = 0.0
+    ) -> None:
+        self.rate, self.delay = rate, delay
         self.names = tuple(f"{PREFIX}{os.getpid()}-{side}" for side in "ab")
         self._mpiexec = list(mpiexec or shlex.split(default_mpiexec()))
         self._folder = Path()
@@ -101,6 +106,8 @@ class TwoHosts:
             for name in self.names:
                 resources.callback(remove_host, name)
                 ip("netns", "add", name)
+            if self.delay:
+                self._delay_frames(resources)
             self._lay_cable()
             self._write_remote_shell()
             self._resources = resources.pop_all()
@@ -113,7 +120,9 @@ class TwoHosts:
 
     def _lay_cable(self) -> None:
         here, there = self.names
-        ip("link", "add", "name", CABLE, "netns", here, "type", "veth", "peer", "name", CABLE, "netns", there)
+        if not self.delay:
+            peer = ("peer", "name", CABLE, "netns", there)
+            ip("link", "add", "name", CABLE, "netns", here, "type", "veth", *peer)
         for name, address in zip(self.names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", CABLE)
             ip("-n", name, "link", "set", "lo", "up")
@@ -123,10 +132,20 @@ class TwoHosts:
                 call("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", *limit)
         # The kernel takes up to a second to see that both ends are plugged in.
         deadline = time.monotonic() + SECONDS_TO_PLUG_IN
-        while any(self._look_at_cable(name)["operstate"] != "UP" for name in self.names):
+        # Of a TAP device it does not know.
+        up = "UNKNOWN" if self.delay else "UP"
+        while any(self._look_at_cable(name)["operstate"] != up for name in self.names):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the cable between {here} and {there} does not come up")
             time.sleep(0.02)
+
+    def _delay_frames(self, resources: contextlib.ExitStack) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("delayed_cable.py")), *self.names]
+        carrier = subprocess.Popen([*command, CABLE, str(self.delay)], stdout=subprocess.PIPE, text=True)
+        resources.enter_context(carrier)
+        resources.callback(carrier.kill)
+        if carrier.stdout is None or not carrier.stdout.readline():
+            raise RuntimeError("the cable that delays frames could not be plugged in")
 
     @staticmethod
     def _look_at_cable(host: str) -> dict[str, Any]:
@@ -247,12 +266,14 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run a command on two hosts; return its exit status, or 1 where too little crossed between them."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--rate RATE] [--least-bytes N] [--ranks-per-host N | -n RANKS] [--] COMMAND ...",
+        usage="%(prog)s [--rate RATE] [--delay MS] [--least-bytes N] [--ranks-per-host N | -n RANKS]"
+        " [--] COMMAND ...",
         description="Run a command as ranks on two hosts within this machine.",
         allow_abbrev=False,
     )
     parser.add_argument("--check", action="store_true", help="say whether this machine can do it, and stop")
     parser.add_argument("--rate", help="limit of the bandwidth in each direction, as 1gbit")
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds that a frame is under way for")
     parser.add_argument("--least-bytes", type=int, default=1, help="fail where less crossed the cable")
     number = parser.add_mutually_exclusive_group()
     number.add_argument("--ranks-per-host", type=int, default=1)
@@ -271,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
     share = (ranks, options.ranks - ranks if options.ranks else ranks)
     if min(share) < 1:
         parser.error("each host needs a rank")
-    with TwoHosts(options.rate) as hosts:
+    with TwoHosts(options.rate, delay=options.delay / 1e3) as hosts:
         begin = time.monotonic()
         status = hosts.run(share, command)
         there, back = hosts.crossed()

@@ -63,6 +63,25 @@ def test_rate_limits_the_cable():
     assert time.monotonic() - begin > 2
 
 
+def test_frames_take_as_long_as_they_are_told_to():
+    program = """
+import time
+from mpi4py import MPI
+comm, taken = MPI.COMM_WORLD, []
+for _ in range(5):
+    begin = time.perf_counter()
+    comm.sendrecv(b"", 1 - comm.rank)
+    comm.sendrecv(b"", 1 - comm.rank)
+    taken.append(time.perf_counter() - begin)
+if comm.rank == 0:
+    print(min(taken), flush=True)
+"""
+    done = launch("--delay", "30", program=program)
+    assert done.returncode == 0, done.stderr
+    # There, and there again: both send at once.
+    assert float(done.stdout.splitlines()[0]) > 2 * 0.03 * 0.9
+
+
 def test_hosts_are_gone_after_a_time_limit():
     with TwoHosts() as hosts:
         assert all((NAMESPACES / name).exists() for name in hosts.names)
