@@ -42,11 +42,12 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._rounds = Rounds(manager, ranks, name) if on_node else None
         self._way: NodeCollectives | WideCollectives
         self._caller: Rounds | WideCollectives
+        self._quick: QuickReductions | None = None
         if self._rounds is not None:
             self._way, self._caller = NodeCollectives(self._rounds), self._rounds
+            self._quick = QuickReductions(self._rounds, self._lines, self._way.all_reduce)
         else:
             self._way = self._caller = WideCollectives(self._messages, self._me, name)
-        self._quick = None if self._rounds is None else QuickReductions(self._rounds, self._lines)
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None

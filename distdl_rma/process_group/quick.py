@@ -1,16 +1,15 @@
-"""All-reduces of a few kilobytes in as few steps as can be: no script, nothing looked up twice."""
+"""All-reduces in as few steps as can be: nothing is looked up twice, and small ones need no script."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.errors import MismatchError
 from distdl_rma.process_group.operations import Lines, Operation, Script
 from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.process_group.rounds import Call, Rounds
@@ -19,13 +18,18 @@ Array = NDArray[Any]
 
 # Up to so many bytes everyone reduces everything itself, in one round.
 WHOLE_BYTES = 64 << 10
+# How a vector is reduced of which every rank takes a share.
+Shares = Callable[[Array, Reducer], Script]
 # Looks at the others' words before the wait becomes a patient one.
 _LOOKS = 300
 _KEPT = 512
 
 
 class Quick(NamedTuple):
-    """A kind of calls: their words, and for even and odd rounds this rank's slot and everyone's."""
+    """A kind of calls: their words, and for even and odd rounds this rank's slot and everyone's.
+
+    No slots are kept for vectors that everyone reduces a share of.
+    """
 
     call: Call
     reducer: Reducer
@@ -36,8 +40,8 @@ class Quick(NamedTuple):
 class QuickReductions:
     """Carries out all-reduces of contiguous tensors on one node, where no other collective is under way."""
 
-    def __init__(self, rounds: Rounds, lines: Lines) -> None:
-        self._rounds, self._lines = rounds, lines
+    def __init__(self, rounds: Rounds, lines: Lines, shares: Shares) -> None:
+        self._rounds, self._lines, self._shares = rounds, lines, shares
         self._lock = rounds.manager.segment.lock
         self._most = min(WHOLE_BYTES, rounds.slot_bytes)
         self._patience = range(_LOOKS if rounds.manager.waiter.spins else 1), range(1)
@@ -53,44 +57,64 @@ class QuickReductions:
     def learn(self, tensor: torch.Tensor, op: Any, call: Call, reducer: Reducer) -> None:
         """Keep what calls of this kind need, if they are small enough."""
         count = tensor.numel()
-        if not 0 < count * tensor.itemsize <= self._most:
+        if not count:
             return
         if len(self._known) >= _KEPT:
             self._known.clear()
-        slots = self._rounds.views(reducer.storage).shown
+        slots = self._rounds.views(reducer.storage).shown if count * tensor.itemsize <= self._most else []
         rows = tuple([slot[k][:count] for slot in slots] for k in range(2))
-        mine = tuple(some[self._rounds.me] for some in rows)
+        mine = tuple(some[self._rounds.me] for some in rows if some)
         self._known[tensor.dtype, count, op] = Quick(call, reducer, mine, rows)
 
     def run(self, quick: Quick, tensor: torch.Tensor, hurry: bool) -> Operation | bool:
         """Reduce in place; True if that is over, False if it cannot begin now, or what remains of it."""
         x, rounds = self._array(tensor, quick.reducer), self._rounds
         with self._lock:
-            number = rounds.number + 1
-            if not (self._lines.ready and rounds.free(number)):
+            if not (self._lines.ready and rounds.free(rounds.number + 1)):
                 return False
-            rounds.number, rounds.call = number, quick.call
-            parity = number & 1
-            quick.mine[parity][...] = x
-            rounds.announce(number, True)
+            rounds.call = quick.call
             try:
-                for _ in self._patience[not hurry]:
-                    if rounds.all_shown(number):
-                        quick.reducer.reduce(quick.rows[parity], x)
-                        rounds.read(number)
-                        return True
-            except MismatchError as error:
+                rest = (self._whole if quick.mine else self._in_shares)(quick, x, hurry)
+            except BaseException as error:
                 self._lines.break_off(error)
                 raise
-            rest = Operation(lambda: self._rest(quick, x, tensor, number), rounds.waiting, None)
-            return self._lines.append(rest)
+            if rest is None:
+                return True
 
-    def _rest(self, quick: Quick, x: Array, tensor: torch.Tensor, number: int) -> Script:
-        # Holds the tensor, whose memory the array is.
-        yield from self._rounds.seen(number)
-        quick.reducer.reduce(quick.rows[number & 1], x)
-        self._rounds.read(number)
-        del tensor
+            def script() -> Script:
+                yield from rest
+                # Until here its memory is used.
+                tensor.numel()
+
+            return self._lines.append(Operation(script, rounds.waiting, None))
+
+    def _whole(self, quick: Quick, x: Array, hurry: bool) -> Script | None:
+        rounds = self._rounds
+        rounds.number = number = rounds.number + 1
+        rows = quick.rows[number & 1]
+        quick.mine[number & 1][...] = x
+        rounds.announce(number, True)
+        for _ in self._patience[not hurry]:
+            if rounds.all_shown(number):
+                quick.reducer.reduce(rows, x)
+                rounds.read(number)
+                return None
+
+        def rest() -> Script:
+            yield from rounds.seen(number)
+            quick.reducer.reduce(rows, x)
+            rounds.read(number)
+
+        return rest()
+
+    def _in_shares(self, quick: Quick, x: Array, hurry: bool) -> Script | None:
+        script = self._shares(x, quick.reducer)
+        for _ in self._patience[not hurry]:
+            for _ in script:
+                break
+            else:
+                return None
+        return script
 
     def _array(self, tensor: torch.Tensor, reducer: Reducer) -> Array:
         # Three times as fast as asking the tensor for it.
