@@ -70,7 +70,7 @@ class Reducer:
     def reduce(self, rows: Sequence[Array], out: Array) -> None:
         """Reduce rows of one length into ``out``, which may be one of them; not for two threads at once."""
         if self._plain and len(rows) == 2:
-            self._two(rows[0], rows[1], out)
+            self._two(rows[0], rows[1], out=out)
         else:
             self._quietly(rows, out)
 
@@ -88,14 +88,14 @@ class Reducer:
         if len(rows) == 1:
             out[...] = rows[0]
         elif len(rows) == 2:
-            self._ufunc(rows[0], rows[1], out)
+            self._ufunc(rows[0], rows[1], out=out)
         else:
             if self._scratch.size < out.size:
                 self._scratch = np.empty(_BLOCK, self.storage)
             total, scratch = rows[0], self._scratch[: out.size]
             for row in rows[1:-1]:
-                total = self._ufunc(total, row, scratch)
-            self._ufunc(total, rows[-1], out)
+                total = self._ufunc(total, row, out=scratch)
+            self._ufunc(total, rows[-1], out=out)
         if self._divisor:
             np.divide(out, self._divisor, out=out)
 

@@ -1,0 +1,340 @@
+"""The process group: every call against what it means, on both transports and on groups of some ranks."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from distdl_rma.errors import ClosedError, ExchangeTimeout, MismatchError, ShapeError, UnsupportedError
+from distdl_rma.process_group.group import RmaProcessGroup
+from tests.matrix import over_seeds
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
+
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+TYPES += [torch.int8, torch.uint8, torch.int32, torch.int64]
+# Nothing, one round that all reduce whole, shares of one round and of several, with a rest.
+COUNTS = [0, 1, 5, 1000, 40_001, 1_200_007]
+
+
+@pytest.fixture(scope="module")
+def group(machine):
+    group = RmaProcessGroup(machine.segments, machine.ranks, f"all {machine.segments.transport}", None)
+    yield group
+    group.shutdown()
+
+
+def options(kind, op=None, root=None):
+    made = kind()
+    if op is not None:
+        made.reduceOp = op
+    if root is not None:
+        made.rootRank = root
+    return made
+
+
+def values(rank, count, dtype, step=0):
+    return torch.randint(-4, 5, (count,), generator=torch.Generator().manual_seed(97 * rank + step)).to(dtype)
+
+
+def rows(group, count, dtype, step=0):
+    return [values(rank, count, dtype, step) for rank in range(group.size())]
+
+
+def reduced(op, rows):
+    wide = torch.float32 if rows[0].dtype in (torch.float16, torch.bfloat16) else rows[0].dtype
+    total = rows[0].to(wide)
+    functions = {ReduceOp.MIN: torch.minimum, ReduceOp.MAX: torch.maximum, ReduceOp.PRODUCT: torch.mul}
+    for row in rows[1:]:
+        total = functions.get(op, torch.add)(total, row.to(wide))
+    return (total / len(rows) if op == ReduceOp.AVG else total).to(rows[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_all_reduce_is_the_reduction_in_the_order_of_the_ranks(group, dtype):
+    ops = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
+    ops += [ReduceOp.AVG] if dtype.is_floating_point else [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+    for count in COUNTS if dtype in (torch.float32, torch.bfloat16) else COUNTS[:-1]:
+        for op in ops:
+            x = values(group.rank(), count, dtype)
+            group.allreduce([x], options(AllreduceOptions, op)).wait()
+            if op in ops[:4] or op == ReduceOp.AVG:
+                assert torch.equal(x, reduced(op, rows(group, count, dtype))), (count, op)
+
+
+@pytest.mark.parametrize("count", [7, 50_000])
+def test_16_bit_floats_are_summed_in_float32_and_rounded_once(group, count):
+    inputs = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(group.size())]
+    for dtype in (torch.bfloat16, torch.float16):
+        x = inputs[group.rank()].to(dtype)
+        group.allreduce([x]).wait()
+        assert torch.equal(x, sum(row.to(dtype).float() for row in inputs).to(dtype))
+
+
+def test_movements_of_all_kinds(group):
+    me, size = group.rank(), group.size()
+    for count in (0, 3, 70_001, 2_100_000):
+        dtype = random.Random(count).choice([torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+        everyone = [values(rank, count, dtype) for rank in range(size)]
+        root = count % size
+        x = values(me, count, dtype)
+        group.broadcast([x], options(BroadcastOptions, root=root)).wait()
+        assert torch.equal(x, everyone[root])
+        outs = [torch.empty(count, dtype=dtype) for _ in range(size)]
+        group.allgather([outs], [everyone[me]]).wait()
+        assert all(map(torch.equal, outs, everyone))
+        whole = torch.empty(count * size, dtype=dtype)
+        group.all_gather_single(whole, everyone[me]).wait()
+        assert torch.equal(whole, torch.cat(everyone))
+        outs = [torch.empty(count, dtype=dtype) for _ in range(size)] if me == root else []
+        group.gather([outs] if outs else [], [everyone[me]], options(GatherOptions, root=root)).wait()
+        assert all(map(torch.equal, outs, everyone))
+        out, parts = torch.empty(count, dtype=dtype), everyone if me == root else []
+        group.scatter([out], [parts] if parts else [], options(ScatterOptions, root=root)).wait()
+        assert torch.equal(out, everyone[me])
+
+
+def test_reduce_leaves_other_ranks_alone_and_reduce_scatter_gives_each_its_part(group):
+    me, size = group.rank(), group.size()
+    for count in (1, 777, 300_000):
+        everyone, root = rows(group, count * size, torch.float32), count % size
+        x = everyone[me].clone()
+        group.reduce([x], options(ReduceOptions, ReduceOp.SUM, root)).wait()
+        assert torch.equal(x, sum(everyone) if me == root else everyone[me])
+        out, mine = torch.empty(count), everyone[me].clone()
+        group.reduce_scatter_single(out, mine, options(ReduceScatterOptions, ReduceOp.MAX)).wait()
+        assert torch.equal(out, reduced(ReduceOp.MAX, everyone).chunk(size)[me])
+        assert torch.equal(mine, everyone[me])
+        uneven = [row[: rank + count] for rank, row in enumerate([everyone[me]] * size)]
+        out = torch.empty(me + min(count, everyone[0].numel() - me))
+        parts = [row[: out.numel() if rank == me else row.numel()] for rank, row in enumerate(uneven)]
+        if all(part.numel() == rank + count for rank, part in enumerate(parts)):
+            group.reduce_scatter([out], [parts]).wait()
+            assert torch.equal(out, sum(everyone)[: me + count])
+
+
+def test_uneven_sizes(group):
+    me, size = group.rank(), group.size()
+    outs = [torch.empty(rank * 60_000 + 1) for rank in range(size)]
+    group.allgather([outs], [torch.full((me * 60_000 + 1,), float(me))]).wait()
+    assert all((out == rank).all() for rank, out in enumerate(outs))
+    inputs = [torch.full((me * 50_000 + rank,), 10.0 * me + rank) for rank in range(size)]
+    outs = [torch.empty(rank * 50_000 + me) for rank in range(size)]
+    group.alltoall(outs, inputs).wait()
+    assert all((out == 10 * rank + me).all() for rank, out in enumerate(outs))
+    x, y = torch.cat(inputs).view(-1, 1), torch.empty(sum(out.numel() for out in outs), 1)
+    group.all_to_all_single(y, x, [out.numel() for out in outs], [i.numel() for i in inputs]).wait()
+    assert torch.equal(y.view(-1), torch.cat(outs))
+    z = torch.arange(3.0 * size) + 100 * me
+    w = torch.empty_like(z)
+    group.all_to_all_single(w, z).wait()
+    assert torch.equal(w, torch.cat([torch.arange(3.0) + 3 * me + 100 * rank for rank in range(size)]))
+
+
+def test_input_may_be_a_view_of_the_output_and_the_output_of_the_input(group):
+    me, size, count = group.rank(), group.size(), 5000
+    whole = torch.full((size * count,), -1.0)
+    whole[me * count : (me + 1) * count] = me
+    group.all_gather_single(whole, whole[me * count : (me + 1) * count]).wait()
+    assert torch.equal(whole, torch.arange(float(size)).repeat_interleave(count))
+    for target in range(size):
+        x = values(me, size * count, torch.float32)
+        out = x.chunk(size)[target]
+        group.reduce_scatter_single(out, x).wait()
+        assert torch.equal(out, sum(rows(group, size * count, torch.float32)).chunk(size)[me])
+
+
+def test_tensors_that_are_not_contiguous_or_need_a_gradient(group):
+    x = torch.ones(40, 30).t()
+    group.allreduce([x]).wait()
+    assert (x == group.size()).all()
+    y = torch.ones(3, 5, requires_grad=True)
+    with torch.no_grad():
+        group.allreduce([y]).wait()
+        group.broadcast([y[:, ::2]]).wait()
+    assert (y == group.size()).all()
+
+
+@over_seeds(3)
+def test_calls_in_flight_are_waited_for_in_any_order(group, seed):
+    rng, mine = random.Random(seed), random.Random(100 * seed + group.rank())
+    size, begun = group.size(), []
+    for step in range(30):
+        count, kind = rng.choice([1, 100, 30_000, 400_000]), rng.randrange(3)
+        if mine.random() < 0.2:
+            time.sleep(2e-3)
+        x, everyone = (
+            values(group.rank(), count, torch.float32, step),
+            rows(group, count, torch.float32, step),
+        )
+        if kind == 0:
+            begun.append((group.allreduce([x]), x, sum(everyone)))
+        elif kind == 1:
+            begun.append(
+                (group.broadcast([x], options(BroadcastOptions, root=step % size)), x, everyone[step % size])
+            )
+        else:
+            whole = torch.empty(count * size)
+            begun.append((group.all_gather_single(whole, x), whole, torch.cat(everyone)))
+        if mine.random() < 0.3:
+            work, got, expected = begun.pop(mine.randrange(len(begun)))
+            work.wait()
+            assert torch.equal(got, expected)
+    for work, got, expected in begun:
+        future = work.get_future()
+        assert future.wait() is not None
+        assert torch.equal(got, expected)
+        assert work.is_completed()
+        assert work.is_success()
+
+
+def test_messages_are_matched_by_tag_and_follow_one_another(group):
+    me, size = group.rank(), group.size()
+    after, before = (me + 1) % size, (me - 1) % size
+    if size == 1:
+        return
+    sends = [group.send([torch.full((k + 1,), 10.0 * me + k)], after, k % 2) for k in range(6)]
+    outs = [torch.empty(k + 1) for k in range(6)]
+    receives = [group.recv([outs[k]], before, k % 2) for k in range(6)]
+    for work in random.Random(me).sample([*sends, *receives], 12):
+        work.wait()
+    assert all((out == 10 * before + k).all() for k, out in enumerate(outs))
+    big = torch.full((300_000,), float(me), dtype=torch.bfloat16)
+    out = torch.empty_like(big)
+    work = group.send([big], after, 7)
+    source = group.recv_anysource([out], 7)
+    source.wait()
+    work.wait()
+    assert source.source_rank() == before
+    assert (out == before).all()
+
+
+def test_several_calls_in_one(group):
+    size = group.size()
+    xs = [torch.ones(3), torch.full((50_000,), 2.0), torch.ones((), dtype=torch.float64)]
+    group.allreduce_coalesced(xs).wait()
+    assert all((x == size * v).all() for x, v in zip(xs, (1, 2, 1), strict=True))
+    outs, ins = [torch.empty(2 * size), torch.empty(3 * size)], [torch.ones(2), torch.ones(3)]
+    group.all_gather_single_coalesced(outs, ins).wait()
+    assert all((out == 1).all() for out in outs)
+    group.reduce_scatter_single_coalesced(ins, outs).wait()
+    assert all((x == size).all() for x in ins)
+
+
+def test_groups_of_some_ranks_at_once(machine, comm):
+    subsets = [
+        ranks for ranks in ([0, 1], [1, 2], [2, 0], [3, 1], list(range(comm.size))) if max(ranks) < comm.size
+    ]
+    groups = {
+        k: RmaProcessGroup(machine.segments, ranks, f"some {k}", None)
+        for k, ranks in enumerate(subsets)
+        if comm.rank in ranks
+    }
+    works = {k: (x := torch.full((60_000,), 1.0 + k), group.allreduce([x])) for k, group in groups.items()}
+    for k in random.Random(comm.rank).sample(sorted(works), len(works)):
+        works[k][1].wait()
+        assert (works[k][0] == (1 + k) * len(subsets[k])).all()
+    used = machine.segments.stats().used
+    for group in groups.values():
+        group.shutdown()
+    comm.Barrier()
+    # Between nodes a group has no memory of the segment.
+    assert machine.segments.stats().used < used or not groups or machine.segments.transport == "remote"
+    for group in groups.values():
+        with pytest.raises(ClosedError, match="destroyed"):
+            group.barrier()
+
+
+def broken(machine, name):
+    return RmaProcessGroup(machine.segments, machine.ranks, name, 10.0)
+
+
+def test_different_sizes_types_operations_and_roots_are_errors_on_every_rank(machine, comm):
+    if comm.size == 1:
+        return
+    odd = comm.rank == comm.size - 1
+    cases = {
+        "sizes": lambda g: g.allreduce([torch.ones(4 if odd else 3)]),
+        "large": lambda g: g.allreduce([torch.ones(900_004 if odd else 900_000)]),
+        "types": lambda g: g.allreduce([torch.ones(4, dtype=torch.float64 if odd else torch.float32)]),
+        "roots": lambda g: g.broadcast([torch.ones(4)], options(BroadcastOptions, root=int(odd))),
+        "order": lambda g: g.barrier() if odd else g.allreduce([torch.ones(4)]),
+        "ops": lambda g: g.allreduce(
+            [torch.ones(4)], options(AllreduceOptions, ReduceOp.MAX if odd else ReduceOp.SUM)
+        ),
+    }
+    for name, call in cases.items():
+        group = broken(machine, name)
+        with pytest.raises(
+            MismatchError, match=f"group '{name}': rank {comm.rank} calls .*, but rank .* calls "
+        ):
+            call(group).wait()
+        with pytest.raises(MismatchError):
+            group.barrier()
+        group.shutdown()
+        comm.Barrier()
+    group = broken(machine, "splits")
+    inputs = [torch.ones(2 + (odd and rank == 0)) for rank in range(comm.size)]
+    with pytest.raises(MismatchError, match=f"rank {comm.size - 1} has 12 bytes for rank 0, which expects 8"):
+        group.alltoall([torch.empty(2) for _ in inputs], inputs).wait()
+    group = broken(machine, "messages")
+    if comm.rank < 2:
+        call = group.send if comm.rank else group.recv
+        with pytest.raises(MismatchError, match=r"12 bytes of torch\.float32 are sent, but 16 bytes"):
+            call([torch.ones(3 if comm.rank else 4)], 1 - comm.rank, 0).wait()
+    comm.Barrier()
+
+
+def test_a_rank_that_does_not_come_is_named_and_may_come_later(machine, comm):
+    if comm.size == 1:
+        return
+    group = RmaProcessGroup(machine.segments, machine.ranks, "late", 0.3)
+    x = torch.ones(3)
+    if comm.rank == 0:
+        work = group.allreduce([x])
+        for _ in range(2):
+            with pytest.raises(
+                ExchangeTimeout, match=r"rank 0 waited 0.3 s for rank.* in all_reduce\(sum\) of 3 x"
+            ):
+                work.wait()
+        comm.Barrier()
+        work.wait()
+    else:
+        comm.Barrier()
+        group.allreduce([x]).wait()
+    assert (x == comm.size).all()
+    if comm.rank == 0:
+        with pytest.raises(ExchangeTimeout, match="monitored_barrier"):
+            group.monitored_barrier()
+    comm.Barrier()
+    if comm.rank:
+        group.monitored_barrier()
+    comm.Barrier()
+
+
+def test_what_cannot_be_reduced_or_taken_is_refused(group):
+    with pytest.raises(UnsupportedError, match="dense"):
+        group.allreduce([torch.ones(3).to_sparse()])
+    with pytest.raises(UnsupportedError, match="on cpu, got one on meta"):
+        group.allreduce([torch.ones(3, device="meta")])
+    with pytest.raises(ShapeError, match=r"average of torch\.int32 is not exact"):
+        group.allreduce([torch.ones(3, dtype=torch.int32)], options(AllreduceOptions, ReduceOp.AVG))
+    with pytest.raises(ShapeError, match="band is of integers"):
+        group.allreduce([torch.ones(3)], options(AllreduceOptions, ReduceOp.BAND))
+    with pytest.raises(ShapeError, match="takes one tensor per rank, got 2"):
+        group.allreduce([torch.ones(3), torch.ones(3)])
+    with pytest.raises(ShapeError, match="are not the 7 of the whole"):
+        group.all_gather_single(torch.ones(7), torch.ones(8))
+    with pytest.raises(ShapeError, match="contiguous"):
+        group.all_gather_single(torch.ones(2 * group.size(), 2)[:, 0], torch.ones(2))
+    group.barrier().wait()
