@@ -96,6 +96,11 @@ class Tracer:
         recording = self.recording
         return _no_phase if recording is None else lambda kind: _Span(recording, kind, name, backward)
 
+    def marks(self, name: str, backward: bool = False) -> Callable[[str], object]:
+        """What a layer calls with the kind of each thing that it begins to do, and with ``""`` at the end."""
+        recording = self.recording
+        return _unmarked if recording is None else _Marks(recording, name, backward)
+
     def awaited(self, items: Iterator[T], name: str, backward: bool = False) -> Iterator[T]:
         """The same items, with a ``wait`` for each time that the next one is asked for."""
         return items if self.recording is None else self._awaited(items, name, backward)
@@ -149,6 +154,25 @@ def _no_phase(_kind: str) -> AbstractContextManager[object]:
 
 def _nothing() -> None:
     pass
+
+
+# Built in, since an operation calls it a handful of times: it never does anything.
+_unmarked: Callable[[str], object] = dict[str, object]().get
+
+
+class _Marks:
+    """Each call ends one span and begins the next."""
+
+    def __init__(self, recording: Recording, name: str, backward: bool) -> None:
+        self._recording, self._name, self._backward = recording, name, backward
+        self._kind, self._begin = "", 0.0
+
+    def __call__(self, kind: str) -> None:
+        now = self._recording.now
+        if self._kind:
+            event = Event(self._kind, self._name, self._begin, now, self._backward)
+            self._recording.events.append(event)
+        self._kind, self._begin = kind, now
 
 
 @dataclass(slots=True)

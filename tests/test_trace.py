@@ -41,6 +41,19 @@ def test_spans_are_events_in_the_order_in_which_they_end(tracer):
     assert not outer.backward
 
 
+def test_marks_are_spans_one_after_the_other(tracer):
+    tracer.marks("conv")("start")
+    recording = tracer.begin(0)
+    mark = tracer.marks("conv", backward=True)
+    for kind in ("start", "local", "", "wait", ""):
+        mark(kind)
+    assert [(event.kind, event.name, event.backward) for event in recording.events] == [
+        (kind, "conv", True) for kind in ("start", "local", "wait")
+    ]
+    start, local, wait = recording.events
+    assert start.begin <= start.end == local.begin <= local.end <= wait.begin <= wait.end
+
+
 def test_a_span_that_raises_is_recorded_and_raises(tracer):
     recording = tracer.begin(0)
     with pytest.raises(KeyError), tracer.span("wait", "a"):

@@ -13,7 +13,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.movement import CallSite, movement_or_none
 from distdl_rma.ops.core.operation import GatherComputeScatter
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -35,11 +35,11 @@ class IndexFrequencies:
         counts[:] = np.bincount(x.detach().flatten().numpy(), minlength=len(counts))
         self._sum.start()
         total = torch.from_numpy(self._sum.wait().copy())
-        scaled: torch.Tensor = _Scale.apply(y, total[x.to(torch.int64)].unsqueeze(-1))  # type: ignore[no-untyped-call]
+        scaled: torch.Tensor = _Scale.apply(y, total[x.to(torch.int64)].unsqueeze(-1))
         return scaled
 
 
-class _Scale(torch.autograd.Function):
+class _Scale(OperatorFunction):
     # Identity whose backward divides: by how often the index of each vector occurs.
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.movement import Movement
 from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -64,7 +64,7 @@ class _Reduction:
         weakref.finalize(self, self.allreduce.close)
 
 
-class _AllSum(torch.autograd.Function):
+class _AllSum(OperatorFunction):
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
         return reduced(site, x, ranks)
@@ -75,7 +75,7 @@ class _AllSum(torch.autograd.Function):
         return gradient, None, None
 
 
-class _ToBlocks(torch.autograd.Function):
+class _ToBlocks(OperatorFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int], what: str) -> torch.Tensor:
         ctx.site, ctx.ranks, ctx.machine, ctx.what = site, ranks, site.machine, what
@@ -87,7 +87,7 @@ class _ToBlocks(torch.autograd.Function):
         return reduced(ctx.site, gradient, ctx.ranks, what=f"gradient{ctx.what}"), None, None, None
 
 
-class _Once(torch.autograd.Function):
+class _Once(OperatorFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, first: bool) -> torch.Tensor:
         ctx.first = first
@@ -104,7 +104,7 @@ def all_sum(site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Colle
     ranks = lay.line(layout, grid_dims)
     if len(ranks) == 1:
         return x
-    y: torch.Tensor = _AllSum.apply(x, site, ranks)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _AllSum.apply(x, site, ranks)
     return y
 
 
@@ -118,7 +118,7 @@ def to_blocks(
     ranks = lay.line(layout, grid_dims)
     if len(ranks) == 1 or not x.requires_grad:
         return x
-    y: torch.Tensor = _ToBlocks.apply(x, site, ranks, what)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _ToBlocks.apply(x, site, ranks, what)
     return y
 
 
@@ -129,11 +129,11 @@ def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
         return x
     index = result.partition.index
     first = index is not None and not any(index[g] for g in copied)
-    y: torch.Tensor = _Once.apply(x, first)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Once.apply(x, first)
     return y
 
 
-class _Move(torch.autograd.Function):
+class _Move(OperatorFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
         ctx.way, ctx.machine = way, way.site.machine
@@ -197,5 +197,5 @@ def redistributed(
                 f"{site.name}: {what} would move from {lay.described(source)} to"
                 f" {lay.described(target)}, which fallback='error' forbids; redistribute() it before"
             )
-    y: torch.Tensor = _Move.apply(x, way)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Move.apply(x, way)
     return y

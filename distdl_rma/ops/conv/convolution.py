@@ -17,7 +17,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
-from distdl_rma.ops.core.autograd import GradientNeeds, anchor, first_derivative, tied
+from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, tied
 from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.core.operation import Agreed, Agreement, GatherComputeScatter
 from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, result, sum_dtype
@@ -279,11 +279,11 @@ class _Call:
 
 
 def _scheduled(call: _Call, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    y: Tensor = _HaloSchedule.apply(x, weights["weight"], weights.get("bias"), anchor(True), call)  # type: ignore[no-untyped-call]
+    y: Tensor = _HaloSchedule.apply(x, weights["weight"], weights.get("bias"), anchor(True), call)
     return y
 
 
-class _HaloSchedule(torch.autograd.Function):
+class _HaloSchedule(OperatorFunction):
     """The schedule: the halo travels while local data are convolved, in both directions."""
 
     @staticmethod

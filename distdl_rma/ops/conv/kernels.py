@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distdl_rma.geometry.halo import Stencil
-from distdl_rma.ops.core.autograd import uncompiled
+from distdl_rma.ops.core.autograd import OperatorFunction, uncompiled
 from distdl_rma.ops.core.tensors import sum_dtype
 
 # Types that oneDNN computes in.
@@ -69,7 +69,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     """
     if _safe(x, weight, steps):
         return torch.convolution(x, weight, bias, *steps.arguments)
-    y: Tensor = _Plain.apply(x, weight, bias, steps)  # type: ignore[no-untyped-call]
+    y: Tensor = _Plain.apply(x, weight, bias, steps)
     return y
 
 
@@ -94,7 +94,7 @@ def _adjoint(
     return tuple(None if part is None else part.to(dtype) for part in found)
 
 
-class _Plain(torch.autograd.Function):
+class _Plain(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments

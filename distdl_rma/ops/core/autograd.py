@@ -24,6 +24,7 @@ _REASON = "distributed layers exchange data with other ranks, which is no part o
 # What looks at the functions that are called: part of torch itself, unlike the compiler.
 _frames: Any = torch._C._dynamo.eval_frame
 _compiles: Callable[[], object] = _frames.get_eval_frame_callback
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 class _Layer(Protocol):
@@ -78,6 +79,21 @@ def refuse_compiled(what: str) -> Callable[..., None]:
             raise UnsupportedError(f"torch.compile: {what}")
 
     return _breaks_graph(hook)
+
+
+class OperatorFunction(torch.autograd.Function):
+    """An autograd function whose ``apply`` leaves out what torch does for transforms, where there are none.
+
+    That takes longer than the rest of it, and most operations of a step come by here.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's."""
+        if _transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        plain: Any = super(torch.autograd.Function, cls)
+        return plain.apply(*args)
 
 
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

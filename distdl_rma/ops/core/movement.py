@@ -15,7 +15,7 @@ from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import anchor, first_derivative
+from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype, result, sum_dtype
 from distdl_rma.segments.channel import Channel
 
@@ -167,19 +167,19 @@ class Movement:
         until ``wait``. If some rank needs a gradient, every rank takes part in the backward.
         """
         request = Request(self, x)
-        request.token = _Start.apply(x, anchor(needs_grad), request)  # type: ignore[no-untyped-call]
+        request.token = _Start.apply(x, anchor(needs_grad), request)
         return request
 
     def wait(self, request: Request) -> torch.Tensor:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
         # Of a request that kept it, the token's graph would keep the request.
         token, request.token = request.token, None
-        y: torch.Tensor = _Wait.apply(token, request)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Wait.apply(token, request)
         return y
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
         """Start and wait, as one operation: nothing is to be done in between."""
-        y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Request(self, x))  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Request(self, x))
         return y
 
     def connect(self) -> None:
@@ -229,7 +229,7 @@ def _close_all(channels: list[Channel]) -> None:
         channel.close()
 
 
-class _Start(torch.autograd.Function):
+class _Start(OperatorFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:
         ctx.request, ctx.machine = request, request.movement.machine
@@ -243,7 +243,7 @@ class _Start(torch.autograd.Function):
         return ctx.request.gradient(), None, None
 
 
-class _Wait(torch.autograd.Function):
+class _Wait(OperatorFunction):
     @staticmethod
     def forward(ctx: Any, _token: torch.Tensor | None, request: Request) -> torch.Tensor:
         ctx.request, ctx.machine = request, request.movement.machine
@@ -256,7 +256,7 @@ class _Wait(torch.autograd.Function):
         return gradient.new_empty(0), None
 
 
-class _Move(torch.autograd.Function):
+class _Move(OperatorFunction):
     # Start and wait in one: half of the cost of two operations, which small tensors feel.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:

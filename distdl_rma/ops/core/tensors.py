@@ -126,9 +126,12 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in castable else t for t in tensors)
 
 
+_NOTHING = nullcontext()
+
+
 def no_autocast() -> AbstractContextManager[object]:
     """Context without torch's autocast; free where that is off, as entering one without is not."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _NOTHING
 
 
 def zero_volume_tensor(
@@ -216,4 +219,6 @@ def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def result_like(x: torch.Tensor) -> torch.Tensor:
     """Memory for a result of the shape, type and strides of a tensor, not initialised."""
-    return result(x.shape, x.dtype) if x.is_contiguous() else torch.empty_like(x)
+    if x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
+        return torch.empty_like(x)
+    return result(x.shape, x.dtype)

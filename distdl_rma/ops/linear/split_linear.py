@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.autograd import GradientNeeds, uncompiled
+from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, uncompiled
 from distdl_rma.ops.core.movement import CallSite, movement_or_none
 from distdl_rma.ops.core.operation import GatherComputeScatter
 from distdl_rma.ops.linear.linear_grid import LinearGrid
@@ -84,11 +84,11 @@ def linear_function(
     type and shape. ``offer`` is asked once per backward and parameter, by ``"weight"`` or ``"bias"``: the
     place to write the gradient to, or None to return it in memory of its own.
     """
-    y: torch.Tensor = _Linear.apply(x, weight, bias, offer)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Linear.apply(x, weight, bias, offer)
     return y
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer

@@ -11,7 +11,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.autograd import GradientNeeds, anchor, first_derivative
+from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.movement import CallSite, Movement, OneWay
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, ROWS, LinearGrid
 from distdl_rma.ops.set_up_transfer import PASS_NBYTES
@@ -107,11 +107,11 @@ def zero_linear(
     """
     # In rows, and shaped outside: torch would refuse to change a view that an operation made within.
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class _ZeroProduct(torch.autograd.Function):
+class _ZeroProduct(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any,

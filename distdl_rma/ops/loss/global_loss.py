@@ -15,7 +15,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.autograd import GradientNeeds, tied, uncompiled
+from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, tied, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
@@ -128,9 +128,7 @@ class GlobalLoss(Operation):
         value, scale, count = totals.terms, 1.0, self._divisor(totals)
         if reduction != "sum":
             value, scale = _divided(value, count)
-        loss: torch.Tensor = _GlobalValue.apply(  # type: ignore[no-untyped-call]
-            local, value, scale, result_dtype(input), self.sums.name
-        )
+        loss: torch.Tensor = _GlobalValue.apply(local, value, scale, result_dtype(input), self.sums.name)
         return loss
 
     def trouble(self, input: torch.Tensor, target: torch.Tensor, weights: Weights) -> str:
@@ -239,7 +237,7 @@ def each_once(source: Decomposition) -> Decomposition:
     return replace(source, partition=source.partition.slab(copied))
 
 
-class _GlobalValue(torch.autograd.Function):
+class _GlobalValue(OperatorFunction):
     # The value is global, the gradient that of the local terms.
     @staticmethod
     def forward(

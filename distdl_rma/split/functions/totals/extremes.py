@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import on_copies
@@ -15,7 +15,7 @@ from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
 
-class _Shared(torch.autograd.Function):
+class _Shared(OperatorFunction):
     # The extreme of all ranks; its gradient goes to all elements that are equal to it, in equal parts.
     @staticmethod
     def forward(
@@ -51,7 +51,7 @@ def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool) -> Split
     y = f(along.together(along.partial(f, x.dtype), "results of ranks"))
     along.local = x
     if x.requires_grad and torch.is_grad_enabled():
-        y = _Shared.apply(x, y, along, nan_too)  # type: ignore[no-untyped-call]
+        y = _Shared.apply(x, y, along, nan_too)
     return along.result(y, keepdim)
 
 

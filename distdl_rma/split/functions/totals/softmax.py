@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import on_copies
@@ -16,7 +16,7 @@ from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(OperatorFunction):
     # Softmax, or its logarithm, over one dimension that is cut.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: Along, log: bool) -> torch.Tensor:
@@ -65,7 +65,7 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     log = func.__name__ == "log_softmax"
     local = along.local if dtype is None else along.local.to(dtype)
     wide, along.local = local.to(sum_dtype(local.dtype)), local.detach()
-    y: torch.Tensor = _Softmax.apply(wide, along, log)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Softmax.apply(wide, along, log)
     return SplitTensor(y.to(local.dtype), along.layout)
 
 
