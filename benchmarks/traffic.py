@@ -9,6 +9,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.vote import WORDS, vote_turns
 from distdl_rma.segments.counters import Counters
 
 
@@ -105,6 +106,21 @@ def alltoall_traffic(layout: NodeLayout, counts: tuple[tuple[int, ...], ...], it
         collectives=int(across),
         bytes_collective=itemsize * sum(route.size for route in out),
         across=len(layout.nodes) if across else 1,
+    )
+
+
+def vote_traffic(layout: NodeLayout) -> Traffic:
+    """What one rank moves in one vote, by which ranks agree."""
+    turns, near = vote_turns(layout), len(layout.here)
+    leads, several = layout.me == layout.here[0], len(layout.nodes) > 1
+    row, told = 8 * WORDS, sum(len(turn.told) for turn in turns)
+    # A rank stores its words with the first of the node, and loads what all said, there or of all nodes.
+    loaded = 0 if leads else 2 * row if several else near * row
+    return Traffic(
+        puts=told + (not leads),
+        bytes_put=2 * row * told + row * (not leads),
+        gets=int(not leads),
+        bytes_got=loaded,
     )
 
 

@@ -24,6 +24,8 @@ NodeOf = Callable[[int], int]
 
 # One rank of a tree over nodes receives from so many others at most.
 _FAN = 32
+# Each turn of a dissemination makes what is known so many times as much.
+_WIDTH = 4
 # Vectors of so few elements go to everybody on a node at once: one step instead of two.
 _SHORT = 4096
 _FEW = 8
@@ -66,6 +68,16 @@ def broadcast(
 ) -> list[Stage]:
     """Copy the vector of each root to its group: a reduction read from its end."""
     return reversed_stages(reduction(groups, roots, lengths, node_of, me))
+
+
+def dissemination(size: int) -> list[tuple[int, ...]]:
+    """How what each of so many places knows comes to all: in turns, each over some distances.
+
+    In a turn each place tells all that it knows to those so many places behind it, around the end, and hears
+    from those before it. Each turn makes what a place knows four times as much.
+    """
+    reach = [_WIDTH**turn for turn in range(size.bit_length()) if _WIDTH**turn < size]
+    return [tuple(n * step for n in range(1, _WIDTH) if n * step < size) for step in reach]
 
 
 def reversed_stages(stages: Sequence[Stage]) -> list[Stage]:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl_rma.errors import (
     ClosedError,
@@ -19,13 +17,12 @@ from distdl_rma.errors import (
     PeerFailedError,
     SegmentError,
 )
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.allgather import gather_words
+from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 from distdl_rma.split.site import Step
 
 _BEGUN, _ENDED, _RAISED = range(3)
-_WORDS = 3
 # So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
 _GRACE_SECONDS = 1.0
 # What peers wait for in vain, or know already.
@@ -43,14 +40,15 @@ class Calls:
 
     def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
         self._machine, self.ranks, self._name = machine, tuple(ranks), name
-        self._rows = AllPush(machine.segments, ranks, _WORDS, np.int64, f"calls of {name}")
+        self._assembly, self._title = Assembly.of(machine.segments, self.ranks), f"calls of {name}"
+        self._code = fingerprint(self._title)
         self._open = False
 
     def begin(self, facts: tuple[int, ...], described: Callable[[], str]) -> None:
         """Begin a call; ``MismatchError`` on all ranks if facts differ, which are then described."""
-        rows = self._exchanged(_BEGUN, hash(facts), 0)
+        alike = self._are_alike(_BEGUN, hash(facts), 0)
         self._open = True
-        if (rows != rows[0]).any():
+        if not alike:
             self._open = False
             said = self._told(described())
             raise MismatchError(f"{self._name}: the ranks call it in different ways: {said}")
@@ -60,12 +58,12 @@ class Calls:
         if not self._open:
             return
         self._open = False
-        rows = self._exchanged(_ENDED, _hash_of(trail), len(trail))
-        if (rows[:, 0] == _RAISED).any():
+        if self._are_alike(_ENDED, _hash_of(trail), len(trail)):
+            return
+        if self._assembly.largest[0] == _RAISED:
             # Its notice is on the way.
-            self._machine.segments.waiter.until(lambda: False, self._rows.missing, 10 * _GRACE_SECONDS)
-        if (rows != rows[0]).any():
-            raise MismatchError(self._parting(trail))
+            self._machine.segments.waiter.until(lambda: False, self._assembly.missing, 10 * _GRACE_SECONDS)
+        raise MismatchError(self._parting(trail))
 
     def failed(self, error: BaseException, trail: Sequence[Step]) -> None:
         """Say that the call raised: to ranks that do not raise alike this one has failed."""
@@ -76,8 +74,7 @@ class Calls:
         machine.labels.make_readable(error) if isinstance(error, Exception) else None
         if not isinstance(error, _AT_ONCE):
             try:
-                rows = self._exchanged(_RAISED, _hash_of(trail), len(trail), _GRACE_SECONDS)
-                if not (rows != rows[0]).any():
+                if self._are_alike(_RAISED, _hash_of(trail), len(trail), _GRACE_SECONDS):
                     # As on one machine: who catches it can go on.
                     return
             except PeerFailedError:
@@ -90,13 +87,9 @@ class Calls:
         """End a call that all ranks leave alike before its end."""
         self._open = False
 
-    def close(self) -> None:
-        """Give the memory back; local, idempotent."""
-        self._rows.close()
-
-    def _exchanged(self, phase: int, word: int, number: int, timeout: float | None = None) -> NDArray[Any]:
-        self._rows.start(np.array([phase, word, number], np.int64))
-        return self._rows.wait(timeout)
+    def _are_alike(self, phase: int, word: int, number: int, timeout: float | None = None) -> bool:
+        self._assembly.start(self._title, self._code, phase, word, number)
+        return self._assembly.wait(timeout)
 
     def _parting(self, trail: Sequence[Step]) -> str:
         # Where the ways of the ranks parted: all of them tell each other all calls.

@@ -15,7 +15,7 @@ from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_words
-from distdl_rma.segments.collectives.allgather import gather_words
+from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
 # What is equal up to rounding: a power of the resolution of the type, relative to the largest element.

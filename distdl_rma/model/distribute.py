@@ -20,7 +20,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls, modes
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
-from distdl_rma.segments.collectives.allgather import gather_words
+from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import site
 from distdl_rma.split.entry import alike_on_all_ranks, grid_for
 from distdl_rma.split.layout import balanced, described
@@ -101,8 +101,6 @@ class Distributed:
             self._sync.close()
         for handle in self._handles:
             handle.remove()
-        for calls in self._calls.values():
-            calls.close()
         self._handles, self._calls = [], {}
         model = self._model()
         if model is not None:

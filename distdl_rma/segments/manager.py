@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index as as_int
@@ -111,6 +111,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.communicators = Communicators(comm, rank_ids)
         self.transport = transport
         self.trace = Tracer()
+        # What collectives keep as long as the segment is there, for all that need it.
+        self.kept: dict[Hashable, object] = {}
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self._barriers: list[MPI.Request] = []
@@ -240,6 +242,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         self._reclaim()
         self.waiter.end()
         self.closed = True
+        self.kept.clear()
         if self.notices.in_vain:
             self.keep()
             return

@@ -18,7 +18,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, as_words
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.allgather import gather_words
+from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import layout as lay
 from distdl_rma.split.site import site_of
 

@@ -13,8 +13,8 @@ from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import synchronise
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
-from distdl_rma.segments.collectives.allgather import gather_words
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.sync.claims import ParameterEntry, synchronised
 
 

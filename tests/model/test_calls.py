@@ -135,4 +135,3 @@ def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd
         calls.begin((odd,), lambda: "is odd" if odd else "is even")
     calls.begin((), str)
     calls.end([])
-    calls.close()

@@ -9,6 +9,7 @@ from torch import nn
 from distdl_rma import GradientSync, Machine, SegmentError
 from distdl_rma.layers import DistributedConv1d
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.sync.bucket import BucketKind, GradientSlot, bucketed
 from distdl_rma.sync.claims import ParameterEntry
 
@@ -40,6 +41,8 @@ def test_gradients_that_do_not_fit_into_the_segment_are_refused_on_all_ranks(com
         P_x = machine.partition((1, 1, comm.size))
         segments = machine.segments
         small, wide = DistributedConv1d(P_x, 1, 1, 3, padding=1), nn.Linear(256, 256, bias=False)
+        # What the ranks say to each other has its memory.
+        gather_words(segments, comm.rank, "before")
         # So much is left that the first bucket fits, and the second does not.
         short = on == "all ranks" or comm.rank == 1
         taken = segments.get_segment_buffer(segments.stats().largest_free - (200 << 10)) if short else None

@@ -6,7 +6,6 @@ Each rank tells the others what it passes (``InputFacts``), and all plan for wha
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -15,17 +14,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, ProtocolError, ShapeError
+from distdl_rma.errors import (
+    DistdlError,
+    ExchangeTimeout,
+    MismatchError,
+    PeerFailedError,
+    ProtocolError,
+    ShapeError,
+)
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange, rows_of_all
+from distdl_rma.layers.core.call_memory import UNKNOWN, CallMemory, digest
+from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, trouble_with
-from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.assembly import Assembly
 
-_KEPT_PLANS = 16
 _DTYPE_CODES = list(DTYPES)
 _NO_DTYPE = -1
 # Words of a row: type of the weights, what needs a gradient, how many inputs and numbers, the numbers; then
@@ -206,13 +212,13 @@ class Planner(Protocol[P_co]):
 
 
 class ShapeAgreement(Generic[P]):
-    """What the ranks of one layer pass, agreed upon for a message a call, and the plans that follow from it.
+    """What the ranks of one layer pass, agreed upon in each call, and the plans that follow from it.
 
-    In every call each rank tells the others what it passes, in one small row, hidden behind the local
-    compute: a rank whose own input looks as before starts on the last plan (``guess``) and learns afterwards
-    whether that was right (``settle``). So a change that only some ranks see (a smaller last batch, another
-    image size) reaches all of them in the same call. What does not fit is told in words, in a second round
-    that takes place only then.
+    What all ranks said in a call has a number, the same on all of them. In every call each rank says which
+    number its own input fits, in a vote that is hidden behind the local compute: a rank whose input looks as
+    before starts on the last plan (``guess``) and learns afterwards whether that was right (``settle``). So a
+    change that only some ranks see (a smaller last batch, another image size) reaches all of them in the same
+    call; only then they tell each other what they pass. What does not fit is told in words, in a round more.
 
     ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes;
     ``tells`` says whether there may be ranks outside that wait for an outcome. The owner is held weakly, and
@@ -225,37 +231,42 @@ class ShapeAgreement(Generic[P]):
         (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
-        self._rows: AllPush | None = None
         self._errors = ErrorExchange(self._machine, self._ranks, self._name)
-        self._plans: OrderedDict[tuple[object, ...], P] = OrderedDict()
+        self._assembly: Assembly | None = None
+        # What this rank says of the layer, once it has met the others.
+        self._title, self._code = "", 0
+        self._memory: CallMemory[P] = CallMemory()
         # Plan of the last call, and what fitted it of this rank's facts.
         self.last: P | None = None
         self._last_key: object = None
         self.guess: P | None = None
-        # What this rank said last, as a row, and what a plan depends on; and what came of the rows: most
-        # calls repeat both.
-        self._said: tuple[InputFacts, NDArray[np.int64], object] | None = None
-        self._settled: tuple[bytes, tuple[P, GradientNeeds]] | None = None
+        # What this rank said last, as a row, and what a plan depends on: most calls repeat it.
+        self._said: tuple[InputFacts, bytes, object] | None = None
+        self._proposal = UNKNOWN
 
     def begin(self, mine: InputFacts) -> None:
         """Tell the other ranks about a call, and find the guess. Waits for them in the first call only."""
         # Asked for now: within an operation of autograd grad mode is off.
         self._outcome = self._asked().outcome() if self._tells else None
         if self._said is None or self._said[0] != mine:
-            self._said = mine, mine.encode(self._inputs), mine.key
+            self._said = mine, mine.encode(self._inputs).tobytes(), mine.key
         _, row, key = self._said
-        if len(self._ranks) > 1:
-            if self._rows is None:
-                with self._telling():
-                    self._rows = self._meet(len(row))
-            self._rows.start(row)
+        proposal = self._proposal = self._memory.proposal(row)
+        if self._assembly is not None:
+            self._assembly.start(self._title, self._code, proposal, 0, 0)
+        elif len(self._ranks) > 1:
+            self._meet(proposal)
         self.guess = self.last if self._last_key == key else None
+        if proposal and self._memory[proposal].plan is not self.last:
+            # Where all ranks propose it, none has started on the last one.
+            self.guess = None
 
-    def _meet(self, count: int) -> AllPush:
-        title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
-        rows = rows_of_all(self, self._machine, self._ranks, count, np.int64, title)
-        rows.connect()
-        return rows
+    def _meet(self, proposal: int) -> None:
+        self._title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
+        self._code = fingerprint(self._title)
+        with self._telling():
+            self._assembly = Assembly.of(self._machine.segments, self._ranks)
+            self._assembly.start(self._title, self._code, proposal, 0, 0)
 
     def settle(self) -> tuple[P, GradientNeeds]:
         """Plan that holds for this call, and what any rank needs the gradient of.
@@ -265,19 +276,29 @@ class ShapeAgreement(Generic[P]):
         """
         if self._said is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
-        mine, row, key = self._said
-        if self._rows is None:
-            rows = row[None]
-        else:
-            with self._machine.trace.span("agree", self._name):
-                rows = self._rows.wait()
-        words = rows.tobytes()
-        if self._settled is None or self._settled[0] != words:
+        (mine, row, key), memory = self._said, self._memory
+        number = self._proposal if self._all_propose_it() else UNKNOWN
+        if not number:
             with self._telling():
-                self._settled = words, self._conclude(mine, key, rows.tolist())
+                number = self._heard(mine, row)
+        state = memory[number]
+        if number != memory.number:
+            memory.come_to(number, row)
+            self.last, self._last_key = state.plan, key
         if self._outcome is not None:
             self._outcome.tell()
-        return self._settled[1]
+        return state.plan, state.needs
+
+    def _all_propose_it(self) -> bool:
+        if self._assembly is None:
+            return True
+        with self._machine.trace.span("agree", self._name):
+            try:
+                return self._assembly.wait()
+            except MismatchError as error:
+                if self._outcome is not None:
+                    self._outcome.tell(error)
+                raise
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -291,23 +312,22 @@ class ShapeAgreement(Generic[P]):
                 self._outcome.tell(error)
             raise
 
-    def _conclude(self, mine: InputFacts, mine_key: object, rows: list[list[int]]) -> tuple[P, GradientNeeds]:
-        facts = {rank: InputFacts.decode(row) for rank, row in zip(self._ranks, rows, strict=True)}
-        key = tuple(fact.key for fact in facts.values())
-        plan = self._plans.get(key)
+    def _heard(self, mine: InputFacts, row: bytes) -> int:
+        # The number of what all ranks say now, which they tell each other.
+        rows = [row] if self._assembly is None else self._assembly.gather(self._title, row)
+        # Most ranks say what others say too.
+        decoded = {each: InputFacts.decode(np.frombuffer(each, np.int64).tolist()) for each in set(rows)}
+        facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
+        key = digest(repr([fact.key for fact in facts.values()]).encode())
+        plan = self._memory.plan(key)
         # Some rank may have started on its guess: that goes first, whatever comes now.
         if self.last is not None and plan is not self.last:
             self.last.void()
-        if not all(fact.inputs for fact in facts.values()):
+        if not all(fact.inputs for fact in decoded.values()):
             raise self._errors.refuse(mine.problem, "")
-        if plan is None:
-            plan = self._plans[key] = self._made(facts)
-        self._plans.move_to_end(key)
-        self.last, self._last_key = plan, mine_key
-        if len(self._plans) > _KEPT_PLANS:
-            # Its memory goes with the last graph that still needs it.
-            self._plans.popitem(last=False)
-        return plan, GradientNeeds.of_any([fact.needs for fact in facts.values()])
+        needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
+        plan = self._made(facts) if plan is None else plan
+        return self._memory.number_of(plan, needs, key, digest(b"".join(rows)))
 
     def _made(self, facts: dict[int, InputFacts]) -> P:
         try:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from distdl_rma import errors
 from distdl_rma.errors import DistdlError, ShapeError
@@ -15,19 +15,10 @@ from distdl_rma.geometry.exchange import Exchange, fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.assembly import gather_words
 
 _PROBLEM_NBYTES, _OUTCOME_NBYTES = 512, 1024
 _PROBLEM, _FACTS = "!", "="
-
-
-def rows_of_all(
-    owner: object, machine: Machine, ranks: Sequence[int], count: int, dtype: DTypeLike, title: str
-) -> AllPush:
-    """A row from every rank to every rank, whose memory goes with its owner: all by which ranks agree."""
-    rows = AllPush(machine.segments, ranks, count, dtype, title)
-    weakref.finalize(owner, rows.close)
-    return rows
 
 
 def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
@@ -44,14 +35,10 @@ def row_text(row: NDArray[np.uint8]) -> str:
 
 
 class ErrorExchange:
-    """Short texts of all ranks of a layer to all, once all of them know that something does not fit.
-
-    Nothing is allocated before the first time.
-    """
+    """Short texts of all ranks of a layer to all, once all of them know that something does not fit."""
 
     def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
         self._machine, self._ranks, self._name = machine, tuple(ranks), name
-        self._rows: AllPush | None = None
 
     def refuse(self, problem: str, facts: str) -> ShapeError:
         """Error to raise, the same on all ranks; blocking until all of them have called.
@@ -59,12 +46,11 @@ class ErrorExchange:
         ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
         to be alike on all ranks.
         """
-        if self._rows is None:
-            title = f"{self._name} (complaints)"
-            self._rows = rows_of_all(self, self._machine, self._ranks, _PROBLEM_NBYTES, np.uint8, title)
-        said = _PROBLEM + problem if problem else _FACTS + facts
-        self._rows.start(text_row(" ".join(said.split()), _PROBLEM_NBYTES))
-        texts = dict(zip(self._ranks, map(row_text, self._rows.wait()), strict=True))
+        said = " ".join((_PROBLEM + problem if problem else _FACTS + facts).split())
+        title = f"{self._name} (complaints)"
+        texts: dict[int, str] = gather_words(
+            self._machine.segments, row_text(text_row(said, _PROBLEM_NBYTES)), title, self._ranks
+        )
         problems = {rank: text[1:] for rank, text in texts.items() if text.startswith(_PROBLEM)}
         if problems:
             rank, text = next(iter(problems.items()))
@@ -104,12 +90,10 @@ class CallOutcome:
         part in calls, and its first rank tells. None on ranks that neither tell nor hear.
         """
         # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
-        meeting = AllPush(machine.segments, holders, 2, np.int64, f"{name} (audience)")
-        meeting.start(np.array([fingerprint(tuple(inside)), machine.rank in inside], np.int64))
-        views = {rank: tuple(row) for rank, row in zip(holders, meeting.wait().tolist(), strict=True)}
-        meeting.close()
-        layer, _ = views[machine.rank]
-        listeners = [rank for rank in sorted(holders) if views[rank] == (layer, False)]
+        mine = [fingerprint(tuple(inside)), machine.rank in inside]
+        views = gather_words(machine.segments, mine, f"{name} (audience)", holders)
+        layer, _ = mine
+        listeners = [rank for rank in sorted(holders) if views[rank] == [layer, False]]
         concerned = listeners and machine.rank in (inside[0], *listeners)
         return cls(machine, inside[0], listeners, name) if concerned else None
 

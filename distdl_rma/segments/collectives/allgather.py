@@ -1,8 +1,7 @@
-"""The collective Allgather, of flat vectors, double-buffered; and at set-up, what every rank says to all."""
+"""The collective Allgather, of flat vectors, double-buffered."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike
 
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_lengths
@@ -40,41 +38,6 @@ class Allgather(Collective):
         site = CollectiveSite.checked(manager, ranks, name)
         self.counts, self.dtype = check_lengths(count, len(site.layout.ranks), name), np.dtype(dtype)
         super().__init__(_AllgatherByNodes(site, self.counts, self.dtype))
-
-
-def gather_words(
-    manager: SegmentManager, words: Any, name: str, ranks: Sequence[int] | None = None
-) -> dict[int, Any]:
-    """What every rank says, in words that JSON can carry, by rank id in the order of ``ranks``.
-
-    Collective over these, all of the machine if None; blocking, for set-up and for errors. ``name`` is for
-    messages, alike on all ranks. Only digests travel where all say the same.
-    """
-    ranks = manager.ranks if ranks is None else tuple(ranks)
-    text = json.dumps(words).encode()
-    digest = np.array([len(text), fingerprint(text)], np.int64)
-    digests = _gathered(manager, ranks, digest.size, digest, f"{name} (digests)").reshape(-1, digest.size)
-    if (digests == digest).all():
-        return dict.fromkeys(ranks, json.loads(text))
-    split = Listed(tuple(digests[:, 0].tolist()))
-    mine = np.frombuffer(text, np.uint8)
-    texts = _gathered(manager, ranks, split.lengths, mine, f"{name} (words)").tobytes()
-    theirs = [texts[slice(*split.interval(at))] for at in range(split.parts)]
-    # Most ranks say what others say too.
-    said = {text: json.loads(text) for text in set(theirs)}
-    return {rank: said[text] for rank, text in zip(ranks, theirs, strict=True)}
-
-
-def _gathered(
-    manager: SegmentManager, ranks: Sequence[int], counts: int | Sequence[int], mine: Array, name: str
-) -> Array:
-    collective = Allgather(manager, ranks, counts, mine.dtype, name)
-    try:
-        collective.active[:] = mine
-        collective.start()
-        return collective.wait().copy()
-    finally:
-        collective.close()
 
 
 class _AllgatherByNodes(SteppedAlgorithm):

@@ -1,0 +1,116 @@
+"""What some ranks say to each other beside their data: whether it is alike, and in words if it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.collectives.allgather import Allgather
+from distdl_rma.segments.collectives.vote import Vote
+from distdl_rma.segments.manager import SegmentManager
+
+# Bytes of each rank that travel at a time, and of all of them together.
+_PASS_NBYTES, _ALL_NBYTES = 512, 1 << 20
+_LEAST_NBYTES = 64
+# Of a title, behind its fingerprint in so many digits.
+_TITLE_NBYTES, _CODE = 192, 14
+
+
+class Assembly:
+    """One of each list of ranks of a machine, for all that these have to agree on; blocking, small.
+
+    In the usual case, all being alike, that costs O(log P) messages of a few words. All texts go to all ranks
+    only if they differ. What the ranks say at a time must be of one ``title``: those that are at different
+    places learn it from ``MismatchError``, on all of them alike. Its memory is small, and stays
+    until the machine is closed. Local to make; the first start connects, and is collective.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int]) -> None:
+        self._manager, self.ranks = manager, tuple(ranks)
+        self._vote = Vote(manager, ranks, "agreement")
+        self.missing = self._vote.missing
+        self._title, self._code = "", 0
+        self._pass_nbytes = max(_LEAST_NBYTES, min(_PASS_NBYTES, _ALL_NBYTES // len(self.ranks)))
+        self._passes: Allgather | None = None
+
+    @classmethod
+    def of(cls, manager: SegmentManager, ranks: Sequence[int]) -> Assembly:
+        """The one of these ranks, in this order."""
+        key = Assembly, tuple(ranks)
+        found = manager.kept.get(key)
+        if not isinstance(found, Assembly):
+            found = manager.kept[key] = cls(manager, ranks)
+        return found
+
+    def start(self, title: str, code: int, *words: int) -> None:
+        """Say three integers of 64 bits; ``code`` is the fingerprint of the title. Does not wait."""
+        self._title, self._code = title, code
+        self._vote.start(title, code, *words)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether all said the same; blocking until all have started."""
+        if self._vote.wait(timeout):
+            return True
+        smallest, largest = self._vote.smallest[0], self._vote.largest[0]
+        if smallest != largest:
+            self._refuse()
+        return False
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The largest of each integer that some rank said last."""
+        return self._vote.largest[1:]
+
+    def gather(self, title: str, text: bytes) -> list[bytes]:
+        """Texts of all ranks, in their order; blocking, collective. Digests only if all are alike."""
+        self.start(title, fingerprint(title), len(text), fingerprint(text), 0)
+        if self.wait():
+            return [text] * len(self.ranks)
+        return self._all_of(text, self.largest[0])
+
+    def _all_of(self, text: bytes, longest: int) -> list[bytes]:
+        if self._passes is None:
+            self._passes = Allgather(
+                self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
+            )
+        size, head = len(self.ranks), len(text).to_bytes(4, "little")
+        count = -(-(longest + len(head)) // self._pass_nbytes)
+        mine = np.frombuffer((head + text).ljust(count * self._pass_nbytes, b"\0"), np.uint8)
+        parts = []
+        for part in mine.reshape(count, self._pass_nbytes):
+            self._passes.active[:] = part
+            self._passes.start()
+            parts.append(self._passes.wait().reshape(size, -1).copy())
+        rows = [row.tobytes() for row in np.concatenate(parts, axis=1)]
+        return [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in rows]
+
+    def _refuse(self) -> None:
+        # Those that are elsewhere come here too.
+        text = f"{self._code:0{_CODE}x}{self._title}".encode()[:_TITLE_NBYTES]
+        titles = self._all_of(text, _TITLE_NBYTES)
+        at, other = next((at, title) for at, title in enumerate(titles) if title != titles[0])
+        first, second = (repr(title[_CODE:].decode(errors="ignore")) for title in (titles[0], other))
+        raise MismatchError(
+            f"rank {self.ranks[0]} is in {first} but rank {self.ranks[at]} in {second}: do all ranks build"
+            " and call the same things in the same order, with the same arguments?"
+        )
+
+
+def gather_words(
+    manager: SegmentManager, words: Any, name: str, ranks: Sequence[int] | None = None
+) -> dict[int, Any]:
+    """What every rank says, in words that JSON can carry, by rank id in the order of ``ranks``.
+
+    Collective over these, all of the machine if None; blocking, for set-up and for errors. ``name`` is for
+    messages, alike on all ranks. Only a digest travels where all say the same.
+    """
+    ranks = manager.ranks if ranks is None else tuple(ranks)
+    texts = Assembly.of(manager, ranks).gather(name, json.dumps(words).encode())
+    # Most ranks say what others say too.
+    said = {text: json.loads(text) for text in set(texts)}
+    return {rank: said[text] for rank, text in zip(ranks, texts, strict=True)}

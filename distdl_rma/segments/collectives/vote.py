@@ -1,0 +1,284 @@
+"""Whether some ranks say the same: a few words of each, compared in messages of a cache line."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.trees import dissemination
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
+from distdl_rma.segments.waiting.header import WaitReason
+
+WORDS = 4
+_ROW = struct.Struct(f"={WORDS}q")
+# A line of the board, in words: what a rank says, and behind it the epoch. The smallest and largest of all
+# take two, the epoch behind them.
+_LINE, _RESULT = 8, 16
+_EPOCH = WORDS
+_PARITIES = 2
+_ITEM = 8
+# Lines of so few ranks are looked at one by one.
+_FEW = 8
+
+_Extent = NDArray[np.int64]
+
+
+class _Turn(NamedTuple):
+    """One turn between nodes: who is told, in which of its slots, and in which slots others tell this one."""
+
+    told: tuple[tuple[int, int], ...]
+    heard: tuple[tuple[int, int], ...]
+
+
+class Vote:
+    """Four words of every rank: are they alike everywhere, and if not, what is the smallest and the largest.
+
+    On a node every rank stores its words in a line of one board, in the memory of the node's first rank, and
+    reads the whole board: a message per rank, and nobody has to do anything for the others. Over several
+    nodes their first ranks tell each other by dissemination, and then their nodes: O(log N) messages each for
+    N nodes, which any wait and the progress engine send on.
+
+    Construction is local and alike on all ``ranks``, this one included; the first start connects them, and
+    is collective. An epoch that was started has to be waited for before the next. Nothing is acknowledged:
+    a rank starts epoch k+2 only after everyone started k+1, and so had done with k.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
+        self._manager, self.name = manager, name
+        self._layout = layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        self._leader, self._number = layout.here[0], len(layout.here)
+        self._leads = layout.me == self._leader
+        self._turns = vote_turns(layout)
+        self._slots = sum(len(turn.heard) for turn in self._turns)
+        board = self._number * _LINE + _RESULT
+        nbytes = _PARITIES * _ITEM * (board + self._slots * _RESULT) if self._leads else 0
+        self._board_words = board
+        self._memory = manager.get_segment_buffer(nbytes, self._slots, name)
+        # Epochs of whoever had the memory before.
+        self._memory.array[:] = 0
+        self._remotes: dict[int, RemoteBuffer] = {}
+        self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
+        self._counters, self._lock = manager.counters, manager.segment.lock
+        # By parity: the lines of the board as tables, as words, and this one's as bytes; then the results.
+        self._tables: list[NDArray[np.int64]] = []
+        self._lines: list[list[memoryview]] = []
+        self._mine: list[tuple[memoryview, memoryview]] = []
+        self._results: list[NDArray[np.int64]] = []
+        self._running: Iterator[None] | None = None
+        self._silent: tuple[int, ...] = ()
+        self._for = name
+        self._broken = ""
+        self._closed = False
+        # The smallest of each word, then the largest; None where all are those that this rank said.
+        self._extent: _Extent | None = None
+        self._said: tuple[int, ...] = (0,) * WORDS
+        self.epoch = self._waited = 0
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses on the node, and with O(log N) other nodes, once; collective, blocking."""
+        if self._tables:
+            return
+        layout = self._layout
+        near = layout.others_here if self._leads else (self._leader,)
+        far = (rank for turn in self._turns for rank, _ in (*turn.told, *turn.heard))
+        peers = dict.fromkeys((*near, *far), ())
+        terms = f"ranks={layout.ranks}"
+        if peers:
+            plan = fingerprint("vote", terms)
+            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
+        self._remotes[layout.me] = self._memory.here
+        self._see(self._remotes[self._leader])
+
+    def _see(self, leader: RemoteBuffer) -> None:
+        me, count = self._layout.here.index(self._layout.me), self._number * _LINE
+        for parity in range(_PARITIES):
+            begin = parity * self._board_words * _ITEM
+            board = leader.direct(np.int64, count, begin)
+            result = leader.direct(np.int64, _RESULT, begin + count * _ITEM)
+            if board is None or result is None:
+                raise ProtocolError(f"{self.name!r}: rank {self._leader} is on another node")
+            table = board.reshape(self._number, _LINE)
+            self._tables.append(table)
+            self._lines.append([line.data for line in table])
+            self._mine.append((table[me].data, table[me].data.cast("B")))
+            self._results.append(result)
+
+    def start(self, name: str, *words: int) -> None:
+        """Say four integers of 64 bits; does not wait, except that the first start connects.
+
+        ``name`` is what messages call it. Where the last one was not waited for, it is now.
+        """
+        self._check()
+        if self.epoch != self._waited:
+            # Of a call that all ranks refused in between.
+            self.wait()
+        self.connect()
+        self._for, self._said = name, words
+        self.epoch = epoch = self.epoch + 1
+        line, words_of_line = self._mine[epoch & 1]
+        _ROW.pack_into(words_of_line, 0, *words)
+        self._fence()
+        line[_EPOCH] = epoch
+        if not self._leads:
+            self._counters.puts += 1
+            self._counters.bytes_put += _ROW.size
+        if len(self._layout.nodes) > 1:
+            self._running = self._script(epoch)
+            self._manager.defer(self._advance)
+            self._advance()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether all said the same; blocking until all have started."""
+        self._check()
+        epoch = self.epoch
+        if len(self._layout.nodes) > 1:
+            if not self._advance():
+                self._manager.waiter.until(self._advance, self.missing, timeout)
+            self._manager.withdraw(self._advance)
+        else:
+            if not self._board_is_full(epoch):
+                self._manager.waiter.until(lambda: self._board_is_full(epoch), self.missing, timeout)
+            self._acquire()
+            self._extent = self._extent_here(epoch)
+        self._waited = epoch
+        return self._extent is None
+
+    @property
+    def smallest(self) -> tuple[int, ...]:
+        """The smallest of each word that some rank said in the last epoch."""
+        return self._said if self._extent is None else tuple(self._extent[:WORDS].tolist())
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The largest of each word."""
+        return self._said if self._extent is None else tuple(self._extent[WORDS:].tolist())
+
+    def missing(self) -> WaitReason:
+        """Which ranks are still missing; for messages."""
+        epoch = self.epoch
+        here = zip(self._layout.here, self._lines[epoch & 1], strict=True)
+        late = tuple(rank for rank, line in here if line[_EPOCH] < epoch) or self._silent
+        what = f"to send in {self._for!r} (epoch {epoch}, last seen {epoch - 1})"
+        return WaitReason(late, what, "did every rank call the same layers?")
+
+    def close(self) -> None:
+        """Give the memory back when no rank writes to it any more; local, idempotent."""
+        if not self._closed:
+            self._closed = True
+            if not self._manager.closed:
+                self._manager.retire(self._memory, self._idle)
+
+    def _idle(self) -> bool:
+        # On a node the others may still read what all said last.
+        return self._advance() and all(remote.delivered() for remote in self._remotes.values())
+
+    def _check(self) -> None:
+        if self._closed or self._manager.closed:
+            raise ClosedError(f"vote {self.name!r}: already closed")
+        if self._broken:
+            raise ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self._broken}")
+
+    def _board_is_full(self, epoch: int) -> bool:
+        if self._number > _FEW:
+            return bool(self._tables[epoch & 1][:, _EPOCH].min() >= epoch)
+        return all(line[_EPOCH] >= epoch for line in self._lines[epoch & 1])
+
+    def _extent_here(self, epoch: int) -> _Extent | None:
+        # Of a board that is full.
+        parity = epoch & 1
+        if not self._leads:
+            self._counters.gets += 1
+            self._counters.bytes_got += self._number * _ROW.size
+        table, (mine, _) = self._tables[parity], self._mine[parity]
+        if self._number > _FEW:
+            alike = bool((table == table[0]).all())
+        else:
+            alike = all(line == mine for line in self._lines[parity])
+        if alike:
+            return None
+        said = table[:, :WORDS]
+        return np.concatenate([said.min(0), said.max(0)])
+
+    def _advance(self) -> bool:
+        # The progress engine is another thread.
+        with self._lock:
+            if self._running is not None:
+                try:
+                    for _ in self._running:
+                        return False
+                except BaseException as error:
+                    # A generator that raised is over, and would look complete.
+                    self._broken, self._running = repr(error), None
+                    raise
+                self._running = None
+            return True
+
+    def _script(self, epoch: int) -> Iterator[None]:
+        # An epoch over several nodes; yields as long as it has to wait.
+        result = self._results[epoch & 1]
+        if self._leads:
+            while not self._board_is_full(epoch):
+                yield
+            self._acquire()
+            extent = self._extent_here(epoch)
+            found = np.array([*self._said, *self._said] if extent is None else extent, np.int64)
+            for turn in self._turns:
+                yield from self._take(turn, epoch, found)
+            result[: _EPOCH * 2] = found
+            self._fence()
+            result[_EPOCH * 2] = epoch
+        else:
+            self._silent = (self._leader,)
+            while result[_EPOCH * 2] < epoch:
+                yield
+            self._acquire()
+            found = result[: _EPOCH * 2].copy()
+            self._counters.gets += 1
+            self._counters.bytes_got += found.nbytes
+        alike = bool((found[:WORDS] == found[WORDS:]).all())
+        self._extent = None if alike else found
+
+    def _take(self, turn: _Turn, epoch: int, found: _Extent) -> Iterator[None]:
+        # Tell some nodes what is known so far, hear what others know.
+        sent = found.copy().view(np.uint8)
+        for rank, slot in turn.told:
+            remote = self._remotes[rank]
+            remote.put_stable(sent, self._offset(epoch, slot, remote))
+            remote.raise_flag(slot, epoch)
+        for rank, slot in turn.heard:
+            self._silent = (rank,)
+            while self._memory.flag(slot) < epoch:
+                yield
+            self._acquire()
+            there = self._memory.view(np.int64, (2 * WORDS,), self._offset(epoch, slot))
+            np.minimum(found[:WORDS], there[:WORDS], out=found[:WORDS])
+            np.maximum(found[WORDS:], there[WORDS:], out=found[WORDS:])
+
+    def _offset(self, epoch: int, slot: int, remote: RemoteBuffer | None = None) -> int:
+        # Slots lie at the end of a leader's memory, whose board may be longer than this one's.
+        nbytes = self._memory.nbytes if remote is None else remote.nbytes
+        return nbytes - _ITEM * _RESULT * (_PARITIES * self._slots - (epoch & 1) * self._slots - slot)
+
+
+def vote_turns(layout: NodeLayout) -> tuple[_Turn, ...]:
+    """Turns between nodes that a rank takes part in; none on those that lead no node. Local, without MPI."""
+    leaders = layout.leaders(layout.ranks[0])
+    if layout.me not in leaders:
+        return ()
+    size, me, first = len(leaders), leaders.index(layout.me), 0
+    turns = []
+    for distances in dissemination(size):
+        slots = range(first, first + len(distances))
+        told = tuple((leaders[(me + d) % size], slot) for d, slot in zip(distances, slots, strict=True))
+        heard = tuple((leaders[(me - d) % size], slot) for d, slot in zip(distances, slots, strict=True))
+        turns.append(_Turn(told, heard))
+        first += len(distances)
+    return tuple(turns)

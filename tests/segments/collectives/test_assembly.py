@@ -1,0 +1,44 @@
+"""What ranks say to each other beside their data: alike or not, in words, and at which place."""
+
+import pytest
+
+from distdl_rma import Machine, MismatchError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.collectives.assembly import Assembly, gather_words
+
+pytestmark = pytest.mark.mpi
+
+
+def test_all_hear_what_every_rank_says(comm):
+    ranks = list(reversed(range(comm.size)))
+    with Machine(comm, ranks=ranks, segment_size="1MiB") as machine:
+        said = gather_words(machine.segments, {"x": "y" * (comm.rank % 2) * 1000}, "words")
+        assert list(said.items()) == [(rank, {"x": "y" * (rank % 2) * 1000}) for rank in ranks]
+        for again in range(3):
+            same = gather_words(machine.segments, ["same", None], f"again {again}")
+            assert list(same.items()) == [(rank, ["same", None]) for rank in ranks]
+
+
+def test_texts_of_any_length_come_to_all(segments, comm):
+    assembly = Assembly(segments, segments.ranks)
+    for longest in (0, 1, 507, 508, 509, 2000):
+        texts = [bytes([rank]) * max(0, longest - rank) for rank in range(comm.size)]
+        assert assembly.gather("texts", texts[comm.rank]) == texts
+
+
+def test_ranks_in_an_order_have_one_assembly(segments, comm):
+    assert Assembly.of(segments, segments.ranks) is Assembly.of(segments, segments.ranks)
+    part = segments.ranks[:2] if comm.rank < 2 else segments.ranks[2:]
+    assert gather_words(segments, comm.rank, "part", part) == {rank: rank for rank in part}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_at_different_places_learn_it_and_go_on(segments, comm):
+    assembly, last = Assembly(segments, segments.ranks), comm.size - 1
+    for title in ("enc2", "enc1" * 100):
+        mine = title if comm.rank == last else "enc1" * 100
+        assembly.start(mine, fingerprint(mine), 1, 2, 3)
+        if title == "enc2":
+            with pytest.raises(MismatchError, match=f"rank 0 is in 'enc1.*' but rank {last} in 'enc2'"):
+                assembly.wait()
+    assert assembly.wait()

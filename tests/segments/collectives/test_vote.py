@@ -1,0 +1,115 @@
+"""Votes: whether a few words are alike on all ranks, and between which numbers they are if not."""
+
+import random
+import time
+
+import pytest
+
+from benchmarks.traffic import vote_traffic
+from distdl_rma import ClosedError, ExchangeTimeout, MismatchError
+from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.vote import Vote, vote_turns
+from tests.segments.collectives.engine.test_node_layout import machine_nodes
+
+
+@pytest.mark.mpi
+def test_alike_is_what_all_ranks_say(segments, comm):
+    vote, same, mine = Vote(segments, segments.ranks[::-1], "it"), random.Random(3), random.Random(comm.rank)
+    for epoch in range(300):
+        odd, position = same.random() < 0.3, same.randrange(4)
+        words = [[same.choice([-1, 1]) * same.randrange(1 << 63) for _ in range(4)]] * comm.size
+        if odd:
+            words = [list(each) for each in words]
+            words[same.randrange(comm.size)][position] = same.randrange(1 << 63)
+        vote.start(f"turn {epoch}", *words[comm.rank])
+        if mine.random() < 0.05:
+            time.sleep(1e-3)
+        columns = list(zip(*words, strict=True))
+        assert vote.wait() == all(len(set(column)) == 1 for column in columns)
+        assert vote.smallest == tuple(map(min, columns)) and vote.largest == tuple(map(max, columns))
+    vote.close()
+
+
+@pytest.mark.mpi
+def test_one_that_nobody_waited_for_is_over_before_the_next(segments, comm):
+    vote = Vote(segments, segments.ranks, "given up")
+    for epoch in range(20):
+        vote.start("first", comm.rank, 0, 0, 0)
+        vote.start("second", epoch, 0, 0, 0)
+        assert vote.wait()
+    vote.close()
+    vote.close()
+    with pytest.raises(ClosedError, match="vote 'given up': already closed"):
+        vote.start("late", 0, 0, 0, 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_is_waited_for_is_named_with_what_for(segments, comm):
+    vote, last = Vote(segments, segments.ranks, "names"), comm.size - 1
+    vote.connect()
+    if comm.rank != last:
+        vote.start("enc1", 1, 2, 3, 4)
+        with pytest.raises(ExchangeTimeout, match=r"to send in 'enc1' \(epoch 1, last seen 0\)") as caught:
+            vote.wait(0.05)
+        # Its node's first rank may be the one that is known to be missing, and says who that waits for.
+        assert f"rank {last}" in str(caught.value) or len(segments.segment.direct_nodes) > 1
+    comm.Barrier()
+    if comm.rank == last:
+        vote.start("enc1", 1, 2, 3, 4)
+    assert vote.wait()
+    vote.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_ranks_are_another_vote(segments, comm):
+    if comm.rank < 2:
+        vote = Vote(segments, (0, 1) if comm.rank else (1, 0), "ranks")
+        with pytest.raises(MismatchError, match="ranks is "):
+            vote.start("it", 0, 0, 0, 0)
+    comm.Barrier()
+    if comm.rank < 2:
+        vote.close()
+
+
+@pytest.mark.mpi
+def test_the_counters_are_what_was_counted_beforehand(segments, comm):
+    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, comm.rank)
+    vote = Vote(segments, segments.ranks, "counted")
+    vote.connect()
+    expected, counters = vote_traffic(layout), segments.counters
+    for same in (True, False):
+        before = counters.puts, counters.bytes_put, counters.gets, counters.bytes_got
+        vote.start("it", 0 if same else comm.rank, 0, 0, 0)
+        vote.wait()
+        after = counters.puts, counters.bytes_put, counters.gets, counters.bytes_got
+        moved = tuple(a - b for a, b in zip(after, before, strict=True))
+        assert moved == (expected.puts, expected.bytes_put, expected.gets, expected.bytes_got)
+    vote.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node"), [(8, 4), (64, 16), (100, 1), (1024, 4), (1024, 64), (4096, 64)]
+)
+def test_a_rank_sends_no_more_than_a_logarithm_of_the_nodes(size, per_node):
+    nodes = machine_nodes(size, per_node)
+    for me in range(0, size, max(1, size // 64)):
+        traffic = vote_traffic(NodeLayout(tuple(range(size)), nodes, me))
+        assert traffic.messages <= 3 + 1.5 * len(nodes).bit_length()
+        # What is read of the board is that of a node.
+        assert traffic.bytes_put + traffic.bytes_got <= 64 * (traffic.messages + per_node)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65])
+def test_slots_of_those_that_tell_are_those_of_the_ranks_that_hear(nodes):
+    layouts = [NodeLayout(tuple(range(nodes)), machine_nodes(nodes, 1), me) for me in range(nodes)]
+    turns = [vote_turns(layout) for layout in layouts]
+    knows = [{me} for me in range(nodes)]
+    for number in range(len(turns[0])):
+        told = {(me, to, slot) for me in range(nodes) for to, slot in turns[me][number].told}
+        assert told == {(of, me, slot) for me in range(nodes) for of, slot in turns[me][number].heard}
+        knows = [
+            set().union(knows[me], *(knows[of] for of, _ in turns[me][number].heard)) for me in range(nodes)
+        ]
+    assert all(len(known) == nodes for known in knows)
+    slots = [slot for turn in turns[0] for _, slot in turn.heard]
+    assert slots == list(range(len(slots)))
