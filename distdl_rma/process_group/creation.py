@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine, launched
 from distdl_rma.process_group.group import RmaProcessGroup
-from distdl_rma.segments.collectives.allgather import gather_words
+from distdl_rma.segments.collectives.assembly import gather_words
 
 _HOW = (
     "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python"
