@@ -21,8 +21,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, IMAGE = DOCS / "scaling.md", DOCS / "images" / "scaling.svg"
 
 
-def measure(parts: list[str], cable: str) -> None:
-    """Measure parts of the constants, and keep them; collective."""
+def measure(parts: list[str], cable: str, repetitions: int) -> None:
+    """Measure parts of the constants so many times, and keep them; collective."""
     from benchmarks.measure import COMM
     from benchmarks.results.run import Run, machine_name
     from benchmarks.scaling import constants
@@ -36,12 +36,13 @@ def measure(parts: list[str], cable: str) -> None:
         where = f"{hosts} hosts, {cable}" if hosts > 1 else "one node"
         kinds: dict[str, Callable[[], dict[str, Any]]] = {
             "wires": lambda: {where: constants.wire(machine)},
-            "calls": lambda: constants.calls(machine),
-            "tiny": lambda: {case.name: constants.tiny_step(machine, case) for case in CASES},
-            "compute": lambda: {case.name: constants.compute(case) for case in CASES},
-            "shares": lambda: {case.name: constants.shares(case) for case in CASES},
+            "calls": lambda: constants.calls(machine, repetitions),
+            "tiny": lambda: {case.name: constants.tiny_step(machine, case, repetitions) for case in CASES},
+            "compute": lambda: {case.name: constants.compute(case, repetitions) for case in CASES},
+            "shares": lambda: {case.name: constants.shares(case, repetitions) for case in CASES},
             "steps": lambda: {
-                f"{case.name}, {machine.size} ranks, {where}": constants.step(machine, case) for case in CASES
+                f"{case.name}, {machine.size} ranks, {where}": constants.step(machine, case, repetitions)
+                for case in CASES
             },
         }
         for part in parts:
@@ -101,10 +102,11 @@ def main() -> int:
     parser.add_argument(
         "--parts", nargs="*", default=["wires", "calls", "tiny", "compute", "shares", "steps"]
     )
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--cable", default="no limit", help="what the hosts' cable is called")
     options = parser.parse_args()
     if options.what == "measure":
-        measure(options.parts, options.cable)
+        measure(options.parts, options.cable, options.repetitions)
     else:
         document()
     return 0

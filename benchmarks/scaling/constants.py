@@ -24,7 +24,7 @@ from distdl_rma.segments import RemoteBuffer, SegmentBuffer
 SMALL, MIDDLE, LARGE = 8, 1 << 16, 1 << 20
 # Notified puts in a row, whose start and whose wait are timed apart.
 STREAM = 200
-ROUNDS, REPETITIONS = 30, 9
+ROUNDS = 30
 CALLS = 30
 CHANNELS, SIDE = 4, 8
 
@@ -148,7 +148,7 @@ class _Twice(nn.Module):
         return torch.cat((x, x), 1)
 
 
-def calls(machine: Machine) -> dict[str, float]:
+def calls(machine: Machine, repetitions: int) -> dict[str, float]:
     """Seconds that a layer of each kind takes above its function on the blocks, forward and backward.
 
     On tensors so small that nothing else counts. What the kinds do not have of a step, as the loss, the begin
@@ -160,7 +160,7 @@ def calls(machine: Machine) -> dict[str, float]:
         whole = torch.randn(1, CHANNELS, machine.size * SIDE, SIDE)
         x, block = shard(P_x, whole).requires_grad_(), whole[:, :, :SIDE].clone().requires_grad_()
         ways = {"split": there_and_back(layer, x), "alone": there_and_back(layer, block)}
-        taken = in_turn(ways, REPETITIONS, CALLS)
+        taken = in_turn(ways, repetitions, CALLS)
         found[kind] = quiet(a - b for a, b in zip(taken["split"], taken["alone"], strict=True))
     return found
 
@@ -177,7 +177,7 @@ def there_and_back(layer: nn.Module, x: torch.Tensor) -> Step:
     return call
 
 
-def tiny_step(machine: Machine, case: Case) -> float:
+def tiny_step(machine: Machine, case: Case, repetitions: int) -> float:
     """Seconds that a step takes above the one of a rank's tile alone, where both compute next to nothing."""
     extent = 4 << case.depth
     shape = (extent * machine.size, *(extent,) * (len(case.shape) - 1))
@@ -185,11 +185,11 @@ def tiny_step(machine: Machine, case: Case) -> float:
         "split": case.split_step(case.rows_of(machine), shape),
         "alone": case.plain_step((extent, *shape[1:])),
     }
-    taken = in_turn(ways, REPETITIONS, 2)
+    taken = in_turn(ways, repetitions, 2)
     return quiet(a - b for a, b in zip(taken["split"], taken["alone"], strict=True))
 
 
-def compute(case: Case) -> list[tuple[int, float]]:
+def compute(case: Case, repetitions: int) -> list[tuple[int, float]]:
     """Elements of a tile, and seconds of a step of the network alone on it, while other ranks do the same.
 
     From tiles of one of two ranks to those that take their time by their calls.
@@ -200,11 +200,11 @@ def compute(case: Case) -> list[tuple[int, float]]:
         at = tiles[-1].index(longest)
         tiles.append((*tiles[-1][:at], longest // 2, *tiles[-1][at + 1 :]))
     steps = {str(tile): case.plain_step(tile) for tile in tiles}
-    taken = in_turn(steps, REPETITIONS)
+    taken = in_turn(steps, repetitions)
     return [(prod(tile), quiet(taken[str(tile)])) for tile in tiles]
 
 
-def shares(case: Case) -> dict[str, float]:
+def shares(case: Case, repetitions: int) -> dict[str, float]:
     """What part of a step of the network alone each module takes in its forward, by path; "" is the model."""
     x, target = case.image(case.tile(2))
     network, clock = case.network(), Clock()
@@ -212,7 +212,7 @@ def shares(case: Case) -> dict[str, float]:
         if not path or not list(module.children()):
             module.register_forward_pre_hook(partial(clock.begin, path))
             module.register_forward_hook(partial(clock.end, path))
-    (taken,) = in_turn({"step": step_of(network, x, target, F.mse_loss)}, REPETITIONS).values()
+    (taken,) = in_turn({"step": step_of(network, x, target, F.mse_loss)}, repetitions).values()
     whole = quiet(taken)
     return {path: quiet(each[WARM_UPS:]) / whole for path, each in clock.seconds.items()}
 
@@ -233,7 +233,7 @@ class Clock:
         self.seconds.setdefault(name, []).append(time.perf_counter() - self._begun[name])
 
 
-def step(machine: Machine, case: Case) -> float:
+def step(machine: Machine, case: Case, repetitions: int) -> float:
     """Seconds of a step on split tensors."""
-    (taken,) = in_turn({"step": case.split_step(case.rows_of(machine))}, REPETITIONS).values()
+    (taken,) = in_turn({"step": case.split_step(case.rows_of(machine))}, repetitions).values()
     return quiet(taken)
