@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all bench bench-compare bench-docs fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts clean
+.PHONY: help demo test test-all bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -99,6 +99,19 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.results collect
+
+# Constants of the model of scaling, on a node and over cables, and what it makes of them.
+MEASURE := $(BIN)/python -m mpi4py -m benchmarks.scaling measure
+HOSTS := timeout 300 $(BIN)/python tests/two_hosts.py
+bench-scaling: $(STAMP)  ## measure the constants of docs/scaling.md again, and write the page
+	rm -f benchmarks/scaling/measured.json
+	timeout 300 $(MPIEXEC) -n 2 $(MEASURE)
+	$(HOSTS) -n 2 $(MEASURE) --parts wires
+	$(HOSTS) --rate 1gbit -n 2 $(MEASURE) --parts wires steps --cable "1 Gbit/s"
+	$(HOSTS) --rate 1gbit --delay 1 -n 2 $(MEASURE) --parts wires steps --cable "1 Gbit/s, 1 ms"
+	$(HOSTS) --rate 1gbit -n 4 $(MEASURE) --parts steps --cable "1 Gbit/s"
+	$(HOSTS) --rate 1gbit --delay 1 -n 4 $(MEASURE) --parts steps --cable "1 Gbit/s, 1 ms"
+	$(BIN)/python -m benchmarks.scaling docs
 
 bench-compare: $(STAMP)  ## which rows of the newest benchmarks are slower than the ones before on such a machine
 	@$(BIN)/python -m benchmarks.results compare $(if $(SINCE),--since $(SINCE))
