@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -82,10 +82,22 @@ class Distributed:
 
     @property
     def sync(self) -> GradientSync:
-        """Its ``GradientSync``; that of a copy is made by the first call that records a graph. Collective."""
+        """Its ``GradientSync``; that of a copy is made by the first call that records a graph. Collective.
+
+        ``ConfigurationError`` where it has none, with ``reduction="none"``.
+        """
+        if not self._synchronises:
+            raise ConfigurationError(
+                f"{self._name}: reduction='none' leaves gradients to DistributedDataParallel or fully_shard,"
+                " which have a no_sync() of their own; there is no GradientSync"
+            )
         if self._sync is None:
             self._sync = GradientSync(self._model(), self.machine, **self._options)
         return self._sync
+
+    @property
+    def _synchronises(self) -> bool:
+        return bool(self._options["reduction"] != "none")
 
     def partition(self, dims: int) -> Partition:
         """The grid for tensors of so many dimensions."""
@@ -146,7 +158,7 @@ class Distributed:
         calls = self._calls_of(split[0].partition if split else self.grid)
         self._running[-1] = calls, sys.exc_info()[1]
         calls.begin(self._facts(given), partial(self._described, given))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
         if not whole:
             return None
@@ -268,7 +280,9 @@ def distribute(
         A partition of all ranks of its machine; or for the ranks of COMM_WORLD the numbers of blocks, as
         ``"2x2"`` for the last dimensions of an input or ``{"H": 2, "W": 2}``.
     reduction, replicas, bucket_nbytes
-        Of :class:`GradientSync`.
+        Of :class:`GradientSync`. Or ``reduction="none"``: every ``.grad`` stays what this rank contributes to
+        it, for ``DistributedDataParallel`` or ``fully_shard`` over these ranks, which add; parameters and
+        buffers stay as they are, too (``docs/torch-distributed.md``).
     fallback
         ``"move"``: where a function cannot act on the layout of its inputs, these move, by the rules of
         ``docs/split-functions.md``. ``"error"``: that is refused with ``UnsupportedError``.
@@ -279,41 +293,43 @@ def distribute(
         On all ranks: if the model is distributed already, or an option is unknown; and as ``GradientSync``.
     """
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
-    _check_alike(model, machine, grid, replicas, fallback)
+    shape = grid.shape if isinstance(grid, Partition) else grid
+    said = f"grid {shape}, fallback={fallback!r} and reduction={reduction!r}"
+    # Else the gradients are summed over all ranks of the machine.
+    apart = reduction == "none" or replicas is not None
+    _check_alike(machine, said, partial(_check, model, machine, grid, apart, fallback))
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, fallback, options)
     # Those that look at a model see that it is one that computes on split tensors.
     vars(model)[_KEY] = handle
     try:
-        _ = handle.sync
+        _ = reduction == "none" or handle.sync
     except BaseException:
         handle.close()
         raise
     return model
 
 
-def _check_alike(model: nn.Module, machine: Machine, grid: Grid, replicas: int | None, fallback: str) -> None:
+def _check_alike(machine: Machine, mine: str, check: Callable[[], None]) -> None:
     # What is wrong on one rank, or said otherwise there, is refused on all of them.
     error: DistdlError | None = None
     try:
-        _check(model, machine, grid, replicas, fallback)
+        check()
     except DistdlError as wrong:
         error = wrong
-    shape = str(grid.shape if isinstance(grid, Partition) else grid)
-    mine = [shape, fallback, "" if error is None else str(error)]
-    for rank, said in gather_words(machine.segments, mine, "distribute").items():
+    words = [mine, "" if error is None else str(error)]
+    for rank, (said, problem) in gather_words(machine.segments, words, "distribute").items():
         if error is not None:
             raise error
-        if said[-1]:
-            raise ConfigurationError(f"{said[-1]} (on rank {rank})")
+        if problem:
+            raise ConfigurationError(f"{problem} (on rank {rank})")
         if said != mine:
             raise ConfigurationError(
-                f"distribute: rank {machine.rank} says grid {shape} and fallback={fallback!r}, rank {rank}"
-                f" grid {said[0]} and fallback={said[1]!r}; they must be alike"
+                f"distribute: rank {machine.rank} says {mine}, rank {rank} {said}; they must be alike"
             )
 
 
-def _check(model: nn.Module, machine: Machine, grid: Grid, replicas: int | None, fallback: str) -> None:
+def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, fallback: str) -> None:
     if fallback not in ("move", "error"):
         raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
     if _KEY in vars(model):
@@ -323,8 +339,8 @@ def _check(model: nn.Module, machine: Machine, grid: Grid, replicas: int | None,
     if not isinstance(grid, Partition):
         # With the most dimensions there are: whether it fits the ranks is known now.
         grid_for(grid, machine, _IMAGES[-1])
-    elif replicas is None and set(grid.ranks) != set(machine.ranks):
+    elif not apart and set(grid.ranks) != set(machine.ranks):
         raise PartitionError(
             f"distribute: {grid} has not all ranks of its machine {machine.ranks}; the gradients are summed"
-            " over these. Say replicas= if the others have other samples"
+            " over these. Say replicas= if the others have other samples, or reduction='none' if others sum"
         )

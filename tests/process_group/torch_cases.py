@@ -1,8 +1,9 @@
 """torch's own cases for process groups, from the installed torch, on the ranks of an MPI job.
 
-``mpiexec -n 4 python -m mpi4py -m tests.process_group.torch_cases [--from NAME] [NAME ...]`` runs all of them,
-or those that are named, and says what became of each. The cases were written for processes that a parent
-starts for each of them; here the ranks stay, and every case gets a fresh group.
+``mpiexec -n 4 python -m mpi4py -m tests.process_group.torch_cases [--from NAME] [NAME ...]`` runs all of
+them, or those that are named, and says what became of each; it ends at the first failure. The cases were
+written for processes that a parent starts for each of them; here the ranks stay, and every case gets a fresh
+group.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from mpi4py import MPI
 
 from tests.process_group.backends import BACKEND, process_group
@@ -39,14 +39,8 @@ NOT_OURS = {
     "test_barrier_timeout_full_group": "asks for the words of gloo's error",
     "test_barrier_timeout_global": "asks for the words of gloo's error",
     "test_barrier_timeout_group": "asks for the words of gloo's error",
-    **{
-        f"test_monitored_barrier_{name}": "torch refuses monitored_barrier to all backends but gloo"
-        for name in """
-            gloo gloo_subgroup gloo_rank_0_timeout allreduce_hang allreduce_hang_wait_all_ranks failure_order
-            wait_all_ranks
-        """.split()
-    },
 }
+GLOO_ALONE = "test_monitored_barrier"
 
 
 class OnProcessor(str):
@@ -74,10 +68,10 @@ def module() -> Any:
     # Cases that want torchvision are not about groups, and it takes long to load.
     vision = sys.modules.get("torchvision")
     sys.modules["torchvision"] = None  # type: ignore[assignment]
-    with mock.patch("os.environ", {**os.environ, "TEMP_DIR": tempfile.gettempdir(), **variables}):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torch.testing._internal.distributed import distributed_test
+    asked = {**os.environ, "TEMP_DIR": tempfile.gettempdir(), **variables}
+    with mock.patch("os.environ", asked), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.distributed import distributed_test
     del sys.modules["torchvision"]
     if vision is not None:
         sys.modules["torchvision"] = vision
@@ -92,8 +86,6 @@ def cases() -> type[unittest.TestCase]:
     class Cases(torchs.DistributedTest._DistTestBase, unittest.TestCase):  # type: ignore[misc]
         """One rank of each case."""
 
-        # They are about the wording of unittest's own messages.
-        longMessage = True  # noqa: N815
         rank, world_size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
         def _barrier(self, *_: object, **__: object) -> None:
@@ -133,6 +125,8 @@ def run(name: str) -> None:
     """Run a case on all ranks; raises what it raises, and ``unittest.SkipTest`` where it does not apply."""
     if name in NOT_OURS:
         raise unittest.SkipTest(NOT_OURS[name])
+    if name.startswith(GLOO_ALONE):
+        raise unittest.SkipTest("torch refuses monitored_barrier to all backends but gloo")
     if "_cuda" in name:
         raise unittest.SkipTest("moves tensors to GPUs")
     torchs = module()
@@ -159,7 +153,7 @@ def main() -> None:
         if name < options.first:
             continue
         if comm.rank == 0:
-            print(name, end=": ", flush=True)
+            print(f"begin {name}", flush=True)
         begin, outcome, error = time.monotonic(), "passed", None
         try:
             run(name)
@@ -175,7 +169,7 @@ def main() -> None:
             os._exit(1)
         comm.Barrier()
         if comm.rank == 0:
-            print(f"{outcome} ({time.monotonic() - begin:.1f} s)", flush=True)
+            print(f"{name}: {outcome} ({time.monotonic() - begin:.1f} s)", flush=True)
 
 
 if __name__ == "__main__":

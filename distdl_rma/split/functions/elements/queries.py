@@ -39,6 +39,11 @@ def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(args[0]._local, *args[1:], **kwargs)
 
 
+@rule("query", _T._base.__get__)
+def no_base(_func: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    """None: no split tensor is a view of another."""
+
+
 @rule(
     "gradient",
     _T.requires_grad.__set__,
