@@ -20,7 +20,7 @@ from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, as_words
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import layout as lay
-from distdl_rma.split.site import site_of
+from distdl_rma.split.site import THREAD, site_of
 
 
 class _Rows:
@@ -36,6 +36,7 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
     ``ShapeError`` on all of them if one has a problem with its block, or they form no grid.
     """
     machine = Machine.of(partition)
+    THREAD.place = None
     site = site_of(machine, told_layout)
     rows = site.kept(partition, lambda: _Rows(machine, partition, site.name)).rows
     row = np.zeros(3 + MAX_DIMS, np.int64)

@@ -191,7 +191,15 @@ def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> t
     return to_blocks(site, local, everywhere, cut, f" of {what}")
 
 
-def needs_of(x: torch.Tensor, *weights: torch.Tensor) -> GradientNeeds:
+# For every combination of input and weights.
+_NEEDS = tuple(tuple(GradientNeeds(x, weights) for weights in (False, True)) for x in (False, True))
+
+
+def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:
     """What a call needs the gradient of; alike on all ranks, whose tensors are blocks of the same ones."""
-    recording = torch.is_grad_enabled()
-    return GradientNeeds(recording and x.requires_grad, recording and any(w.requires_grad for w in weights))
+    if not torch.is_grad_enabled():
+        return _NEEDS[0][0]
+    for w in weights:
+        if w is not None and w.requires_grad:
+            return _NEEDS[x.requires_grad][1]
+    return _NEEDS[x.requires_grad][0]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import cache
 from itertools import islice
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch.overrides
+import torch
 
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
@@ -22,22 +22,81 @@ from distdl_rma.split.table import name_of
 T = TypeVar("T")
 # Kinds of inputs that a site keeps operations for.
 _KEPT = 16
-# Torch's functions of functions come by here.
-_RELAY = vars(torch.overrides)
 # What asks rather than computes, which one rank may do alone.
 _ASKING = frozenset({"query", "value", "gradient"})
-_OURS, _OUTSIDE = ("torch.", "distdl_rma."), ("torch", "contextlib")
+_ROOMS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent))
 
 
 class _Inner(dict[str, bool]):
-    # Whether the code of a module is torch's or of this package, for each that was met.
-    def __missing__(self, module: str) -> bool:
-        found = self[module] = module.startswith(_OURS) or module in _OUTSIDE
+    # Whether code of a file is torch's or of this package, for each that was met.
+    def __missing__(self, file: str) -> bool:
+        found = self[file] = file.startswith(_ROOMS) or file == contextlib.__file__
         return found
 
 
 _INNER = _Inner()
-_THREAD = threading.local()
+
+
+class _Thread(threading.local):
+    """What a thread does: paths of modules that are in their forward, and whether rules may move tensors.
+
+    ``place`` is where the function is called that is going on, once somebody has asked; whoever begins a
+    call forgets it.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[str, bool]] = [("", True)]
+        self.place: Place | None = None
+
+
+THREAD = _Thread()
+
+
+class Place:
+    """Where code calls something: one object for each, which keeps the code, so that its number stays its."""
+
+    def __init__(self, code: CodeType | None, at: int) -> None:
+        self.code, self.at = code, at
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        if self.code is None:
+            return ""
+        line, *_ = self._position
+        return f"{PurePath(self.code.co_filename).name}:{line or self.code.co_firstlineno}"
+
+    @property
+    def column(self) -> int:
+        """Where in its line the call ends, which no two calls do at one place; else its place in the code."""
+        *_, column = self._position
+        return self.at if column is None else column
+
+    @property
+    def _position(self) -> tuple[int | None, ...]:
+        # Line, last line, column and last column, as far as Python kept them.
+        positions = () if self.code is None else self.code.co_positions()
+        return next(islice(positions, self.at // 2, None), (None,) * 4)
+
+
+_NOWHERE = Place(None, 0)
+_PLACES: dict[tuple[int, int], Place] = {}
+
+
+def user_place() -> Place:
+    """Where the innermost code calls that is neither torch's nor of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not _INNER[code.co_filename]:
+            key = id(code), frame.f_lasti
+            if key not in _PLACES:
+                # The first of two threads counts.
+                _PLACES.setdefault(key, Place(code, frame.f_lasti))
+            found = THREAD.place = _PLACES[key]
+            return found
+        frame = frame.f_back
+    return _NOWHERE
 
 
 class Site:
@@ -48,14 +107,15 @@ class Site:
     and the error names both.
     """
 
-    def __init__(self, machine: Machine, path: str, function: Any, frame: FrameType | None) -> None:
-        self.machine, self.path, self.function, self.where = machine, path, name_of(function), where(frame)
+    def __init__(self, machine: Machine, path: str, function: Any, place: Place) -> None:
+        self.machine, self.path, self.function, self.where = machine, path, name_of(function), place.where
         short = self.function.rpartition(".")[2]
         # Two places never have one name: ranks that first meet at different ones would exchange data.
-        self.name = f"{path} {short} ({self.where}:{_column(frame)})".strip()
+        self.name = f"{path} {short} ({self.where}:{place.column})".strip()
         # Operands that went to other layouts by a rule.
         self.moved: set[str] = set()
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._last: tuple[Hashable, Any] = None, None
 
     @property
     def call_site(self) -> CallSite:
@@ -64,6 +124,15 @@ class Site:
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was made for inputs of this kind, or is now."""
+        # Mostly that of the call before: of the same layouts and numbers, which need no hash.
+        if key == self._last[0]:
+            last: T = self._last[1]
+            return last
+        found = self._found(key, make)
+        self._last = key, found
+        return found
+
+    def _found(self, key: Hashable, make: Callable[[], T]) -> T:
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()
@@ -76,47 +145,17 @@ class Site:
         return f"Site({self.name!r}, {self.where})"
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's nor of this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not _INNER[frame.f_globals.get("__name__", "")]:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def where(frame: FrameType | None) -> str:
-    """File and line, for messages."""
-    return "" if frame is None else f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _column(frame: FrameType | None) -> int:
-    # Where in its line the call ends, which no two calls do at one place; else the place in the bytecode.
-    if frame is None:
-        return 0
-    *_, column = _position(frame.f_code, frame.f_lasti)
-    return frame.f_lasti if column is None else column
-
-
-def _position(code: CodeType, at: int) -> tuple[int | None, ...]:
-    # Line, last line, column and last column of a place in the bytecode, as far as Python kept them.
-    return next(islice(code.co_positions(), at // 2, None), (None,) * 4)
-
-
 def site_of(machine: Machine, function: Any) -> Site:
     """The site of a call that is going on."""
     watch = machine.segments.watch
     if watch.has_raised:
         watch.goes_on()
-    frame, path = user_frame(), module_path()
-    place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-    sites: dict[Hashable, Site] = machine.kept.setdefault("sites", {})
-    key = (path, *place, function)
-    found = sites.get(key)
-    if found is None:
-        found = sites[key] = Site(machine, path, function, frame)
-    return found
+    path, place = THREAD.stack[-1][0], THREAD.place or user_place()
+    known, key = machine.kept, (path, place, function)
+    sites: dict[Hashable, Site] = known["sites"] if "sites" in known else known.setdefault("sites", {})
+    if key not in sites:
+        sites.setdefault(key, Site(machine, path, function, place))
+    return sites[key]
 
 
 def sites(machine: Machine) -> list[Site]:
@@ -126,67 +165,60 @@ def sites(machine: Machine) -> list[Site]:
 
 def module_path() -> str:
     """Path of the module of a distributed model whose forward runs; empty outside."""
-    stack = getattr(_THREAD, "stack", None)
-    return stack[-1][0] if stack else ""
+    return THREAD.stack[-1][0]
 
 
 def may_move() -> bool:
     """Whether rules may move tensors to other layouts here."""
-    stack = getattr(_THREAD, "stack", None)
-    return not stack or stack[-1][1]
+    return THREAD.stack[-1][1]
 
 
 def enter(path: str, moves: bool = True) -> None:
     """Calls from now on are those of the module of this path; ``moves`` is whether rules may move tensors."""
-    if not hasattr(_THREAD, "stack"):
-        _THREAD.stack = []
-    _THREAD.stack.append((path, moves))
+    THREAD.stack.append((path, moves))
 
 
 def leave() -> None:
     """Calls from now on are those of the module that called the last one."""
     # What raises before it entered leaves too.
-    if getattr(_THREAD, "stack", None):
-        _THREAD.stack.pop()
+    if len(THREAD.stack) > 1:
+        THREAD.stack.pop()
 
 
-class Step(NamedTuple):
-    """A call of a function: by the module that it is in, and its place in the code that calls it."""
+class Step:
+    """A call of a function: by the module that it is in, and its place in the program.
 
-    function: Any
-    path: str
-    code: CodeType
-    at: int  # in the bytecode
+    ``word`` is a number, alike on ranks that run the same program.
+    """
 
-    @property
-    def word(self) -> int:
-        """A number, alike on ranks that run the same program."""
-        return _word(self.function, self.path, self.code.co_firstlineno, self.at)
+    def __init__(self, function: Any, path: str, place: Place) -> None:
+        self.function, self.path, self.place = function, path, place
+        line = 0 if place.code is None else place.code.co_firstlineno
+        self.word = zlib.crc32(f"{name_of(function)} {path} {line} {place.at}".encode())
 
     @property
     def described(self) -> str:
         """For messages."""
-        line, *_ = _position(self.code, self.at)
-        file = PurePath(self.code.co_filename)
-        at = "" if "torch" in file.parts else f" at {file.name}:{line or self.code.co_firstlineno}"
-        return name_of(self.function) + (f" in module {self.path!r}" if self.path else "") + at
-
-
-@cache
-def _word(function: Any, path: str, line: int, at: int) -> int:
-    return zlib.crc32(f"{name_of(function)} {path} {line} {at}".encode())
+        at = self.place.where
+        return (
+            name_of(self.function)
+            + (f" in module {self.path!r}" if self.path else "")
+            + (f" at {at}" if at else "")
+        )
 
 
 # Where calls are noted, the last one counts; None while a rule calls functions itself.
 TRAILS: list[list[Step] | None] = []
+_STEPS: dict[Hashable, Step] = {}
 
 
-def note(function: Any, kind: str, path: str) -> None:
-    """Note a call of a function of some kind, two frames above this one, if anyone wants to know."""
+def note(function: Any, kind: str) -> None:
+    """Note a call of a function of some kind in the trail that there is, if anyone wants to know."""
     trail = TRAILS[-1]
     if trail is None or kind in _ASKING:
         return
-    frame: Any = sys._getframe(2)
-    if frame.f_globals is _RELAY:
-        frame = frame.f_back.f_back
-    trail.append(Step(function, path, frame.f_code, frame.f_lasti))
+    path, place = THREAD.stack[-1][0], user_place()
+    key = function, path, place
+    if key not in _STEPS:
+        _STEPS[key] = Step(*key)
+    trail += (_STEPS[key],)

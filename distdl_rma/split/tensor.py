@@ -24,7 +24,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain import gathered
-from distdl_rma.split.site import TRAILS, module_path, note, site_of, user_frame, where
+from distdl_rma.split.site import THREAD, TRAILS, module_path, note, site_of, user_place
 from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
@@ -164,6 +164,7 @@ class SplitTensor(torch.Tensor):
             raise ShapeError(f"redistribute: {layout} is no layout of a tensor of shape {self._layout.shape}")
         layout = lay.normal(layout)
         with _NO_SUBCLASS():
+            THREAD.place = None
             site = site_of(self.machine, SplitTensor.redistribute)
             return SplitTensor(redistributed(site, local_of(self), self._layout, layout), layout)
 
@@ -173,9 +174,10 @@ class SplitTensor(torch.Tensor):
     ) -> Any:
         """What torch calls instead of its functions."""
         with _NO_SUBCLASS():
-            rule = RULES.get(func) or RULES[WITHOUT_RULE]
+            rule = RULES[func if func in RULES else WITHOUT_RULE]
+            THREAD.place = None
             if TRAILS:
-                note(func, rule.kind, module_path())
+                note(func, rule.kind)
             try:
                 if OBSERVERS:
                     return OBSERVERS[-1](rule, func, args, kwargs or {})
@@ -308,7 +310,7 @@ def refused(func: Any, why: str) -> UnsupportedError:
 
 
 def _refusal(func: Any, why: str) -> str:
-    path, line = module_path(), where(user_frame())
+    path, line = module_path(), user_place().where
     function = func if isinstance(func, str) else name_of(func)
     module = f" in module {path!r}" if path else ""
     return (

@@ -3,12 +3,14 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.split.site import TRAILS, Step, note
+from distdl_rma.split.site import TRAILS, Step, enter, leave, note
 
 
 def called(function, kind="pointwise"):
     """As a dispatch would note it."""
-    note(function, kind, "down.0")
+    enter("down.0")
+    note(function, kind)
+    leave()
 
 
 def test_calls_are_noted_with_their_places():
@@ -23,4 +25,4 @@ def test_calls_are_noted_with_their_places():
     assert first.described.startswith("torch.relu in module 'down.0' at test_site.py:")
     assert second.function is F.gelu
     assert first.word != second.word
-    assert first.word == Step(*first).word
+    assert first.word == Step(first.function, first.path, first.place).word
