@@ -3,163 +3,189 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.tensors import no_autocast, result_like, sum_dtype
-from distdl_rma.ops.norm.statistic_groups import ChannelRun
-from distdl_rma.ops.norm.statistics import Shifted, Statistics, sums_and_products
+from distdl_rma.ops.norm.rows import Array
+from distdl_rma.ops.norm.statistics import LocalRun, Statistics
 
 # Puts the gradient of a parameter, by name, where it is wanted.
 Fill = Callable[[str, Tensor], Tensor]
+_PARAMETERS = ("weight", "bias")
+# Mean and variance of each group, in float64.
+Pair = tuple[Array, Array]
 
 
-class NormCall(NamedTuple):
-    """One call of a normalisation: by what mean and variance, in float64, and what its backward does."""
-
-    statistics: Statistics
-    mean: Tensor
-    variance: Tensor
-    eps: float
-    # Whether mean and variance are those of the input, and some rank needs its gradient.
-    depends: bool
-    fill: Fill | None
-
-
-class LocalNorm(torch.autograd.Function):
+class LocalNorm(OperatorFunction):
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
 
-    The backward knows that mean and variance depend on the input: one exchange of two sums per group. Where
-    the statistics have left the input shifted, that becomes the output.
+    By ``constants``, or else by mean and variance of the input, which ``update`` is told of. The backward
+    knows that these depend on the input, if some rank needs its gradient: one exchange of two sums per group.
     """
 
     @staticmethod
+    # What is infinite or no number is a result as any other.
+    @np.errstate(all="ignore")
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         _anchor: Tensor | None,
-        call: NormCall,
-        shifted: Shifted | None,
+        statistics: Statistics,
+        eps: float,
+        needs_x: bool,
+        fill: Fill | None,
+        constants: Pair | None,
+        update: Callable[[Pair], None] | None,
     ) -> Tensor:
-        """Output of the local tensor; local."""
+        """Output of the local tensor; blocking where it is by statistics."""
+        wide, shifted = x.to(sum_dtype(x.dtype)), None
+        by: list[Tensor] = []
+        if constants is None:
+            mean, variance, shifted, by = statistics.of(wide)
+            if update is not None:
+                update((mean, variance))
+        else:
+            mean, variance = constants
+        mark = statistics.trace.marks(statistics.name)
+        mark("scale")
+        y = result_like(wide) if shifted is None else shifted
+        scalings = []
+        for at, run in enumerate(statistics.runs):
+            shift = by[at] if by else None
+            scaling = _Scaling(run, statistics.centred, mean, variance, eps, weight, shift, wide.dtype)
+            scaling.scale(wide if shifted is None else None, bias, y)
+            scalings.append(scaling)
+        mark("")
         ctx.save_for_backward(x, weight)
-        statistics = call.statistics
-        with statistics.trace.span("scale", statistics.name):
-            local = statistics.groups.runs
-            if shifted is None:
-                wide = x.to(sum_dtype(x.dtype))
-                y = result_like(wide)
-                runs = [_Run(call, run, y, weight, None) for run in local]
-            else:
-                wide, (y, by) = None, shifted
-                runs = [_Run(call, run, y, weight, shift) for run, shift in zip(local, by, strict=True)]
-            for run in runs:
-                run.scale(wide, bias, y)
-        ctx.call, ctx.runs, ctx.machine = call, runs, statistics.machine
-        return y.to(x.dtype)
+        ctx.statistics, ctx.fill, ctx.machine = statistics, fill, statistics.machine
+        ctx.scalings, ctx.depends = scalings, needs_x and constants is None
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     @first_derivative
+    @np.errstate(all="ignore")
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         """Gradients; blocking where those of the input depend on other ranks."""
-        (x, weight), call, runs = ctx.saved_tensors, ctx.call, ctx.runs
-        statistics, fill = call.statistics, call.fill
-        phase = statistics.trace.phases(statistics.name, backward=True)
-        wide, d_y = (t.to(sum_dtype(t.dtype)) for t in (x, d_y))
+        (x, _), statistics, fill = ctx.saved_tensors, ctx.statistics, ctx.fill
+        needs_x, *needs_parameters = ctx.needs_input_grad[:3]
+        mark = statistics.trace.marks(statistics.name, backward=True)
+        d_x = arrive = None
+        wide, d_y = x.to(sum_dtype(x.dtype)), d_y.to(sum_dtype(d_y.dtype))
         with no_autocast():
-            with phase("local"):
-                gradients = [_RunGradient(run, wide, d_y) for run in runs]
-                pair = torch.zeros(2, *statistics.groups.shape, dtype=torch.float64)
-                if call.depends:
-                    for part in gradients:
-                        part.write_sums(pair)
-            arrive = statistics.sum(pair) if call.depends else None
-            with phase("scale"):
-                of_parameters: list[Tensor | None] = [None, None]
-                for at, name in enumerate(("weight", "bias")):
-                    if ctx.needs_input_grad[1 + at]:
-                        # Runs are channels side by side.
-                        parts = [part.of_parameter(name) for part in gradients]
-                        whole = parts[0] if len(parts) == 1 else torch.cat([weight.new_empty(0), *parts])
-                        whole = whole.to(weight.dtype)
-                        of_parameters[at] = whole if fill is None else fill(name, whole)
-                d_x = result_like(wide) if ctx.needs_input_grad[0] else None
-                if d_x is not None:
-                    for part in gradients:
-                        part.prepare(d_x, call.depends)
+            mark("local")
+            parts = [_Gradient(scaling, wide, d_y) for scaling in ctx.scalings]
+            if ctx.depends:
+                pair = np.zeros((2, *statistics.groups.shape))
+                for part in parts:
+                    part.write_sums(pair)
+                mark("")
+                arrive = statistics.sum(pair)
+            mark("scale")
+            d_parameters = [
+                _whole(name, [part.of_parameter(name) for part in parts], dtype, fill) if needed else None
+                for name, dtype, needed in zip(_PARAMETERS, ctx.dtypes, needs_parameters, strict=True)
+            ]
+            if needs_x:
+                d_x = result_like(wide)
+                for part in parts:
+                    part.prepare(d_x, ctx.depends)
+            mark("")
             if arrive is not None:
                 means = arrive() / statistics.total
                 if d_x is not None:
-                    with phase("fuse"):
-                        for part in gradients:
-                            part.finish(d_x, means)
-        return None if d_x is None else d_x.to(x.dtype), *of_parameters, None, None, None
+                    mark("fuse")
+                    for part in parts:
+                        part.finish(d_x, means)
+                    mark("")
+        if d_x is not None and d_x.dtype != x.dtype:
+            d_x = d_x.to(x.dtype)
+        return d_x, *d_parameters, *(None,) * 7
 
 
-class _Run:
+def _whole(name: str, runs: list[Tensor], dtype: torch.dtype, fill: Fill | None) -> Tensor:
+    # Runs are channels side by side.
+    whole = (runs[0] if len(runs) == 1 else torch.cat([torch.empty(0), *runs])).to(dtype)
+    return whole if fill is None else fill(name, whole)
+
+
+class _Scaling:
     """What forward and backward both need of one run: values per group and per channel.
 
-    With weights that are the same along all that is reduced beside the channels (``elementwise`` is false),
+    With weights that are the same along all that is reduced beside the channels (not ``elementwise``),
     ``factor = weight / sqrt(variance + eps)`` is one value per group and channel. In layer norm it would
     have as many values as there are elements: there the two are multiplied one after the other.
+
+    Something near to the mean, ``shift``, is taken off before anything is multiplied, the rest of it
+    afterwards.
     """
 
     def __init__(
-        self, call: NormCall, run: ChannelRun, x: Tensor, weight: Tensor | None, shift: Tensor | None
+        self,
+        run: LocalRun,
+        centred: bool,
+        mean: Array,
+        variance: Array,
+        eps: float,
+        weight: Tensor | None,
+        shift: Tensor | None,
+        dtype: torch.dtype,
     ) -> None:
-        self.run, self.axes, self.centred = run, call.statistics.axes, call.statistics.centred
-        self.shape, self.dtype = run.of(x).shape, x.dtype
-        self.elementwise = not self.axes.uniform
-        self.inverse = (run.of_groups(call.variance) + call.eps).rsqrt_()
-        mean = run.of_groups(call.mean)
-        # Something near to the mean is taken off before anything is multiplied, the rest of it afterwards.
-        self.shift = mean.to(self.dtype) if shift is None else shift
-        self.rest = mean - self.shift
-        self.weight = None if weight is None else self.column(weight)
+        self.run, self.centred, self.dtype = run, centred, dtype
+        self.inverse = 1 / np.sqrt(run.of_groups(variance) + eps)
+        mean = run.of_groups(mean)
+        self.shift = torch.from_numpy(mean).to(dtype) if shift is None else shift
+        self.rest = mean - self.shift.numpy() if centred else mean
+        # Elements for elements, or values of float64.
+        self.weight: Tensor | None = None
         self.factor = self.inverse
-        if self.weight is not None and not self.elementwise:
-            self.factor = self.inverse * self.weight
-        self.rounded_factor = self.factor.to(self.dtype)
-
-    def column(self, parameter: Tensor) -> Tensor:
-        """Parameter shaped to broadcast to the view of the run."""
-        values = self.run.of(parameter, 0).to(self.dtype if self.elementwise else torch.float64)
-        return values.reshape([n if d in self.axes.weighted else 1 for d, n in enumerate(self.shape)])
+        if weight is not None and run.elementwise:
+            self.weight = run.of_parameter(weight).to(dtype)
+        elif weight is not None:
+            self.factor = self.inverse * _column(run, weight)
+        self.rounded_factor = torch.from_numpy(self.factor).to(dtype)
 
     def shifted(self, x: Tensor, out: Tensor) -> Tensor:
         """Elements without the shift, in ``out`` if there is one."""
         return torch.sub(x, self.shift, out=out) if self.centred else x
 
-    def standardise(self, x: Tensor, out: Tensor, offset: Tensor | None = None) -> None:
+    def standardise(self, x: Tensor, out: Tensor, offset: Array | None = None) -> None:
         """Write shifted elements, with mean 0 and times the factor, plus an offset."""
         if self.centred:
             rest = self.rest * self.factor
-            offset = rest.neg_() if offset is None else offset - rest
+            offset = -rest if offset is None else offset - rest
         torch.mul(x, self.rounded_factor, out=out)
         if offset is not None:
-            out.add_(offset.to(self.dtype))
+            out.add_(torch.from_numpy(offset).to(self.dtype))
 
     def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
         """Write the output of the run, where the shifted input is if that is not given."""
-        out = self.run.of(y)
-        view = out if x is None else self.shifted(self.run.of(x), out)
-        offset = None if bias is None else self.column(bias)
-        if not self.elementwise:
-            self.standardise(view, out, offset)
+        run = self.run
+        out = run.of(y)
+        view = out if x is None else self.shifted(run.of(x), out)
+        if not run.elementwise:
+            self.standardise(view, out, None if bias is None else _column(run, bias))
             return
         self.standardise(view, out)
         if self.weight is not None:
             out.mul_(self.weight)
-        if offset is not None:
-            out.add_(offset)
+        if bias is not None:
+            out.add_(run.of_parameter(bias).to(self.dtype))
 
 
-class _RunGradient:
+def _column(run: LocalRun, parameter: Tensor) -> Array:
+    # Of types that numpy does not know, too.
+    return run.of_parameter(parameter.detach()).to(torch.float64).numpy()
+
+
+class _Gradient:
     """The backward of one run.
 
     With ``inv = 1 / sqrt(variance + eps)``, ``xhat = (x - mean) * inv``, ``g = d_y * weight`` and means over
@@ -171,63 +197,78 @@ class _RunGradient:
     and of ``d_y * xhat`` along which the weight is the same; all of the elements if it is elementwise.
     """
 
-    def __init__(self, run: _Run, x: Tensor, d_y: Tensor) -> None:
-        self.run, self.x, self.d_y = run, run.run.of(x), run.run.of(d_y)
+    def __init__(self, scaling: _Scaling, x: Tensor, d_y: Tensor) -> None:
+        run = scaling.run
+        self.scaling, self.run, self.x, self.d_y = scaling, run, run.of(x), run.of(d_y)
+        self.elements: tuple[Tensor, Tensor] | None = None
         if run.elementwise:
             xhat = torch.empty_like(self.x)
-            run.standardise(run.shifted(self.x, xhat), xhat)
-            self.total, self.product = self.d_y, xhat.mul_(self.d_y)
-        else:
-            self.total, product = sums_and_products(self.d_y, self.x, run.shift, run.axes.uniform)
-            self.product = product.addcmul_(run.rest, self.total, value=-1).mul_(run.inverse)
+            scaling.standardise(scaling.shifted(self.x, xhat), xhat)
+            self.elements = self.d_y, xhat.mul_(self.d_y)
+            return
+        self.total, product = run.uniform.products(self.d_y, self.x, scaling.shift)
+        self.product = (product - scaling.rest * self.total) * scaling.inverse
+        # What is the same in all of a group may be multiplied afterwards.
+        self.scale = scaling.inverse if run.in_group else scaling.factor
 
     def of_parameter(self, name: str) -> Tensor:
         """Gradient of ``weight`` or ``bias``."""
-        rows, run = self.product if name == "weight" else self.total, self.run
-        instances = run.axes.instances(rows.dim())
-        values = rows.sum(instances) if instances else rows
-        extents = [run.shape[d] for d in run.axes.weighted]
-        return values.reshape(extents if run.run.channels is None else -1)
-
-    def write_sums(self, pair: Tensor) -> None:
-        """The sums of ``g`` and of ``g * xhat`` over the local part of each group."""
         run = self.run
-        dims = [d for d in run.axes.reduced if d in run.axes.weighted]
-        for rows, sums in zip((self.total, self.product), pair, strict=True):
-            weighted = rows if run.weight is None else rows * run.weight
-            total = weighted.sum(dims, keepdim=True, dtype=torch.float64) if dims else weighted
-            run.run.of_groups(sums).copy_(total)
+        if self.elements is not None:
+            values = self.elements[name == "weight"]
+            return (values.sum(run.instances) if run.instances else values).reshape(run.extents)
+        rows = self.product if name == "weight" else self.total
+        sums = np.add.reduce(rows, run.instances) if run.instances else rows
+        return torch.from_numpy(sums.reshape(run.extents))
+
+    def write_sums(self, pair: Array) -> None:
+        """The sums of ``g`` and of ``g * xhat`` over the local part of each group.
+
+        Without the weight, where that is the same in all of a group.
+        """
+        run, scaling = self.run, self.scaling
+        of_g, of_product = map(run.of_groups, pair)
+        if self.elements is not None:
+            for values, sums in zip(self.elements, (of_g, of_product), strict=True):
+                weighted = values if scaling.weight is None else values * scaling.weight
+                sums[...] = weighted.sum(run.in_group, True, dtype=torch.float64).numpy()
+        elif run.in_group:
+            weight = scaling.factor / scaling.inverse
+            np.add.reduce(self.total * weight, run.in_group, keepdims=True, out=of_g)
+            np.add.reduce(self.product * weight, run.in_group, keepdims=True, out=of_product)
+        else:
+            of_g[...], of_product[...] = self.total, self.product
 
     def prepare(self, d_x: Tensor, depends: bool) -> None:
         """Write ``x`` without its shift; ``inv * g`` if mean and variance are constants, which is all."""
-        run, out = self.run, self.run.run.of(d_x)
+        scaling, out = self.scaling, self.run.of(d_x)
         if depends:
-            run.shifted(self.x, out)
+            scaling.shifted(self.x, out)
             return
-        torch.mul(self.d_y, run.rounded_factor, out=out)
-        if run.elementwise and run.weight is not None:
-            out.mul_(run.weight)
+        torch.mul(self.d_y, scaling.rounded_factor, out=out)
+        if scaling.weight is not None:
+            out.mul_(scaling.weight)
 
-    def finish(self, d_x: Tensor, means: Tensor) -> None:
+    def finish(self, d_x: Tensor, means: Array) -> None:
         """Make the gradient of the input of that, of ``d_y``, and of ``mean(g)`` and ``mean(g * xhat)``.
 
         ``x - mean = shifted - rest``, so that ``d_x = factor * d_y + slope * shifted - (inv * mean(g) +
         slope * rest)`` with ``slope = -inv**2 * mean(g * xhat)``. Elementwise: the same by ``inv``, which
         comes last, with ``weight`` in the place of the factor.
         """
-        run, out = self.run, self.run.run.of(d_x)
-        of_g, of_product = map(run.run.of_groups, means)
-        slope = of_product * -run.inverse
-        if not run.elementwise:
-            of_g, slope = of_g * run.inverse, slope.mul_(run.inverse)
-        torch.mul(out if run.centred else self.x, slope.to(run.dtype), out=out)
-        if not run.elementwise:
-            out.addcmul_(self.d_y, run.rounded_factor)
-        elif run.weight is not None:
-            out.addcmul_(self.d_y, run.weight)
+        run, scaling, out = self.run, self.scaling, self.run.of(d_x)
+        of_g, of_product = map(run.of_groups, means)
+        slope = of_product * -scaling.inverse
+        if self.elements is None:
+            of_g, slope = of_g * self.scale, slope * self.scale
+        torch.mul(out if scaling.centred else self.x, torch.from_numpy(slope).to(scaling.dtype), out=out)
+        if self.elements is None:
+            out.addcmul_(self.d_y, scaling.rounded_factor)
+        elif scaling.weight is not None:
+            out.addcmul_(self.d_y, scaling.weight)
         else:
             out.add_(self.d_y)
-        if run.centred:
-            out.sub_(torch.addcmul(of_g, run.rest, slope).to(run.dtype))
-        if run.elementwise:
-            out.mul_(run.rounded_factor)
+        if scaling.centred:
+            out.sub_(torch.from_numpy(of_g + scaling.rest * slope).to(scaling.dtype))
+        if self.elements is not None:
+            out.mul_(scaling.rounded_factor)

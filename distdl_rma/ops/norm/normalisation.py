@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -19,7 +19,8 @@ from distdl_rma.ops.core.autograd import GradientNeeds, anchor, idle
 from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import as_array, as_tensor, no_autocast, sum_dtype
-from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, NormCall
+from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, Pair
+from distdl_rma.ops.norm.rows import Array
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import Statistics
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -143,7 +144,7 @@ class RunningStatistics:
         if statistics is not None:
             total = statistics.total
             # From a variance to the unbiased one.
-            self._correction = total / (total - 1).clamp(min=1)
+            self._correction = total / np.maximum(total - 1, 1)
             self._speaks = statistics.groups.ranks[0] == site.machine.rank
         self._instances = axes.instances(len(source.shape))
         self._number = max(1, prod(source.shape[d] for d in self._instances))
@@ -167,9 +168,7 @@ class RunningStatistics:
         if self._sums is not None:
             self._sums.connect()
 
-    def update(
-        self, running: Mapping[str, Tensor], momentum: float, moments: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def update(self, running: Mapping[str, Tensor], momentum: float, moments: Pair | None = None) -> None:
         """Mix a batch into ``running_mean`` and ``running_var`` with weight ``momentum``; blocking.
 
         ``moments`` are mean and variance, where there is a part of the batch.
@@ -178,7 +177,7 @@ class RunningStatistics:
         if self._kept is not None and moments is not None:
             mean, variance = moments
             unbiased = variance * self._correction
-            batch = [self._kept.to_store(self._per_channel(values)) for values in (mean, unbiased)]
+            batch = [self._kept.to_store(as_tensor(self._per_channel(values))) for values in (mean, unbiased)]
         if self._sums is not None:
             # One of those that share a group speaks for it.
             speaks = bool(batch) and self._speaks
@@ -191,9 +190,11 @@ class RunningStatistics:
         for key, new in zip(RUNNING, batch, strict=True):
             running[key].copy_(running[key].to(torch.float64).lerp(new, momentum))
 
-    def _per_channel(self, values: Tensor) -> Tensor:
+    def _per_channel(self, values: Array) -> Array:
         # This rank's part of the mean over the instances.
-        return (values.sum(self._instances) / self._number if self._instances else values).flatten()
+        if self._instances:
+            values = np.add.reduce(values, self._instances) / self._number
+        return values.reshape(-1)
 
 
 class Normalisation(Operation):
@@ -274,7 +275,7 @@ class Normalisation(Operation):
 
     def __call__(self, needs: GradientNeeds, x: Tensor, **weights: Any) -> Tensor:
         """Normalise a local shard; ranks outside learn what it changes in the statistics that they keep."""
-        statistics, kept, running, shifted = self.statistics, self.kept, self.running, None
+        statistics, kept, running = self.statistics, self.kept, self.running
         weight, bias = weights.get("weight"), weights.get("bias")
         with no_autocast():
             if statistics is None or kept is None:
@@ -284,15 +285,18 @@ class Normalisation(Operation):
             if not kept.as_kept:
                 weight = None if weight is None else kept.to_input("weight", weight)
                 bias = None if bias is None else kept.to_input("bias", bias)
-            by_batch = self.options.by_batch
-            if by_batch:
-                mean, variance, shifted = statistics.of(x.detach().to(sum_dtype(x.dtype)))
-                if running is not None:
-                    running.update(weights, weights["momentum"], (mean, variance))
-            else:
-                mean, variance = (
-                    kept.to_input(key, weights[key].to(torch.float64)).view(self._column) for key in RUNNING
-                )
-            call = NormCall(statistics, mean, variance, self.eps, by_batch and needs.input, self._fill)
-            y: Tensor = LocalNorm.apply(x, weight, bias, anchor(needs.any), call, shifted)  # type: ignore[no-untyped-call]
+            constants = update = None
+            if not self.options.by_batch:
+                constants = self._constants(kept, weights)
+            elif running is not None:
+                update = partial(running.update, weights, weights["momentum"])
+            root = None if x.requires_grad else anchor(needs.any)
+            y: Tensor = LocalNorm.apply(
+                x, weight, bias, root, statistics, self.eps, needs.input, self._fill, constants, update
+            )
             return y
+
+    def _constants(self, kept: KeptValues, running: Mapping[str, Tensor]) -> Pair:
+        # Mean and variance for the channels of this rank.
+        found = [kept.to_input(key, running[key].to(torch.float64)).view(self._column) for key in RUNNING]
+        return as_array(found[0]), as_array(found[1])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Split
 from distdl_rma.geometry.partition import Partition
 
+V = TypeVar("V")
 # Dimension of the channels where they form groups.
 _CHANNELS = 1
 # Two numbers per group in every message, in float64 whatever the type of the data.
@@ -98,19 +100,20 @@ class ChannelRun:
         groups = last - first, (stop - start) // (last - first)
         return part.view(*part.shape[:dim], *groups, *part.shape[dim + 1 :])
 
-    def of_groups(self, values: Tensor) -> Tensor:
-        """The run's part of values per group; a view."""
+    def of_groups(self, values: V) -> V:
+        """The run's part of values per group, a tensor or an array; a view."""
         first, last = self.groups
-        return values if self.channels is None else values.narrow(_CHANNELS, first, last - first)
+        part: Any = values
+        return values if self.channels is None else part[:, first:last]
 
 
 class StatisticGroups:
     """The groups of elements with one mean and variance that one rank has a part of.
 
     ``ranks`` share them: all with elements of the same groups, in row-major order of the grid, unless fewer
-    are given. Values per group have the ``shape`` that broadcasts to the view of a run, and the local tensor
-    is its ``runs``. ``counts`` are the elements of each group on each of the ranks, as (rank, *groups), with
-    extent 1 where they do not vary; ``total`` is their sum.
+    are given. Values per group have the ``shape`` that broadcasts to the view of a run, and the local tensor,
+    of shape ``local``, is its ``runs``. ``counts`` are the elements of each group on each of the ranks, as
+    (rank, *groups), with extent 1 where they do not vary; ``total`` is their sum.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class StatisticGroups:
         sharing = axes.ranks_sharing(source.partition, rank, channels) if ranks is None else ranks
         self.ranks = tuple(sharing)
         boxes, box = [source.box(r) for r in self.ranks], source.box(rank)
+        self.local = box.shape
         self.shape = tuple(1 if d in axes.reduced else n for d, n in enumerate(box.shape))
         self.runs: tuple[ChannelRun, ...] = (ChannelRun(),)
         groups, width = range(1), 0

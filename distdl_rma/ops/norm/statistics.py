@@ -13,24 +13,77 @@ import torch
 from torch import Tensor
 
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import as_array, as_tensor, result_like
-from distdl_rma.ops.norm.statistic_groups import PAIR, NormAxes, StatisticGroups
+from distdl_rma.ops.core.tensors import result_like
+from distdl_rma.ops.norm.rows import Array, Rows
+from distdl_rma.ops.norm.statistic_groups import PAIR, ChannelRun, NormAxes, StatisticGroups
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 # Up to so many ranks, and bytes that each of them receives, everyone's vector goes to everyone.
 _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
-# Rows of up to so many elements may be added one after the other.
-_SHORT = 1 << 16
-# Below so many elements a call of the kernel costs more than another pass.
-_FEW = 1 << 12
 
 
-class Shifted(NamedTuple):
-    """A local tensor with something near to the mean taken off, and for each run what that was."""
+class Moments(NamedTuple):
+    """Mean and variance of each group, in float64, and what the local tensor became on the way.
 
-    values: Tensor
+    If centred, ``shifted`` is that tensor with something near to the mean taken off, and ``by`` says for each
+    run what that was.
+    """
+
+    mean: Array
+    variance: Array
+    shifted: Tensor | None
     by: list[Tensor]
+
+
+class LocalRun:
+    """A run of the local tensor, and all that is alike in every call of a normalisation.
+
+    ``reduced`` sums over a group's part of it, ``uniform`` along all of these dimensions that the parameters
+    do not vary in; if there are none the normalisation is ``elementwise``. ``mean`` and ``squares`` are this
+    run's part of what is told to the other ranks.
+    """
+
+    def __init__(self, run: ChannelRun, axes: NormAxes, local: tuple[int, ...], pair: Array) -> None:
+        self._run, self._whole = run, run.channels is None
+        self.shape = tuple(run.of(torch.empty(local, device="meta")).shape)
+        self.axes, self.elementwise = axes, not axes.uniform
+        self.reduced, self.uniform = Rows(self.shape, axes.reduced), Rows(self.shape, axes.uniform)
+        self.length, self.empty = prod(self.shape[d] for d in axes.reduced), 0 in self.shape
+        self.mean, self.squares = map(self.of_groups, pair)
+        self.column = [n if d in axes.weighted else 1 for d, n in enumerate(self.shape)]
+        # Of rows along which the weight is the same: those that the groups are made of.
+        self.in_group = tuple(d for d in axes.reduced if d in axes.weighted)
+        # The parameters' own shape, and what is summed for it.
+        self.instances = axes.instances(len(self.shape))
+        self.extents = [self.shape[d] for d in axes.weighted] if self._whole else [-1]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """View of the run."""
+        return tensor if self._whole else self._run.of(tensor)
+
+    def of_groups(self, values: Array) -> Array:
+        """The run's part of values per group; a view."""
+        return values if self._whole else self._run.of_groups(values)
+
+    def of_parameter(self, parameter: Tensor) -> Tensor:
+        """The run's part of a parameter, shaped to broadcast to the view."""
+        return (parameter if self._whole else self._run.of(parameter, 0)).reshape(self.column)
+
+    def about_local_mean(self, x: Tensor, out: Tensor) -> Tensor:
+        """Tell of the mean and of the squares about it; put the elements, less what is returned, in ``out``.
+
+        Squares about the local mean: a large mean does not swallow a small variance.
+        """
+        view, about = self.of(x), self.of(out)
+        middle = view.sum(self.axes.reduced, True).div_(self.length)
+        torch.sub(view, middle, out=about)
+        # The sum of what is left makes up for the rounding of the mean. Rounding must not turn the squares of
+        # what does not vary at all negative.
+        left = self.reduced.sums(about) / self.length
+        np.add(middle.numpy(), left, out=self.mean)
+        np.maximum(self.reduced.squares(about) - self.length * left * left, 0, out=self.squares)
+        return middle
 
 
 class Statistics:
@@ -45,19 +98,22 @@ class Statistics:
         self.machine, self.name = machine, _ = site
         self.groups, self.axes, self.centred = groups, axes.in_run, centred
         self.trace = machine.trace
-        self.total = groups.total.clamp(min=1)
-        shares, mine = groups.counts / self.total, groups.ranks.index(machine.rank)
-        self._counts, self._shares = as_array(groups.counts), as_array(shares)
-        self._count, self._share = groups.counts[mine], shares[mine]
+        self.total: Array = groups.total.clamp(min=1).numpy()
+        self._counts: Array = groups.counts.numpy()
+        self._shares, self._mine = self._counts / self.total, groups.ranks.index(machine.rank)
         number = len(groups.ranks)
         self._alone = number == 1
+        self._title = f"{self.name} (norm)"
         self._in_one_round = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
+        # What this rank tells the others: means of its elements, and squares about them.
+        self._pair: Array = np.zeros((PAIR, *groups.shape))
+        self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
 
     @cached_property
     def _round(self) -> AllPush:
         count = PAIR * prod(self.groups.shape)
         segments, ranks = self.machine.segments, self.groups.ranks
-        everyone = AllPush(segments, ranks, count, np.float64, f"{self.name} (norm)")
+        everyone = AllPush(segments, ranks, count, np.float64, self._title)
         weakref.finalize(self, everyone.close)
         return everyone
 
@@ -83,63 +139,49 @@ class Statistics:
             for shared in (*forward, self._adjoint):
                 shared.connect()
 
-    def of(self, x: Tensor) -> tuple[Tensor, Tensor, Shifted | None]:
-        """Mean and variance of all elements of each group, in float64; blocking.
+    def of(self, x: Tensor) -> Moments:
+        """Mean and variance of all elements of each group; blocking.
 
-        Of a local tensor of a type to compute in. What it became on the way comes with them, if centred.
+        Of a local tensor of a type to compute in, without a graph.
         """
-        pair = torch.zeros(PAIR, *self.groups.shape, dtype=torch.float64)
-        with self.trace.span("local", self.name):
-            shifted = self._about_local_mean(x, pair) if self.centred else None
+        mark = self.trace.marks(self.name)
+        mark("local")
+        shifted, by = result_like(x) if self.centred else None, []
+        for run in self.runs:
             if shifted is None:
-                for run in self.groups.runs:
-                    run.of_groups(pair[1]).copy_(square_sums(run.of(x), self.axes.reduced))
-        mean, squares = self._merge(pair)
-        return mean, squares.div_(self.total), shifted
+                run.squares[...] = run.reduced.squares(run.of(x))
+            elif run.empty:
+                by.append(torch.zeros(run.reduced.shape, dtype=x.dtype))
+            else:
+                by.append(run.about_local_mean(x, shifted))
+        mark("")
+        mean, squares = self._merge(self._pair)
+        return Moments(mean, squares / self.total, shifted, by)
 
-    def _about_local_mean(self, x: Tensor, pair: Tensor) -> Shifted:
-        # Squares about the local mean: a large mean does not swallow a small variance.
-        shifted, reduced = Shifted(result_like(x), []), self.axes.reduced
-        for run in self.groups.runs:
-            mean, squares = run.of_groups(pair[0]), run.of_groups(pair[1])
-            view, about = run.of(x), run.of(shifted.values)
-            if not view.numel():
-                shifted.by.append(mean.to(x.dtype))
-                continue
-            length = prod(view.shape[d] for d in reduced)
-            middle = view.sum(reduced, keepdim=True).div_(length)
-            torch.sub(view, middle, out=about)
-            shifted.by.append(middle)
-            # The sum of what is left makes up for the rounding of the mean. Rounding must not turn the
-            # squares of what does not vary at all negative.
-            left = row_sums(about, reduced).div_(length)
-            torch.add(middle, left, out=mean)
-            torch.addcmul(square_sums(about, reduced), left, left, value=-length, out=squares).clamp_(min=0)
-        return shifted
-
-    def _merge(self, pair: Tensor) -> tuple[Tensor, Tensor]:
+    def _merge(self, pair: Array) -> tuple[Array, Array]:
         # From the mean of each rank, and the squares about it, to those of all ranks together.
         if self._alone:
-            return pair[0], pair[1]
+            return pair[0].copy(), pair[1]
         if not self._in_one_round:
             first, second = self._two_sums
-            mean = _start(first, self._share * pair[0])().clone()
-            about = torch.addcmul(pair[1], self._count, (pair[0] - mean).square_())
-            return mean, _start(second, about)().clone()
+            mean = _start(first, self._shares[self._mine] * pair[0])().copy()
+            apart = pair[0] - mean
+            return mean, _start(second, pair[1] + self._counts[self._mine] * apart * apart)()
         # The norm allreduce of the forward, in one round: each rank reduces what it gets.
-        title = f"{self.name} (norm)"
-        arrive = self.trace.depart("allreduce", title)
-        with self.trace.span("start", title):
-            self._round.start(as_array(pair.view(-1)))
-        with self.trace.span("wait", title):
-            rows = self._round.wait().reshape(len(self.groups.ranks), *pair.shape)
+        mark = self.trace.marks(self._title)
+        arrive = self.trace.depart("allreduce", self._title)
+        mark("start")
+        self._round.start(pair.reshape(-1))
+        mark("wait")
+        rows = self._round.wait().reshape(len(self.groups.ranks), *pair.shape)
+        mark("")
         arrive()
         means, squares = rows[:, 0], rows[:, 1]
         middle = means[0] + np.add.reduce((means - means[0]) * self._shares)
         apart = means - middle
-        return as_tensor(middle), as_tensor(np.add.reduce(apart * apart * self._counts + squares))
+        return middle, np.add.reduce(apart * apart * self._counts + squares)
 
-    def sum(self, pair: Tensor) -> Callable[[], Tensor]:
+    def sum(self, pair: Array) -> Callable[[], Array]:
         """Start to sum two values per group over the ranks; the call of what is returned waits for them.
 
         The sums are valid until the next but one start.
@@ -147,63 +189,7 @@ class Statistics:
         return (lambda: pair) if self._alone else _start(self._adjoint, pair)
 
 
-def _start(sums: Allreduce, values: Tensor) -> Callable[[], Tensor]:
-    sums.active[:] = as_array(values.view(-1))
+def _start(sums: Allreduce, values: Array) -> Callable[[], Array]:
+    sums.active[:] = values.reshape(-1)
     sums.start()
-    return lambda: as_tensor(sums.wait()).view(values.shape)
-
-
-def row_sums(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sum over some dimensions, which are kept with extent 1; in float64."""
-    outer = _outer(x, dims)
-    if outer == x.dim():
-        return x.sum(dims, keepdim=True, dtype=torch.float64)
-    # Summing is exact enough in the type of the data, pairwise as torch does it, and ten times as fast.
-    return _rest(x.sum(tuple(range(outer, x.dim())), keepdim=True).to(torch.float64), dims, outer)
-
-
-def square_sums(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sum of squares over some dimensions, which are kept with extent 1; in float64."""
-    outer = _outer(x, dims)
-    if outer == x.dim() or not 0 < prod(x.shape[outer:]) <= _SHORT:
-        return row_sums(x.square(), dims)
-    norms = torch.linalg.vector_norm(x, 2, tuple(range(outer, x.dim())), keepdim=True)
-    return _rest(norms.to(torch.float64).square_(), dims, outer)
-
-
-def sums_and_products(a: Tensor, b: Tensor, mean: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Sums of ``a`` and of ``a * (b - mean)`` over some dimensions, kept with extent 1; in float64.
-
-    ``a`` and ``b`` are of one shape, to which ``mean`` broadcasts, of extent 1 in ``dims``.
-    """
-    outer = _outer(a, dims)
-    rows, length = prod(a.shape[:outer]), prod(a.shape[outer:])
-    # The kernel takes rows of one element for another layout, and is wrong there.
-    if length < 2 or a.numel() < _FEW:
-        return row_sums(a, dims), row_sums(a * (b - mean), dims)
-    # The trailing ones by the kernel of batch norm: one pass, without a tensor of products.
-    flat = mean.expand(*a.shape[:outer], *mean.shape[outer:]).reshape(rows)
-    one, mask = torch.ones_like(flat), (False, True, True)
-    in_rows = (t.reshape(1, rows, length) for t in (a, b))
-    _, products, sums = torch.ops.aten.native_batch_norm_backward(
-        *in_rows, None, None, None, flat, one, True, 0.0, mask
-    )
-    shape = (*a.shape[:outer], *(1,) * (a.dim() - outer))
-    products = _rest(products.to(torch.float64).view(shape), dims, outer)
-    if length > _SHORT:
-        return row_sums(a, dims), products
-    return _rest(sums.to(torch.float64).view(shape), dims, outer), products
-
-
-def _rest(rows: Tensor, dims: tuple[int, ...], outer: int) -> Tensor:
-    # What is left to sum over, once the trailing dimensions are done.
-    before = tuple(d for d in dims if d < outer)
-    return rows.sum(before, keepdim=True) if before else rows
-
-
-def _outer(x: Tensor, dims: tuple[int, ...]) -> int:
-    # Number of dimensions before those at the end that are all summed over.
-    outer = x.dim()
-    while outer and outer - 1 in dims:
-        outer -= 1
-    return outer
+    return lambda: sums.wait().reshape(values.shape)
