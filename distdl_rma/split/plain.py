@@ -15,7 +15,7 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import first_derivative, is_synchronised
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
 from distdl_rma.split.moves import once, reduced
 from distdl_rma.split.site import Site, site_of
 
@@ -23,7 +23,7 @@ from distdl_rma.split.site import Site, site_of
 _KNOWN = "distdl_rma"
 
 
-class _WholeGradient(torch.autograd.Function):
+class _WholeGradient(OperatorFunction):
     # Every rank has a contribution to the gradient of what comes out, and the whole of what goes in.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _WholeGradient(torch.autograd.Function):
         return reduced(ctx.site, gradient, ctx.ranks, what="gradient"), None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(OperatorFunction):
     # A split tensor ends here, what follows is plain.
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def gathered(x: torch.Tensor) -> torch.Tensor:
     """All of a split tensor as a plain one, whose gradient is the whole."""
     if not x.requires_grad:
         return x
-    y: torch.Tensor = _Gathered.apply(x)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Gathered.apply(x)
     return y
 
 
@@ -66,7 +66,7 @@ def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
             return x
         partition = result.partition
         site = site_of(Machine.of(partition), plain_tensor)
-        x = _WholeGradient.apply(x, site, partition.ranks)  # type: ignore[no-untyped-call]
+        x = _WholeGradient.apply(x, site, partition.ranks)
     return once(x, result)
 
 
