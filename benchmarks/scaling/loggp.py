@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, Sum
 from distdl_rma.geometry.exchange import by_peer
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
+from distdl_rma.segments.collectives.vote import vote_turns
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ class Network:
         if all_push_is_better(self.cluster.size, what.count * what.itemsize, what.one_round):
             return self._round(what.count * what.itemsize)
         return self._sum(what, me)
+
+    def vote(self, me: int) -> Span:
+        """What it takes to know that all ranks say the same: a board of the node, turns between nodes."""
+        turns = vote_turns(self.cluster.layout(me))
+        messages = sum(len(turn.told) for turn in turns)
+        return Span(self.near.o + messages * self.far.o, 2 * self.near.L + len(turns) * self.far.L)
 
     def _node(self, rank: int) -> int:
         return rank // self.cluster.per_node

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple, cast
 
 from benchmarks.scaling.layers import Layer
-from benchmarks.traffic import Traffic, allreduce_traffic, exchange_traffic
+from benchmarks.traffic import Traffic, allreduce_traffic, exchange_traffic, vote_traffic
 from distdl_rma import Partition, distribute
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.box import LEADING
@@ -97,6 +97,15 @@ class Sum:
         return allreduce_traffic(cluster.layout(me), self.count, self.itemsize, one_round=self.one_round)
 
 
+@dataclass(frozen=True)
+class Vote:
+    """Whether all ranks say the same: that they begin a call of the model, and which way they went."""
+
+    def traffic(self, cluster: Cluster, me: int) -> Traffic:
+        """What a rank says, and tells other nodes."""
+        return vote_traffic(cluster.layout(me))
+
+
 Communication = Movement | Round | Sum
 
 
@@ -169,13 +178,15 @@ def _bucket(slots: list[_Slot]) -> tuple[list[Layer], Sum]:
 
 def loss() -> Sum:
     """The sum of the loss over the ranks."""
-    return Sum(1, DOUBLE)
+    return Sum(1, FLOAT)
 
 
 def step_traffic(layers: list[Layer], cluster: Cluster, me: int) -> Traffic:
-    """All that one rank moves in a step, but for what the begin and the end of the call tell."""
+    """All that one rank moves in a step."""
     total = Traffic()
-    for each in communications(layers, cluster, me):
+    # The begin and the end of the call.
+    votes = (Vote(), Vote()) if cluster.size > 1 else ()
+    for each in (*communications(layers, cluster, me), *votes):
         traffic = each.traffic(cluster, me)
         for name in ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective"):
             setattr(total, name, getattr(total, name) + getattr(traffic, name))
@@ -184,7 +195,7 @@ def step_traffic(layers: list[Layer], cluster: Cluster, me: int) -> Traffic:
 
 
 def communications(layers: list[Layer], cluster: Cluster, me: int) -> Iterator[Communication]:
-    """Everything that a rank communicates in a step."""
+    """Everything that a rank communicates in a step, but for the begin and the end of its call."""
     for layer in layers:
         plan = planned(layer, cluster, me)
         yield from (*plan.forward, *plan.backward)

@@ -68,3 +68,9 @@ def test_compute_hides_what_travels_and_nothing_else():
     span = Span(3.0, 10.0)
     assert [span.behind(compute) for compute in (0.0, 4.0, 10.0, 20.0)] == [13.0, 9.0, 3.0, 3.0]
     assert span.slowed(2) == Span(6.0, 10.0)
+
+
+def test_a_vote_takes_a_turn_for_every_fourfold_of_nodes():
+    assert line(4, 4).vote(1) == Span(3.0, 20.0)
+    # Ten nodes: three of the first turn, and two of the second.
+    assert line(10, 1).vote(0) == Span(3 + 5 * 300, 20.0 + 2 * 1000)

@@ -123,9 +123,5 @@ def test_the_plans_of_a_step_are_what_its_counters_count(comm, case):
         cluster = Cluster(P_x.shape, comm.size)
         assert cluster.nodes == machine.segments.segment.nodes
         expected = step_traffic(layers(case, shape), cluster, machine.rank)
-        # The begin and the end of a call come with a few words to some ranks.
-        told = {name: counted[name] - getattr(expected, name) for name in COUNTED}
-        assert 0 <= told["puts"] <= 4 * (comm.size - 1), (told, counted, expected)
-        assert 0 <= told["bytes_put"] <= 128 * told["puts"], (told, counted, expected)
-        assert [told[name] for name in COUNTED[2:]] == [0] * 4, (told, counted, expected)
+        assert counted == {name: getattr(expected, name) for name in COUNTED}
         del step
