@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 
 from distdl_rma.errors import ArgumentError, ShapeError, UnsupportedError
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.error_exchange import ErrorExchange
@@ -111,6 +112,10 @@ class DistributedLoss(DistributedLayer):
     def agree(self, input: torch.Tensor, target: torch.Tensor) -> tuple[GlobalLoss, GradientNeeds]:
         """The operation for local shards, and what any rank needs."""
         return self.operation, GradientNeeds(False, False)
+
+    def output_layout(self) -> Decomposition | None:
+        """A number that every rank has; None of the losses of single elements."""
+        return None if self.reduction == "none" else Decomposition.replicated(self.P_x, ())
 
     def extra_repr(self) -> str:
         """One line for ``print(loss)``."""

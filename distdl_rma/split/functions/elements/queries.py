@@ -171,6 +171,14 @@ def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return text
 
 
+@rule("pointwise", _T.data.__get__)
+def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The block outside of any graph, to read: who writes to it calls ``detach()``."""
+    local = local_of(args[0])
+    # Copies that were made of the tensor would not notice a change.
+    return SplitTensor(local.data, args[0]._layout, copy_of=local)
+
+
 @rule("query", torch.result_type)
 def type_of_both(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By types and numbers of dimensions."""

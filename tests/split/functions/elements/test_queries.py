@@ -26,6 +26,22 @@ def test_answers_are_those_of_the_whole(P_world, ask):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
+def test_data_is_read_outside_of_the_graph_and_not_written(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    x = block(P_x, whole)
+    y = x * 2
+    data = y.data
+    assert not data.requires_grad and data.to_local().data_ptr() == y.to_local().data_ptr()
+    torch.testing.assert_close((data + 1).full_tensor(), whole.detach() * 2 + 1)
+    (y * data).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 4 * whole.detach())
+    with pytest.raises(UnsupportedError, match="it changes what torch has"):
+        data.add_(1)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
 def test_gradients_hooks_and_values(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)

@@ -1,0 +1,79 @@
+"""Layers that are called with split tensors: blocks in, what comes out is split as the layer says."""
+
+import pytest
+import torch
+
+from distdl_rma import PartitionError, UnsupportedError, shard
+from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss, Repartition
+from distdl_rma.layers.core.split_inputs import call_on_blocks
+from distdl_rma.split import SplitTensor
+from distdl_rma.split import layout as lay
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+SHAPE = (2, 3, 9, 7)
+
+
+@pytest.fixture
+def P_x(P_world):  # noqa: N802
+    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(SHAPE, dtype=torch.float64)
+
+
+def test_blocks_go_in_and_a_split_tensor_comes_out(P_x, x):
+    seen = []
+
+    def call(*blocks):
+        seen.extend(blocks)
+        return {"twice": blocks[0] * 2, "rest": [blocks[1]]}
+
+    s = shard(P_x, x)
+    plain = torch.ones(3)
+    found = call_on_blocks("layer", [P_x], call, lambda: s.decomposition, (s, s.to_local(), plain))
+    assert seen[0] is s.to_local() and seen[2] is plain
+    torch.testing.assert_close(found["twice"].full_tensor(), 2 * x)
+    assert found["rest"][0].decomposition is s.decomposition
+
+
+def test_layers_give_what_they_give_for_blocks(P_x, P_world, x):
+    P_y = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
+    s = shard(P_x, x).requires_grad_()
+    for layer in (
+        DistributedConv2d(P_x, 3, 2, 3, padding=1, dtype=torch.float64),
+        DistributedInstanceNorm2d(P_x, 3),
+        Repartition(P_x, P_y),
+    ):
+        y = layer(s)
+        assert isinstance(y, SplitTensor)
+        torch.testing.assert_close(y.to_local(), layer(s.to_local()))
+        assert y.requires_grad
+
+
+def test_losses_of_split_tensors_are_numbers_that_all_ranks_have(P_x, x):
+    s, whole = shard(P_x, x).requires_grad_(), x.clone().requires_grad_()
+    loss = DistributedMSELoss(P_x)(s * 2, shard(P_x, x)) + s.mean()
+    expected = (2 * whole - x).square().mean() + whole.mean()
+    assert isinstance(loss, SplitTensor) and not loss.is_split
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(s.grad.full_tensor(), whole.grad)
+    with pytest.raises(UnsupportedError, match="no blocks of one tensor"):
+        DistributedMSELoss(P_x, reduction="none")(s, s)
+
+
+def test_a_tensor_that_is_cut_otherwise_is_refused(P_x, P_world, x):
+    P_y = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
+    layer = DistributedConv2d(P_x, 3, 2, 3, padding=1, dtype=torch.float64)
+    with pytest.raises(PartitionError, match=r"input 0 is split over .*, the layer takes .*redistribute\(\)"):
+        layer(shard(P_y, x))
+    y = layer(shard(P_y, x).redistribute(layout=lay.balanced(P_y, SHAPE, (None, None, None, 2))))
+    assert y.shape == (2, 2, 9, 7)
+
+
+def test_what_is_no_block_of_one_tensor_is_refused(P_x, x):
+    with pytest.raises(UnsupportedError, match="no blocks of one tensor"):
+        call_on_blocks("layer", [P_x], lambda block: block, lambda: None, (shard(P_x, x),))

@@ -1,0 +1,82 @@
+"""Tensors that meet: the layout of the result, and each operand as its ranks need it."""
+
+import pytest
+import torch
+
+from distdl_rma import Machine, PartitionError, ShapeError, UnsupportedError, shard
+from distdl_rma.split.operands import (
+    as_part,
+    as_whole,
+    common_layout,
+    common_partition,
+    needs_of,
+    on_copies,
+    part_for,
+    prepared_copies,
+)
+from distdl_rma.split.site import site_of
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
+SHAPE = (2, 3, 5, 4)
+
+
+@pytest.fixture
+def rows(P_world):
+    return shard(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), torch.randn(SHAPE))
+
+
+@pytest.fixture
+def site(P_world):
+    return site_of(Machine.of(P_world), common_layout)
+
+
+def test_the_largest_operand_says_how_a_result_is_cut(rows):
+    layout = rows.decomposition
+    columns = rows.redistribute(None, None, 3, None)
+    for others in ((), (torch.ones(4),), (torch.ones(5, 1), 1 * columns[:1]), (rows.mean(2, keepdim=True),)):
+        assert common_layout(torch.add, [*others, rows]) is layout
+    assert common_layout(torch.add, [columns, rows]) == columns.decomposition
+    thin = common_layout(torch.add, [rows[:1, :1], torch.ones(2, 3, 1, 1)])
+    assert thin.shape == SHAPE and thin.cut_dims == (2,)
+    with pytest.raises(ShapeError, match="do not go together; all are global"):
+        common_layout(torch.add, [rows, torch.ones(6, 4)])
+
+
+def test_an_operand_is_cut_where_the_result_is_and_whole_where_it_has_one_element(rows, site):
+    layout, whole = rows.decomposition, torch.arange(20.0).view(5, 4)
+    assert part_for(SHAPE, layout) is layout
+    assert part_for((5, 4), layout).cut_dims == (0,)
+    assert not part_for((3, 1, 4), layout).cut_dims
+    first, last = layout.box(layout.partition.me).bounds[2]
+    for x in (whole, torch.stack([whole, whole])[0] + 0 * rows[0, 0]):
+        mine = as_part(site, x, part_for((5, 4), layout), layout)
+        assert torch.equal(mine, whole[first:last])
+    assert torch.equal(as_whole(site, rows, layout, "rows"), rows.full_tensor())
+
+
+def test_tensors_of_several_partitions_do_not_meet(rows, P_world):
+    other = P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
+    assert common_partition(torch.add, [torch.ones(1), rows]) is rows.partition
+    with pytest.raises(PartitionError, match="different partitions meet"):
+        common_partition(torch.add, [rows, shard(other, torch.ones(SHAPE))])
+    with pytest.raises(PartitionError, match="no split tensor"):
+        common_partition(torch.add, [torch.ones(1)])
+
+
+def test_copies_are_computed_by_every_rank(rows):
+    everywhere = rows.redistribute()
+    assert prepared_copies(rows.partition)(everywhere) is everywhere.to_local()
+    y = on_copies(torch.special.airy_ai, (everywhere,), {})
+    assert not y.is_split and torch.equal(y.to_local(), torch.special.airy_ai(everywhere.to_local()))
+    assert on_copies(torch.Tensor.fill_, (everywhere, 1.0), {}) is everywhere
+    assert torch.equal(on_copies(torch.histc, (rows,), {}).to_local(), torch.histc(rows.full_tensor()))
+    with pytest.raises(UnsupportedError, match="in place that not every rank has all of"):
+        on_copies(torch.Tensor.fill_, (rows, 1.0), {})
+
+
+def test_gradients_are_needed_where_a_graph_is_recorded(rows):
+    weight = torch.ones(1, requires_grad=True)
+    assert needs_of(rows, weight) == (False, True, ())
+    assert needs_of(rows.requires_grad_()) == (True, False, ())
+    with torch.no_grad():
+        assert not needs_of(rows, weight).any

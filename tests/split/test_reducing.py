@@ -1,0 +1,74 @@
+"""What functions along dimensions share."""
+
+import pytest
+import torch
+
+from distdl_rma import shard
+from distdl_rma.split.reducing import (
+    Along,
+    arguments,
+    chosen_dims,
+    cut_elsewhere,
+    positive,
+    put_back,
+    with_whole,
+)
+
+SHAPE = (2, 3, 5, 4)
+
+
+def test_arguments_have_torchs_names_and_numpys():
+    given = arguments(torch.sum, (1,), {"axis": 2, "keepdims": True, "out": None}, dim=None, keepdim=False)
+    assert given == {"input": 1, "dim": 2, "keepdim": True}
+    assert arguments(torch.sum, (), {"self": 1}, dim=None) == {"input": 1, "dim": None}
+    with pytest.raises(TypeError, match="unexpected argument 'dims'"):
+        arguments(torch.sum, (1,), {"dims": 2}, dim=None)
+    with pytest.raises(TypeError, match="at most 2 arguments"):
+        arguments(torch.sum, (1, 2, 3), {}, dim=None)
+
+
+def test_dimensions_are_counted_from_either_end():
+    assert chosen_dims(None, 3) == chosen_dims((), 3) == (0, 1, 2)
+    assert chosen_dims((-1, 0), 3) == (0, 2)
+    assert chosen_dims(1, 3) == (1,) and positive(-1, 0) == 0
+    for wrong in (3, -4):
+        with pytest.raises(IndexError, match=r"\[-3, 2\]"):
+            positive(wrong, 3)
+
+
+@pytest.fixture
+def rows(P_world):
+    x = torch.arange(120.0).view(SHAPE)
+    return shard(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), x)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_results_of_blocks_come_together(rows):
+    along, other = Along.of(torch.amax, rows, (2, 3)), Along.of(torch.amax, rows, 3)
+    assert along.count == 20 and along.ranks == rows.partition.ranks and other.ranks == (rows.partition.me,)
+    mine = along.partial(lambda x: x.amax((2, 3), True), torch.float32)
+    every = along.together(mine, "largest")
+    assert every.shape == (2, 3, rows.partition.size, 1)
+    assert torch.equal(every.amax((2, 3)), rows.full_tensor().amax((2, 3)))
+    assert not along.result(every.amax((2, 3), True), False).is_split
+    assert other.together(mine, "largest") is mine
+    kept = other.result(rows.to_local().amax(3, True), True)
+    assert kept.decomposition.cut_dims == (2,) and kept.shape == (2, 3, 5, 1)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_another_dimension_is_cut_meanwhile(rows):
+    layout, along = rows.decomposition, Along.of(torch.sort, rows, 2)
+    # The longest of those that are left, and copies where none is.
+    assert cut_elsewhere(layout, (2,)).cut_dims == (3,)
+    assert cut_elsewhere(layout, (2, 3)).cut_dims == (1,)
+    assert cut_elsewhere(layout, range(4)).cut_dims == ()
+    local, found = with_whole(along.site, rows, (2,))
+    assert found.cut_dims == (3,) and local.shape[2] == 5
+    back = put_back(along.site, local, found, layout)
+    assert back.decomposition is layout and torch.equal(back.to_local(), rows.to_local())
+    shorter = put_back(along.site, local[:, :, :3], found, layout)
+    assert torch.equal(shorter.full_tensor(), rows.full_tensor()[:, :, :3])
+    assert with_whole(along.site, rows, (0, 1)) == (rows.to_local(), layout)
