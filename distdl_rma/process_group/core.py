@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
+        # The latest works on one element, see Reductions.
+        self._counts: deque[Work] = deque(maxlen=4)
 
     def _begin(
         self,
@@ -105,6 +108,7 @@ class GroupCore(_Base):  # type: ignore[misc]
                 self._manager.retire(self._rounds.memory, self._rounds.idle)
             self._messages.close()
         self._rounds = self._quick = None
+        self._counts.clear()
 
 
 def op_of(opts: Any) -> Any:

@@ -37,12 +37,36 @@ class RmaProcessGroup(Reductions, Movements):
     ) -> None:
         super().__init__(manager, ranks, name, timeout)
         self._points = Points(self._messages, self._lines, self._me, name)
+        self._torch_name, self._description = name, "undefined"
 
     def getBackendName(self) -> str:  # noqa: N802
         """Name of the backend."""
         return "rma"
 
     name = getBackendName
+
+    # torch finds groups by a name, which it gives them after they are made.
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Name by which torch knows the group."""
+        return self._torch_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take the name by which torch knows the group."""
+        self._torch_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the group is for, in words of its maker."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Take what the group is for."""
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # By these torch knows that it may save checkpoints beside the training.
+        return [torch.device("cpu")]
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         """Wait until all ranks have called."""

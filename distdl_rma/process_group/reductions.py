@@ -39,8 +39,15 @@ class Reductions(GroupCore):
                     return _OVER
                 if begun is not False:
                     operation = done() if begun is True else begun
-                    return GroupWork(self._lines, operation, tensors, self._timeout)
-        return self._all_reduce("all_reduce", [tensor], op)
+                    return self._held(GroupWork(self._lines, operation, tensors, self._timeout), tensor)
+        return self._held(self._all_reduce("all_reduce", [tensor], op), tensor)
+
+    def _held(self, work: Work, tensor: Tensor) -> Work:
+        # DDP hands the work that counts who has joined on to C++, where it would wait for ever once nobody
+        # has it in Python any more.
+        if tensor.numel() == 1:
+            self._counts.append(work)
+        return work
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Reduce several tensors in place on all ranks."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Work
@@ -15,7 +15,8 @@ from distdl_rma.process_group.operations import Lines, Operation
 
 _PAUSE_SECONDS = 5e-5
 _LOOK_SECONDS = 0.1
-
+# A thread that has nothing to do stays for so long.
+_IDLE_SECONDS = 1.0
 
 # Typed as anything: the methods answer more than torch says of them.
 _Work: Any = Work
@@ -89,51 +90,85 @@ def _settle(operation: Operation, future: torch.futures.Future[Any], tensors: An
         future.set_exception(operation.error)
 
 
+class _Pending(NamedTuple):
+    """Somebody may wait for the future of an operation that is under way."""
+
+    lines: Lines
+    operation: Operation
+    future: torch.futures.Future[Any]
+    tensors: Any
+
+
 class _Driver:
-    """A thread that takes operations further as long as somebody may wait for their futures."""
+    """A thread that takes operations further as long as somebody may wait for their futures.
+
+    What is to be done then is done by the thread that settles a future, and may wait for other futures. So
+    that thread leaves the driving to another one before it settles any.
+    """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Lines, Operation, torch.futures.Future[Any], Any]] = deque()
-        self._lock = threading.Lock()
-        self._running = False
+        self._pending: deque[_Pending] = deque()
+        self._change = threading.Condition()
+        # Whether a thread drives, how many wait to do so, and how many of these are to begin.
+        self._driving, self._idle, self._appointed = False, 0, 0
 
     def add(
         self, lines: Lines, operation: Operation, future: torch.futures.Future[Any], tensors: Any
     ) -> None:
         """Settle a future when an operation is over."""
-        with self._lock:
-            self._pending.append((lines, operation, future, tensors))
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="distdl_rma futures", daemon=True).start()
+        with self._change:
+            self._pending.append(_Pending(lines, operation, future, tensors))
+            self._appoint()
+
+    def _appoint(self) -> None:
+        # With the lock held: somebody drives as long as anything is pending.
+        if self._driving or not self._pending:
+            return
+        self._driving = True
+        if self._idle > self._appointed:
+            self._appointed += 1
+            self._change.notify()
+        else:
+            threading.Thread(target=self._run, name="distdl_rma futures", daemon=True).start()
 
     def _run(self) -> None:
-        looked = time.monotonic()
-        while True:
-            with self._lock:
-                if not self._pending:
-                    self._running = False
-                    return
-                pending = tuple(self._pending)
-            settled = []
-            for item in pending:
-                lines, operation, future, tensors = item
-                now = time.monotonic()
-                try:
-                    self._go_on(lines, operation, now - looked > _LOOK_SECONDS)
-                except BaseException as error:  # noqa: BLE001
-                    # A rank failed, or the machine was closed: it belongs to who waits for the future.
-                    operation.fail(error)
-                if now - looked > _LOOK_SECONDS:
-                    looked = now
-                if operation.done:
-                    settled.append(item)
-                    _settle(operation, future, tensors)
-            with self._lock:
+        appointed = True
+        while appointed:
+            settled = self._drive()
+            with self._change:
+                self._driving = False
                 for item in settled:
                     self._pending.remove(item)
-            if not settled:
-                time.sleep(_PAUSE_SECONDS)
+                self._appoint()
+            for item in settled:
+                _settle(item.operation, item.future, item.tensors)
+            with self._change:
+                self._idle += 1
+                appointed = self._change.wait_for(lambda: self._appointed > 0, _IDLE_SECONDS)
+                self._idle -= 1
+                self._appointed -= appointed
+
+    def _drive(self) -> list[_Pending]:
+        # Until something is over, or nothing is pending.
+        looked = time.monotonic()
+        while pending := self._all():
+            now = time.monotonic()
+            look = now - looked > _LOOK_SECONDS
+            looked = now if look else looked
+            for item in pending:
+                try:
+                    self._go_on(item.lines, item.operation, look)
+                except BaseException as error:  # noqa: BLE001
+                    # A rank failed, or the machine was closed: it belongs to who waits for the future.
+                    item.operation.fail(error)
+            if settled := [item for item in pending if item.operation.done]:
+                return settled
+            time.sleep(_PAUSE_SECONDS)
+        return []
+
+    def _all(self) -> tuple[_Pending, ...]:
+        with self._change:
+            return tuple(self._pending)
 
     @staticmethod
     def _go_on(lines: Lines, operation: Operation, look: bool) -> None:
