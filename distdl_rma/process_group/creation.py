@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from distdl_rma.errors import ConfigurationError
@@ -80,13 +84,24 @@ def _by_mpi() -> bool:
 
 
 def _store(timeout: timedelta) -> Store:
-    """A store of torch's that rank 0 keeps, wherever it is reached; collective over all ranks."""
+    """A store of torch's that all ranks reach; collective over them.
+
+    A file where they are on one node: nothing is asked of a network, not even what its hosts are called.
+    """
     segments = Machine.on().segments
     rank, size = launched()
+    if len(segments.segment.nodes) == 1:
+        mine = f"{tempfile.gettempdir()}/distdl_rma-{os.getpid()}-{time.monotonic_ns()}" if rank == 0 else ""
+        # The last rank to leave the file removes it, unless the program ends first.
+        if mine:
+            atexit.register(Path(mine).unlink, missing_ok=True)
+        file = FileStore(gather_words(segments, mine, "rendezvous of torch")[0], size)
+        file.set_timeout(timeout)
+        return file
     store, words = None, None
     if rank == 0:
         store = TCPStore("localhost", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        words = [store.port, _address() if len(segments.segment.nodes) > 1 else "localhost"]
+        words = [store.port, _address()]
     port, host = gather_words(segments, words, "rendezvous of torch")[0]
     return store or TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
 
