@@ -13,7 +13,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
@@ -49,6 +49,14 @@ def machine_of(x: SplitTensor) -> Machine:
         return machine
     # Which says what is wrong.
     return Machine.of(partition)
+
+
+def cut_site(func: Any, x: Any) -> Site | None:
+    """Site of a call on a tensor that is cut, and has elements; None where ``on_copies`` has the result."""
+    if not isinstance(x, SplitTensor):
+        return None
+    layout = x._layout
+    return None if not layout.cut_dims or 0 in layout.shape else site_of(machine_of(x), func)
 
 
 @rule("copies", WITHOUT_RULE)
@@ -189,6 +197,19 @@ def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> t
     local = redistributed(site, local_of(x), x._layout, everywhere, what)
     cut = tuple(g for g, axis in enumerate(result.axes) if axis is not None)
     return to_blocks(site, local, everywhere, cut, f" of {what}")
+
+
+def wholes(
+    site: Site, tensors: Sequence[torch.Tensor | None], result: Decomposition, names: Sequence[str]
+) -> list[torch.Tensor | None]:
+    """``as_whole`` of each of some operands, where there is one."""
+    found = list(tensors)
+    for at, x in enumerate(tensors):
+        if x is None or (is_synchronised(x) and not result.copied_along):
+            # As most parameters of a distributed model are.
+            continue
+        found[at] = as_whole(site, x, result, names[at])
+    return found
 
 
 # For every combination of input and weights.

@@ -165,7 +165,7 @@ def synchronise(parameter: torch.Tensor, by_sync: bool) -> None:
 
 def is_synchronised(parameter: torch.Tensor) -> bool:
     """Whether a ``GradientSync`` sums the gradient of a leaf."""
-    return hasattr(parameter, _SYNCHRONISED)
+    return _SYNCHRONISED in parameter.__dict__
 
 
 @contextmanager

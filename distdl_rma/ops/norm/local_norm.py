@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.ops.core.tensors import no_autocast, result_like, sum_dtype
+from distdl_rma.ops.core.tensors import result_like
 from distdl_rma.ops.norm.rows import Array
 from distdl_rma.ops.norm.statistics import LocalRun, Statistics
 
@@ -19,6 +19,16 @@ Fill = Callable[[str, Tensor], Tensor]
 _PARAMETERS = ("weight", "bias")
 # Mean and variance of each group, in float64.
 Pair = tuple[Array, Array]
+
+
+class NormPlan(NamedTuple):
+    """What is alike in all calls of a normalisation of a local tensor, of type ``dtype``."""
+
+    statistics: Statistics
+    eps: float
+    fill: Fill | None
+    dtype: torch.dtype
+    wide: torch.dtype  # to compute in
 
 
 class LocalNorm(OperatorFunction):
@@ -37,82 +47,82 @@ class LocalNorm(OperatorFunction):
         weight: Tensor | None,
         bias: Tensor | None,
         _anchor: Tensor | None,
-        statistics: Statistics,
-        eps: float,
+        plan: NormPlan,
         needs_x: bool,
-        fill: Fill | None,
         constants: Pair | None,
         update: Callable[[Pair], None] | None,
     ) -> Tensor:
         """Output of the local tensor; blocking where it is by statistics."""
-        wide, shifted = x.to(sum_dtype(x.dtype)), None
+        statistics, eps = plan.statistics, plan.eps
+        mark = statistics.trace.marks(statistics.name)
+        wide, shifted = x if x.dtype == plan.wide else x.to(plan.wide), None
         by: list[Tensor] = []
         if constants is None:
-            mean, variance, shifted, by = statistics.of(wide)
+            mean, variance, shifted, by = statistics.of(wide, mark)
             if update is not None:
                 update((mean, variance))
         else:
             mean, variance = constants
-        mark = statistics.trace.marks(statistics.name)
         mark("scale")
         y = result_like(wide) if shifted is None else shifted
         scalings = []
         for at, run in enumerate(statistics.runs):
             shift = by[at] if by else None
-            scaling = _Scaling(run, statistics.centred, mean, variance, eps, weight, shift, wide.dtype)
+            scaling = _Scaling(run, statistics.centred, mean, variance, eps, weight, shift, plan.wide)
             scaling.scale(wide if shifted is None else None, bias, y)
             scalings.append(scaling)
         mark("")
         ctx.save_for_backward(x, weight)
-        ctx.statistics, ctx.fill, ctx.machine = statistics, fill, statistics.machine
+        ctx.plan, ctx.machine = plan, statistics.machine
         ctx.scalings, ctx.depends = scalings, needs_x and constants is None
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        return y if y.dtype == x.dtype else y.to(x.dtype)
+        return y if plan.dtype == plan.wide else y.to(plan.dtype)
 
     @staticmethod
     @first_derivative
     @np.errstate(all="ignore")
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         """Gradients; blocking where those of the input depend on other ranks."""
-        (x, _), statistics, fill = ctx.saved_tensors, ctx.statistics, ctx.fill
+        (x, _), plan, statistics = ctx.saved_tensors, ctx.plan, ctx.plan.statistics
         needs_x, *needs_parameters = ctx.needs_input_grad[:3]
         mark = statistics.trace.marks(statistics.name, backward=True)
         d_x = arrive = None
-        wide, d_y = x.to(sum_dtype(x.dtype)), d_y.to(sum_dtype(d_y.dtype))
-        with no_autocast():
-            mark("local")
-            parts = [_Gradient(scaling, wide, d_y) for scaling in ctx.scalings]
-            if ctx.depends:
-                pair = np.zeros((2, *statistics.groups.shape))
-                for part in parts:
-                    part.write_sums(pair)
-                mark("")
-                arrive = statistics.sum(pair)
-            mark("scale")
-            d_parameters = [
-                _whole(name, [part.of_parameter(name) for part in parts], dtype, fill) if needed else None
-                for name, dtype, needed in zip(_PARAMETERS, ctx.dtypes, needs_parameters, strict=True)
-            ]
-            if needs_x:
-                d_x = result_like(wide)
-                for part in parts:
-                    part.prepare(d_x, ctx.depends)
+        if x.dtype != plan.wide:
+            x, d_y = x.to(plan.wide), d_y.to(plan.wide)
+        mark("local")
+        parts = [_Gradient(scaling, x, d_y) for scaling in ctx.scalings]
+        if ctx.depends:
+            pair = np.zeros((2, *statistics.groups.shape))
+            for part in parts:
+                part.write_sums(pair)
             mark("")
-            if arrive is not None:
-                means = arrive() / statistics.total
-                if d_x is not None:
-                    mark("fuse")
-                    for part in parts:
-                        part.finish(d_x, means)
-                    mark("")
-        if d_x is not None and d_x.dtype != x.dtype:
-            d_x = d_x.to(x.dtype)
-        return d_x, *d_parameters, *(None,) * 7
+            arrive = statistics.sum(pair)
+        mark("scale")
+        d_parameters = [
+            _whole(name, [part.of_parameter(name) for part in parts], dtype, plan.fill) if needed else None
+            for name, dtype, needed in zip(_PARAMETERS, ctx.dtypes, needs_parameters, strict=True)
+        ]
+        if needs_x:
+            d_x = result_like(x)
+            for part in parts:
+                part.prepare(d_x, ctx.depends)
+        mark("")
+        if arrive is not None:
+            means = arrive() / statistics.total
+            if d_x is not None:
+                mark("fuse")
+                for part in parts:
+                    part.finish(d_x, means)
+                mark("")
+        if d_x is not None and d_x.dtype != plan.dtype:
+            d_x = d_x.to(plan.dtype)
+        return d_x, *d_parameters, *(None,) * 5
 
 
 def _whole(name: str, runs: list[Tensor], dtype: torch.dtype, fill: Fill | None) -> Tensor:
     # Runs are channels side by side.
-    whole = (runs[0] if len(runs) == 1 else torch.cat([torch.empty(0), *runs])).to(dtype)
+    whole = runs[0] if len(runs) == 1 else torch.cat([torch.empty(0), *runs])
+    whole = whole.to(dtype)
     return whole if fill is None else fill(name, whole)
 
 
@@ -149,7 +159,7 @@ class _Scaling:
         if weight is not None and run.elementwise:
             self.weight = run.of_parameter(weight).to(dtype)
         elif weight is not None:
-            self.factor = self.inverse * _column(run, weight)
+            self.factor = self.inverse * run.column_of(weight)
         self.rounded_factor = torch.from_numpy(self.factor).to(dtype)
 
     def shifted(self, x: Tensor, out: Tensor) -> Tensor:
@@ -163,7 +173,7 @@ class _Scaling:
             offset = -rest if offset is None else offset - rest
         torch.mul(x, self.rounded_factor, out=out)
         if offset is not None:
-            out.add_(torch.from_numpy(offset).to(self.dtype))
+            out.add_(self.run.rounded(offset, self.dtype))
 
     def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
         """Write the output of the run, where the shifted input is if that is not given."""
@@ -171,18 +181,13 @@ class _Scaling:
         out = run.of(y)
         view = out if x is None else self.shifted(run.of(x), out)
         if not run.elementwise:
-            self.standardise(view, out, None if bias is None else _column(run, bias))
+            self.standardise(view, out, None if bias is None else run.column_of(bias))
             return
         self.standardise(view, out)
         if self.weight is not None:
             out.mul_(self.weight)
         if bias is not None:
             out.add_(run.of_parameter(bias).to(self.dtype))
-
-
-def _column(run: LocalRun, parameter: Tensor) -> Array:
-    # Of types that numpy does not know, too.
-    return run.of_parameter(parameter.detach()).to(torch.float64).numpy()
 
 
 class _Gradient:
@@ -261,7 +266,7 @@ class _Gradient:
         slope = of_product * -scaling.inverse
         if self.elements is None:
             of_g, slope = of_g * self.scale, slope * self.scale
-        torch.mul(out if scaling.centred else self.x, torch.from_numpy(slope).to(scaling.dtype), out=out)
+        torch.mul(out if scaling.centred else self.x, run.rounded(slope, scaling.dtype), out=out)
         if self.elements is None:
             out.addcmul_(self.d_y, scaling.rounded_factor)
         elif scaling.weight is not None:
@@ -269,6 +274,6 @@ class _Gradient:
         else:
             out.add_(self.d_y)
         if scaling.centred:
-            out.sub_(torch.from_numpy(of_g + scaling.rest * slope).to(scaling.dtype))
+            out.sub_(run.rounded(of_g + scaling.rest * slope, scaling.dtype))
         if self.elements is not None:
             out.mul_(scaling.rounded_factor)

@@ -18,8 +18,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds, anchor, idle
 from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
 from distdl_rma.ops.core.operation import Operation
-from distdl_rma.ops.core.tensors import as_array, as_tensor, no_autocast, sum_dtype
-from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, Pair
+from distdl_rma.ops.core.tensors import as_array, as_tensor, sum_dtype
+from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, NormPlan, Pair
 from distdl_rma.ops.norm.rows import Array
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import Statistics
@@ -235,7 +235,8 @@ class Normalisation(Operation):
             groups = StatisticGroups(axes, source, rank, None if sharing is None else sharing[rank])
             self.statistics = Statistics(site, axes, groups, options.centred)
             self.kept = KeptValues(site, source, axes.weighted, store)
-            self._fill = fill if self.kept.as_kept else None
+            fill = fill if self.kept.as_kept else None
+            self._plan = NormPlan(self.statistics, self.eps, fill, dtype, sum_dtype(dtype))
         self.running: RunningStatistics | None = None
         if options.tracks:
             self.running = RunningStatistics(site, source, axes, store, share, self.statistics, self.kept)
@@ -273,28 +274,32 @@ class Normalisation(Operation):
         if self.running is not None:
             self.running.connect()
 
-    def __call__(self, needs: GradientNeeds, x: Tensor, **weights: Any) -> Tensor:
+    def __call__(
+        self,
+        needs: GradientNeeds,
+        x: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
         """Normalise a local shard; ranks outside learn what it changes in the statistics that they keep."""
         statistics, kept, running = self.statistics, self.kept, self.running
-        weight, bias = weights.get("weight"), weights.get("bias")
-        with no_autocast():
-            if statistics is None or kept is None:
-                if running is not None:
-                    running.update(weights, weights["momentum"])
-                return idle(x, (weight, bias))
-            if not kept.as_kept:
-                weight = None if weight is None else kept.to_input("weight", weight)
-                bias = None if bias is None else kept.to_input("bias", bias)
-            constants = update = None
-            if not self.options.by_batch:
-                constants = self._constants(kept, weights)
-            elif running is not None:
-                update = partial(running.update, weights, weights["momentum"])
-            root = None if x.requires_grad else anchor(needs.any)
-            y: Tensor = LocalNorm.apply(
-                x, weight, bias, root, statistics, self.eps, needs.input, self._fill, constants, update
-            )
-            return y
+        if statistics is None or kept is None:
+            if running is not None:
+                running.update(others, others["momentum"])
+            return idle(x, (weight, bias))
+        if not kept.as_kept:
+            weight = None if weight is None else kept.to_input("weight", weight)
+            bias = None if bias is None else kept.to_input("bias", bias)
+        constants = update = None
+        if not self.options.by_batch:
+            constants = self._constants(kept, others)
+        elif running is not None:
+            update = partial(running.update, others, others["momentum"])
+        root = None if x.requires_grad else anchor(needs.any)
+        # Autocast changes nothing that is called in there.
+        y: Tensor = LocalNorm.apply(x, weight, bias, root, self._plan, needs.input, constants, update)
+        return y
 
     def _constants(self, kept: KeptValues, running: Mapping[str, Tensor]) -> Pair:
         # Mean and variance for the channels of this rank.

@@ -22,10 +22,10 @@ _backward: Any = torch.ops.aten.native_batch_norm_backward.default
 
 
 class Rows:
-    """Sums of tensors of a ``shape`` over ``dims``, which are kept with extent 1; in float64.
+    """Sums of tensors of a ``shape`` over ``dims``, which are kept with extent 1.
 
-    A row is all that the trailing ones of these dimensions hold. Torch sums it, in the type of the data,
-    where it is pieces that are short enough; the sums of pieces and rows are added up in float64.
+    A row is all that the trailing ones of these dimensions hold. Torch sums it, in the type of the data, or
+    pieces of it that are short enough; the sums of several pieces and rows are added up in float64.
     """
 
     def __init__(self, shape: Sequence[int], dims: Sequence[int]) -> None:
@@ -42,21 +42,21 @@ class Rows:
             pieces *= 2
         self._pieces, self._fit = pieces, 0 < self.length // pieces <= _SHORT
         self._in_pieces = (*self._rows, pieces, self.length // pieces)
-        self._rest = (*(d for d in dims if d < outer), outer)
+        self._rest = (*(d for d in dims if d < outer and shape[d] != 1), outer)
 
     def sums(self, x: Tensor) -> Array:
         """Sums of elements."""
         if not self._trailing:
             return x.sum(self._dims, True, dtype=torch.float64).numpy()
         # Summing is exact enough in the type of the data, pairwise as torch does it, and ten times as fast.
-        return self._added(x.sum(self._trailing).numpy(), 1)
+        return self._added(x.sum(self._trailing, True).numpy(), 1)
 
     def squares(self, x: Tensor) -> Array:
         """Sums of squares of elements."""
         if not self._trailing or not self._fit:
             return self.sums(x.square())
         if self._pieces == 1:
-            norms = torch.linalg.vector_norm(x, 2, self._trailing)
+            norms = torch.linalg.vector_norm(x, 2, self._trailing, True)
         else:
             norms = torch.linalg.vector_norm(x.reshape(self._in_pieces), 2, -1)
         found = norms.numpy()
@@ -90,11 +90,9 @@ class Rows:
 
     def _added(self, pieces: Array, number: int) -> Array:
         # The rest of the sum; each row is so many pieces.
-        if self._rest[:-1] or number > 1:
-            apart = pieces.reshape(*self._rows, number)
-            rows: Array = np.add.reduce(apart, self._rest, np.float64)
-            return rows.reshape(self.shape)
-        return pieces.reshape(self.shape).astype(np.float64, copy=False)
+        if number > 1 or len(self._rest) > 1:
+            pieces = np.add.reduce(pieces.reshape(*self._rows, number), self._rest, np.float64)
+        return pieces if pieces.shape == self.shape else pieces.reshape(self.shape)
 
 
 @cache

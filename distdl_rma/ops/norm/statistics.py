@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,21 +18,14 @@ from distdl_rma.ops.norm.statistic_groups import PAIR, ChannelRun, NormAxes, Sta
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
+_IN_NUMPY = (torch.float32, torch.float64)
 # Up to so many ranks, and bytes that each of them receives, everyone's vector goes to everyone.
 _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
 
 
-class Moments(NamedTuple):
-    """Mean and variance of each group, in float64, and what the local tensor became on the way.
-
-    If centred, ``shifted`` is that tensor with something near to the mean taken off, and ``by`` says for each
-    run what that was.
-    """
-
-    mean: Array
-    variance: Array
-    shifted: Tensor | None
-    by: list[Tensor]
+# Mean and variance of each group, in float64, and what the local tensor became on the way: if centred, with
+# something near to the mean taken off, and for each run what that was.
+Moments = tuple[Array, Array, Tensor | None, list[Tensor]]
 
 
 class LocalRun:
@@ -54,6 +46,8 @@ class LocalRun:
         self.column = [n if d in axes.weighted else 1 for d, n in enumerate(self.shape)]
         # Of rows along which the weight is the same: those that the groups are made of.
         self.in_group = tuple(d for d in axes.reduced if d in axes.weighted)
+        # Values per row in the type of the data, for one use at a time.
+        self._rounded: tuple[Array, Tensor] | None = None
         # The parameters' own shape, and what is summed for it.
         self.instances = axes.instances(len(self.shape))
         self.extents = [self.shape[d] for d in axes.weighted] if self._whole else [-1]
@@ -70,6 +64,21 @@ class LocalRun:
         """The run's part of a parameter, shaped to broadcast to the view."""
         return (parameter if self._whole else self._run.of(parameter, 0)).reshape(self.column)
 
+    def column_of(self, parameter: Tensor) -> Array:
+        """That as an array."""
+        values = self.of_parameter(parameter.detach())
+        # Of types that numpy does not know, too.
+        return (values if values.dtype in _IN_NUMPY else values.to(torch.float64)).numpy()
+
+    def rounded(self, values: Array, dtype: torch.dtype) -> Tensor:
+        """Values per row in the type of the data; valid until the next call."""
+        if self._rounded is None or self._rounded[0].shape != values.shape:
+            memory = torch.empty(values.shape, dtype=dtype)
+            self._rounded = memory.numpy(), memory
+        array, memory = self._rounded
+        array[...] = values
+        return memory
+
     def about_local_mean(self, x: Tensor, out: Tensor) -> Tensor:
         """Tell of the mean and of the squares about it; put the elements, less what is returned, in ``out``.
 
@@ -80,7 +89,7 @@ class LocalRun:
         torch.sub(view, middle, out=about)
         # The sum of what is left makes up for the rounding of the mean. Rounding must not turn the squares of
         # what does not vary at all negative.
-        left = self.reduced.sums(about) / self.length
+        left = np.divide(self.reduced.sums(about), self.length, dtype=np.float64)
         np.add(middle.numpy(), left, out=self.mean)
         np.maximum(self.reduced.squares(about) - self.length * left * left, 0, out=self.squares)
         return middle
@@ -107,6 +116,7 @@ class Statistics:
         self._in_one_round = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
         # What this rank tells the others: means of its elements, and squares about them.
         self._pair: Array = np.zeros((PAIR, *groups.shape))
+        self._row, self._rows = self._pair.reshape(-1), (number, *self._pair.shape)
         self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
 
     @cached_property
@@ -139,12 +149,11 @@ class Statistics:
             for shared in (*forward, self._adjoint):
                 shared.connect()
 
-    def of(self, x: Tensor) -> Moments:
+    def of(self, x: Tensor, mark: Callable[[str], object]) -> Moments:
         """Mean and variance of all elements of each group; blocking.
 
-        Of a local tensor of a type to compute in, without a graph.
+        Of a local tensor of a type to compute in, without a graph. ``mark`` is told what is done.
         """
-        mark = self.trace.marks(self.name)
         mark("local")
         shifted, by = result_like(x) if self.centred else None, []
         for run in self.runs:
@@ -154,11 +163,10 @@ class Statistics:
                 by.append(torch.zeros(run.reduced.shape, dtype=x.dtype))
             else:
                 by.append(run.about_local_mean(x, shifted))
-        mark("")
-        mean, squares = self._merge(self._pair)
-        return Moments(mean, squares / self.total, shifted, by)
+        mean, squares = self._merge(self._pair, mark)
+        return mean, squares / self.total, shifted, by
 
-    def _merge(self, pair: Array) -> tuple[Array, Array]:
+    def _merge(self, pair: Array, mark: Callable[[str], object]) -> tuple[Array, Array]:
         # From the mean of each rank, and the squares about it, to those of all ranks together.
         if self._alone:
             return pair[0].copy(), pair[1]
@@ -168,14 +176,13 @@ class Statistics:
             apart = pair[0] - mean
             return mean, _start(second, pair[1] + self._counts[self._mine] * apart * apart)()
         # The norm allreduce of the forward, in one round: each rank reduces what it gets.
-        mark = self.trace.marks(self._title)
         arrive = self.trace.depart("allreduce", self._title)
         mark("start")
-        self._round.start(pair.reshape(-1))
+        self._round.start(self._row)
         mark("wait")
-        rows = self._round.wait().reshape(len(self.groups.ranks), *pair.shape)
-        mark("")
+        rows = self._round.wait().reshape(self._rows)
         arrive()
+        mark("fuse")
         means, squares = rows[:, 0], rows[:, 1]
         middle = means[0] + np.add.reduce((means - means[0]) * self._shares)
         apart = means - middle

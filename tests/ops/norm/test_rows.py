@@ -21,7 +21,7 @@ def test_sums_are_those_of_torch_in_double_precision(shape, dtype):
     for dims in some_dims(shape):
         found, wide = Rows(shape, dims), x.double()
         exact = wide.sum(dims, keepdim=True)
-        torch.testing.assert_close(torch.from_numpy(found.sums(x)), exact, rtol=1e-5, atol=1e-2)
+        torch.testing.assert_close(torch.from_numpy(found.sums(x)).double(), exact, rtol=1e-5, atol=1e-2)
         squares = wide.square().sum(dims, keepdim=True)
         torch.testing.assert_close(torch.from_numpy(found.squares(x)), squares, rtol=1e-5, atol=1e-6)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,52 +18,72 @@ from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
-from distdl_rma.split.operands import as_whole, machine_of, needs_of, on_copies
+from distdl_rma.split.operands import cut_site, machine_of, needs_of, on_copies, wholes
 from distdl_rma.split.reducing import positive
 from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _RUNNING = "running_mean", "running_var"
-
-
-def _weights(
-    site: Site, layout: Decomposition, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    given = {"weight": weight, "bias": bias}
-    return {key: as_whole(site, w, layout, key) for key, w in given.items() if w is not None}
+_WEIGHTS = "weight", "bias"
+# What kind of normalisation one of a layout is, by eps and whether it tracks; made once for each.
+_Options = Callable[[Decomposition, Any, bool], NormOptions]
 
 
 def _normalised(
     site: Site,
     x: SplitTensor,
-    options: NormOptions,
-    weights: dict[str, torch.Tensor],
+    options: _Options,
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    eps: Any,
     running: dict[str, torch.Tensor] | None = None,
     momentum: float = 0.0,
 ) -> SplitTensor:
     local, layout = local_of(x), x._layout
-    dtypes = {key: w.dtype for key, w in weights.items()}
+    weight, bias = wholes(site, weights, layout, _WEIGHTS)
+    key = (
+        options,
+        layout,
+        local.dtype,
+        eps,
+        running is None,
+        None if weight is None else (weight.shape, weight.dtype),
+        None if bias is None else (bias.shape, bias.dtype),
+    )
 
     def make() -> Normalisation:
-        for key, dtype in dtypes.items():
-            if dtype not in (local.dtype, sum_dtype(local.dtype)):
-                raise ShapeError(f"{site.name}: input is {local.dtype}, the {key} {dtype}")
-        source, axes = lay.on_grid(layout), options.axes
-        extents = tuple(layout.shape[d] for d in axes.weighted)
-        for key, w in {**weights, **(running or {})}.items():
-            if tuple(w.shape) != extents:
-                raise ShapeError(
-                    f"{site.name}: {key} is {tuple(w.shape)}, the global input {layout.shape} needs {extents}"
-                )
-        store = Decomposition.replicated(source.partition, extents)
-        return Normalisation(site.call_site, source, local.dtype, options, store, dtypes)
+        given = {key: w for key, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
+        kind = options(layout, eps, running is not None)
+        return _operation(site, layout, local.dtype, kind, given, running)
 
-    operation = site.kept((layout, local.dtype, options, *dtypes.items()), make)
-    others: dict[str, Any] = {**weights, **(running or {})}
-    if options.tracks:
-        others["momentum"] = momentum
-    return SplitTensor(operation(needs_of(local, *weights.values()), local, **others), layout)
+    operation = site.kept(key, make)
+    needs = needs_of(local, weight, bias)
+    if running is None:
+        return SplitTensor(operation(needs, local, weight=weight, bias=bias), layout)
+    y = operation(needs, local, weight=weight, bias=bias, momentum=momentum, **running)
+    return SplitTensor(y, layout)
+
+
+def _operation(
+    site: Site,
+    layout: Decomposition,
+    dtype: torch.dtype,
+    options: NormOptions,
+    weights: dict[str, torch.Tensor],
+    running: dict[str, torch.Tensor] | None,
+) -> Normalisation:
+    source, extents = lay.on_grid(layout), tuple(layout.shape[d] for d in options.axes.weighted)
+    for key, w in weights.items():
+        if w.dtype not in (dtype, sum_dtype(dtype)):
+            raise ShapeError(f"{site.name}: input is {dtype}, the {key} {w.dtype}")
+    for key, w in {**weights, **(running or {})}.items():
+        if tuple(w.shape) != extents:
+            raise ShapeError(
+                f"{site.name}: {key} is {tuple(w.shape)}, the global input {layout.shape} needs {extents}"
+            )
+    store = Decomposition.replicated(source.partition, extents)
+    dtypes = {key: w.dtype for key, w in weights.items()}
+    return Normalisation(site.call_site, source, dtype, options, store, dtypes)
 
 
 def _buffers(func: Any, mean: Any, variance: Any) -> dict[str, torch.Tensor] | None:
@@ -71,47 +92,47 @@ def _buffers(func: Any, mean: Any, variance: Any) -> dict[str, torch.Tensor] | N
     for buffer in (mean, variance):
         if isinstance(buffer, SplitTensor):
             raise refused(func, "running statistics are plain tensors, alike on all ranks")
-    return dict(zip(_RUNNING, (mean, variance), strict=True))
+    return {"running_mean": mean, "running_var": variance}
+
+
+def _batch(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = False,
+) -> tuple[Any, ...]:
+    return input, running_mean, running_var, weight, bias, training, momentum, eps
+
+
+def _of_batch(layout: Decomposition, eps: float, tracks: bool) -> NormOptions:
+    axes = NormAxes(tuple(d for d in range(len(layout.shape)) if d != 1), (1,))
+    return NormOptions(axes, eps, tracks=tracks, several="value per channel is needed in training")
 
 
 @rule("norm", F.batch_norm, torch.batch_norm)
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By mean and variance of the whole batch; running statistics change alike on all ranks."""
-
-    def arguments(
-        input: Any,
-        running_mean: Any,
-        running_var: Any,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-        cudnn_enabled: bool = False,
-    ) -> tuple[Any, ...]:
-        return input, running_mean, running_var, weight, bias, training, momentum, eps
-
-    given = _in_order_of_functional(func, args)
-    x, mean, variance, weight, bias, training, momentum, eps = arguments(*given, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
+    given = _in_order_of_functional(args) if func is torch.batch_norm else args
+    x, mean, variance, weight, bias, training, momentum, eps = _batch(*given, **kwargs)
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    site, layout = site_of(machine_of(x), func), x._layout
     running = _buffers(func, mean, variance)
-    weights = _weights(site, layout, weight, bias)
-    dims = len(layout.shape)
-    if not training:
-        if running is None:
-            raise ShapeError(f"{site.name}: running_mean and running_var are needed when training is False")
-        return _by_constants(site, x, running, weights, eps)
-    axes = NormAxes(tuple(d for d in range(dims) if d != 1), (1,))
-    several = "value per channel is needed in training"
-    options = NormOptions(axes, eps, tracks=running is not None, several=several)
-    return _normalised(site, x, options, weights, running, momentum)
+    if training:
+        return _normalised(site, x, _of_batch, (weight, bias), eps, running, momentum)
+    if running is None:
+        raise ShapeError(f"{site.name}: running_mean and running_var are needed when training is False")
+    return _by_constants(site, x, running, (weight, bias), eps)
 
 
-def _in_order_of_functional(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_order_of_functional(args: tuple[Any, ...]) -> tuple[Any, ...]:
     # torch.batch_norm and torch.instance_norm take the weights before the running statistics.
-    if func not in (torch.batch_norm, torch.instance_norm) or len(args) < 5:
+    if len(args) < 5:
         return args
     x, weight, bias, mean, variance, *others = args
     return x, mean, variance, weight, bias, *others
@@ -121,13 +142,14 @@ def _by_constants(
     site: Site,
     x: SplitTensor,
     running: dict[str, torch.Tensor],
-    weights: dict[str, torch.Tensor],
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
     eps: float,
 ) -> SplitTensor:
     # Element by element: torch's own function of the block, with the values of its channels.
     local = local_of(x)
     channels = x._layout.slices()[1]
-    parts: dict[str, Any] = {key: w[channels] for key, w in {**running, **weights}.items()}
+    given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
+    parts: dict[str, Any] = {key: w[channels] for key, w in given.items() if w is not None}
     if local.numel():
         y = F.batch_norm(local, **parts, training=False, eps=eps)
         if y.requires_grad:
@@ -136,42 +158,54 @@ def _by_constants(
         return SplitTensor(y, x._layout)
     # Which refuses a block without elements.
     y = local.clone()
-    for w in weights.values():
-        y = y + w.sum().to(y.dtype)
+    for key in _WEIGHTS:
+        if key in parts:
+            y = y + parts[key].sum().to(y.dtype)
     return SplitTensor(y, x._layout)
+
+
+def _instance(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = False,
+) -> tuple[Any, ...]:
+    return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+
+
+def _of_instances(layout: Decomposition, eps: float, tracks: bool) -> NormOptions:
+    axes = NormAxes(tuple(range(2, len(layout.shape))), (1,))
+    return NormOptions(axes, eps, tracks=tracks, several="spatial element is needed in training")
 
 
 @rule("norm", F.instance_norm, torch.instance_norm)
 def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By mean and variance of each sample and channel, wherever its elements are."""
-
-    def arguments(
-        input: Any,
-        running_mean: Any = None,
-        running_var: Any = None,
-        weight: Any = None,
-        bias: Any = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-        cudnn_enabled: bool = False,
-    ) -> tuple[Any, ...]:
-        return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-
-    given = _in_order_of_functional(func, args)
-    x, mean, variance, weight, bias, by_input, momentum, eps = arguments(*given, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
+    given = _in_order_of_functional(args) if func is torch.instance_norm else args
+    x, mean, variance, weight, bias, by_input, momentum, eps = _instance(*given, **kwargs)
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    site, layout = site_of(machine_of(x), func), x._layout
-    running, weights = _buffers(func, mean, variance), _weights(site, layout, weight, bias)
-    if not by_input:
-        if running is None:
-            raise ShapeError(f"{site.name}: running statistics are needed when use_input_stats is False")
-        return _by_constants(site, x, running, weights, eps)
-    axes = NormAxes(tuple(range(2, len(layout.shape))), (1,))
-    several = "spatial element is needed in training"
-    options = NormOptions(axes, eps, tracks=running is not None, several=several)
-    return _normalised(site, x, options, weights, running, momentum)
+    running = _buffers(func, mean, variance)
+    if by_input:
+        return _normalised(site, x, _of_instances, (weight, bias), eps, running, momentum)
+    if running is None:
+        raise ShapeError(f"{site.name}: running statistics are needed when use_input_stats is False")
+    return _by_constants(site, x, running, (weight, bias), eps)
+
+
+@dataclass(frozen=True)
+class _OfGroups:
+    groups: int
+
+    def __call__(self, layout: Decomposition, eps: float, tracks: bool) -> NormOptions:
+        axes = NormAxes(tuple(range(1, len(layout.shape))), (1,), self.groups)
+        return NormOptions(axes, eps, several="value per group is needed")
 
 
 @rule("norm", F.group_norm, torch.group_norm)
@@ -189,15 +223,13 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, int(num_groups), weight, bias, eps
 
     x, groups, weight, bias, eps = arguments(*args, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    site, layout = site_of(machine_of(x), func), x._layout
-    dims = len(layout.shape)
-    if dims < 2 or groups < 1 or layout.shape[1] % groups:
-        raise ShapeError(f"{site.name}: the channels of {layout.shape} do not form {groups} groups")
-    axes = NormAxes(tuple(range(1, dims)), (1,), groups)
-    options = NormOptions(axes, eps, several="value per group is needed")
-    return _normalised(site, x, options, _weights(site, layout, weight, bias))
+    shape = x._layout.shape
+    if len(shape) < 2 or groups < 1 or shape[1] % groups:
+        raise ShapeError(f"{site.name}: the channels of {shape} do not form {groups} groups")
+    return _normalised(site, x, _OfGroups(groups), (weight, bias), eps)
 
 
 @rule("norm", F.layer_norm, torch.layer_norm)
@@ -215,9 +247,10 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, normalized_shape, weight, bias, eps
 
     x, shape, weight, bias, eps = arguments(*args, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    return _over_last(func, x, shape, {"weight": weight, "bias": bias}, eps, True)
+    return _over_last(site, x, shape, weight, bias, eps, True)
 
 
 @rule("norm", F.rms_norm, torch.rms_norm)
@@ -230,31 +263,44 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, normalized_shape, weight, eps
 
     x, shape, weight, eps = arguments(*args, **kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    return _over_last(func, x, shape, {"weight": weight, "bias": None}, eps, False)
+    return _over_last(site, x, shape, weight, None, eps, False)
+
+
+@dataclass(frozen=True)
+class _OverLast:
+    number: int
+    centred: bool
+
+    def __call__(self, layout: Decomposition, eps: Any, tracks: bool) -> NormOptions:
+        dims = len(layout.shape)
+        last = tuple(range(dims - self.number, dims))
+        return NormOptions(NormAxes(last, last), eps, self.centred)
 
 
 def _over_last(
-    func: Any,
+    site: Site,
     x: SplitTensor,
     normalized_shape: int | Sequence[int],
-    parameters: dict[str, Any],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     eps: Any,
     centred: bool,
 ) -> SplitTensor:
-    site, layout = site_of(machine_of(x), func), x._layout
+    layout = x._layout
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     dims = len(layout.shape)
-    last = tuple(range(dims - len(shape), dims))
-    if not shape or len(shape) > dims or tuple(layout.shape[d] for d in last) != shape:
+    if not shape or len(shape) > dims or layout.shape[dims - len(shape) :] != shape:
         raise ShapeError(f"{site.name}: normalized_shape {shape} is not the end of {layout.shape}")
-    weights = _weights(site, layout, **parameters)
-    if not set(last) & set(lay.cut_dims(layout)):
-        y = (F.layer_norm if centred else F.rms_norm)(local_of(x), shape, **weights, eps=eps)
-        return SplitTensor(y, layout)
-    options = NormOptions(NormAxes(last, last), eps, centred)
-    return _normalised(site, x, options, weights)
+    if any(d >= dims - len(shape) for d in layout.cut_dims):
+        return _normalised(site, x, _OverLast(len(shape), centred), (weight, bias), eps)
+    weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
+    local = local_of(x)
+    if centred:
+        return SplitTensor(F.layer_norm(local, shape, weight, bias, eps), layout)
+    return SplitTensor(F.rms_norm(local, shape, weight, eps), layout)
 
 
 @rule("norm", F.local_response_norm)
