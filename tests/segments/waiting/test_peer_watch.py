@@ -112,11 +112,11 @@ def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node)
 
 def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.5)
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
-    time.sleep(0.1)
+    time.sleep(0.6)
     for rank in RANKS[1:-1]:
         boards[rank].write(RankState.LEFT, "closing the machine")
     assert watch.missing() == (19,)
