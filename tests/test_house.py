@@ -19,6 +19,7 @@ FLOORS = [
     "layers",
     "split",
     "ops",
+    "process_group",
     "machine",
     "segments",
     "geometry",
