@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from typing import Any, Self, TypeVar
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, U
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls, modes
-from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, uncompiled
+from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import site
@@ -51,9 +52,14 @@ class Distributed:
             model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
             model.register_forward_pre_hook(_NOT_COMPILED, prepend=True),
         ]
+        if not self._synchronises:
+            for parameter in model.parameters():
+                # By torch's, in a loss as well.
+                synchronise(parameter, True)
+        moves, elsewhere = fallback == "move", not self._synchronises
         for path, module in model.named_modules():
             self._handles += [
-                module.register_forward_pre_hook(_Enter(path, fallback == "move"), prepend=True),
+                module.register_forward_pre_hook(_Enter(path, moves, elsewhere), prepend=True),
                 module.register_forward_hook(_leave, always_call=True),
             ]
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
@@ -116,6 +122,8 @@ class Distributed:
         self._handles, self._calls = [], {}
         model = self._model()
         if model is not None:
+            for parameter in () if self._synchronises else model.parameters():
+                synchronise(parameter, False)
             vars(model).pop(_KEY, None)
 
     def cut(self, arguments: Any, in_graph: bool = False) -> Any:
@@ -153,11 +161,11 @@ class Distributed:
         split = [x for x in given if isinstance(x, SplitTensor)]
         dims = self._cut_dims(given)
         whole = [x for x in given if not split and x.dim() == dims]
-        if not split and not whole:
-            return None
         calls = self._calls_of(split[0].partition if split else self.grid)
         self._running[-1] = calls, sys.exc_info()[1]
-        calls.begin(self._facts(given), partial(self._described, given))
+        plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
+        facts = *self._facts(given), len(args), crc32(plain.encode())
+        calls.begin(facts, partial(self._described, given, plain))
         if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
         if not whole:
@@ -213,7 +221,7 @@ class Distributed:
                 facts += [hash(split) for split in layout.splits]
         return tuple(facts)
 
-    def _described(self, given: Sequence[torch.Tensor]) -> str:
+    def _described(self, given: Sequence[torch.Tensor], plain: str) -> str:
         # The same in words.
         grad, inference, autocast = modes()
         parts = self._parts()
@@ -222,8 +230,13 @@ class Distributed:
         but = f" but for {', '.join(map(repr, others))}" if others else ""
         graph = "records a graph" if grad and not inference else "records no graph"
         short = " under autocast" if autocast else ""
-        passed = ", ".join(map(_said, given))
+        passed = ", ".join([*map(_said, given), *([plain] if plain != "[]" else [])]) or "no tensor"
         return f"passes {passed}, is in {'train' if mode else 'eval'}(){but}, {graph}{short}"
+
+
+def _is_plain(x: Any) -> bool:
+    # What has a text that is alike on all ranks.
+    return x is None or isinstance(x, (bool, int, float, str))
 
 
 def _said(x: torch.Tensor) -> str:
@@ -240,11 +253,11 @@ _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
 
 class _Enter:
     # Calls from here on are those of the module of a path.
-    def __init__(self, path: str, moves: bool) -> None:
-        self.path, self.moves = path or "model", moves
+    def __init__(self, path: str, moves: bool, elsewhere: bool) -> None:
+        self.path, self.moves, self.elsewhere = path or "model", moves, elsewhere
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        site.enter(self.path, self.moves)
+        site.enter(self.path, self.moves, self.elsewhere)
         if (module._backward_hooks or module._backward_pre_hooks) and torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{self.path}: backward hooks of modules come from a graph that split tensors do not have;"
@@ -330,6 +343,8 @@ def _check_alike(machine: Machine, mine: str, check: Callable[[], None]) -> None
 
 
 def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, fallback: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"distribute: takes a torch.nn.Module, got {model!r}")
     if fallback not in ("move", "error"):
         raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
     if _KEY in vars(model):

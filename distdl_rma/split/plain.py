@@ -17,7 +17,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
 from distdl_rma.split.moves import once, reduced
-from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.site import Site, site_of, summed_elsewhere
 
 # What a node of a graph keeps, once those behind it are known to be a GradientSync's.
 _KNOWN = "distdl_rma"
@@ -60,7 +60,7 @@ def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
     """A plain tensor for use beside blocks of ``result``."""
     if not x.requires_grad or not torch.is_grad_enabled():
         return x
-    if not contributes(x):
+    if not (contributes(x) or summed_elsewhere()):
         if not result.cut_dims:
             # All ranks compute the same.
             return x

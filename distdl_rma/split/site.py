@@ -45,7 +45,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[str, bool]] = [("", True)]
+        self.stack: list[tuple[str, bool, bool]] = [("", True, False)]
         self.place: Place | None = None
 
 
@@ -173,9 +173,18 @@ def may_move() -> bool:
     return THREAD.stack[-1][1]
 
 
-def enter(path: str, moves: bool = True) -> None:
-    """Calls from now on are those of the module of this path; ``moves`` is whether rules may move tensors."""
-    THREAD.stack.append((path, moves))
+def summed_elsewhere() -> bool:
+    """Whether somebody else sums the gradients of all plain tensors that are used here."""
+    return THREAD.stack[-1][2]
+
+
+def enter(path: str, moves: bool = True, elsewhere: bool = False) -> None:
+    """Calls from now on are those of the module of this path.
+
+    ``moves`` is whether rules may move tensors, ``elsewhere`` whether gradients of plain tensors are summed
+    by somebody else.
+    """
+    THREAD.stack.append((path, moves, elsewhere))
 
 
 def leave() -> None:

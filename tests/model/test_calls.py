@@ -73,6 +73,22 @@ def test_inputs_that_differ(model, x, odd, comm, P_world):
     still_works(model, x)
 
 
+def test_arguments_that_differ_and_are_no_tensors_to_cut(model, x, odd):
+    model.forward = lambda x, scale=1.0, name="a", **options: model.act(model.first(x)) * scale
+    for given, said in (
+        (((None if odd else x),), "no tensor|None"),
+        ((x.tolist() if odd else x,), "no tensor"),
+        ((x[0, 0] if odd else x,), r"passes \(12, 8\)"),
+        ((x, 2.0 + odd), r"\[3\.0\]"),
+        ((x, 2.0, *["b"] * odd), r"\[2\.0, 'b'\]"),
+    ):
+        with pytest.raises(MismatchError, match=said):
+            model(*given)
+    with pytest.raises(MismatchError, match="'name', 'c'"):
+        model(x, **({"name": "c"} if odd else {"flag": True}))
+    model(x, 2.0, name="d").sum().backward()
+
+
 def test_functions_on_blocks_that_differ(model, x, odd):
     good = model.act
     model.act = lambda y: torch.sin(y) if odd else torch.cos(y)

@@ -136,6 +136,8 @@ def test_what_cannot_be_distributed(pair, P_world):
         distribute(pair[1], {"H": -1})
     with pytest.raises(ConfigurationError, match="fallback"):
         distribute(made(), {"H": -1}, fallback="guess")
+    with pytest.raises(ConfigurationError, match=r"takes a torch\.nn\.Module"):
+        distribute(torch.relu if P_world.rank == 0 else made(), {"H": -1})
     if P_world.size > 1:
         one = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1, 1))
         with pytest.raises(PartitionError, match="all ranks of its machine"):

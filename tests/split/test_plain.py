@@ -7,6 +7,7 @@ from distdl_rma import UnsupportedError
 from distdl_rma.ops.core.autograd import synchronise
 from distdl_rma.split import layout as lay
 from distdl_rma.split.plain import beside, contributes
+from distdl_rma.split.site import enter, leave
 from tests.split.against_whole import block
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
@@ -36,6 +37,14 @@ def test_without_a_graph_nothing_is_done(cut):
     x = torch.ones(3, requires_grad=True)
     with torch.no_grad():
         assert beside(x, cut) is x
+
+
+def test_where_somebody_else_sums_all_gradients_are_contributions(cut):
+    x, rank = torch.ones(3, requires_grad=True), cut.partition.rank
+    enter("model", elsewhere=True)
+    (beside(x, cut) * (1 + rank)).sum().backward()
+    leave()
+    assert torch.equal(x.grad, torch.full((3,), 1.0 + rank))
 
 
 def test_what_is_computed_is_as_what_it_is_computed_of(cut):
