@@ -18,7 +18,7 @@ from benchmarks.measure import COMM, WARM_UPS, in_turn
 from benchmarks.scaling.cases import Case, Step
 from benchmarks.unet import step_of
 from distdl_rma import Machine, shard
-from distdl_rma.segments import RemoteBuffer, SegmentBuffer
+from distdl_rma.segments import Bcast, RemoteBuffer, SegmentBuffer
 
 # Bytes of messages: one that costs nothing but its start, and two whose difference is all bytes.
 SMALL, MIDDLE, LARGE = 8, 1 << 16, 1 << 20
@@ -56,7 +56,7 @@ def wire(machine: Machine) -> dict[str, float]:
             "L": max(0.0, small - sends - receives),
             "G": max(0.0, large - middle) / (LARGE - MIDDLE),
         }
-        found["mpi"] = message(both)
+        found["mpi"] = message(machine)
         both.Free()
     constants: dict[str, float] = COMM.bcast(found)
     buffer.free()
@@ -85,23 +85,22 @@ def one_way(buffer: SegmentBuffer, remote: RemoteBuffer, nbytes: int, first: boo
     return quiet(taken[WARM_UPS:])
 
 
-def message(both: MPI.Intracomm) -> float:
-    """Seconds of a small message of MPI, one way: half of there and back."""
-    data, peer = np.zeros(SMALL, np.uint8), 1 - both.rank
+def message(machine: Machine) -> float:
+    """Seconds of a message of MPI within a collective, as waits of the library see it.
 
-    def there_and_back() -> None:
-        if both.rank == 0:
-            both.Send(data, peer)
-            both.Recv(data, peer)
-        else:
-            both.Recv(data, peer)
-            both.Send(data, peer)
-
+    Half of a broadcast from the first rank and one from the last, in turn; collective over both.
+    """
+    ends = machine.ranks[0], machine.ranks[-1]
+    ways = [Bcast(machine.segments, ends, SMALL, np.uint8, root, f"from {root}") for root in ends]
     taken = []
     for _ in range(ROUNDS + WARM_UPS):
         begin = time.perf_counter()
-        there_and_back()
+        for way in ways:
+            way.start()
+            way.wait()
         taken.append((time.perf_counter() - begin) / 2)
+    for way in ways:
+        way.close()
     return quiet(taken[WARM_UPS:])
 
 

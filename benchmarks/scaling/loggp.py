@@ -15,7 +15,7 @@ from distdl_rma.segments.collectives.vote import vote_turns
 class Wire:
     """Constants of LogGP in seconds: overheads of a notified put at both ends, latency, and time per byte.
 
-    ``mpi`` is a message of MPI from its send to the end of its receive, of which collectives are made.
+    ``mpi`` is a message of MPI within a collective, from its start to the end of its wait.
     """
 
     o_send: float

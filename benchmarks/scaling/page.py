@@ -57,7 +57,7 @@ def wires_table(constants: Constants) -> str:
     """LogGP of all wires."""
     shown = {**constants.wires, **{name: wire for name, wire in wires(constants).items() if name == ASSUMED}}
     return table(
-        ("wire", "o, sender", "o, receiver", "L", "message of MPI", "G per MiB"),
+        ("wire", "o, sender", "o, receiver", "L", "in a collective", "G per MiB"),
         [
             (
                 name,
