@@ -99,6 +99,7 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.results collect
+	@$(MAKE) bench-docs
 
 # Constants of the model of scaling, on a node and over cables, and what it makes of them.
 MEASURE := $(BIN)/python -m mpi4py -m benchmarks.scaling measure
@@ -116,8 +117,9 @@ bench-scaling: $(STAMP)  ## measure the constants of docs/scaling.md again, and 
 bench-compare: $(STAMP)  ## which rows of the newest benchmarks are slower than the ones before on such a machine
 	@$(BIN)/python -m benchmarks.results compare $(if $(SINCE),--since $(SINCE))
 
-bench-docs: $(STAMP)  ## the newest rows into docs/benchmarks.md
+bench-docs: $(STAMP)  ## the newest rows of the machine that the docs show into docs/benchmarks.md and docs/scaling.md
 	$(BIN)/python -m benchmarks.results docs
+	$(BIN)/python -m benchmarks.scaling docs
 
 clean:  ## remove caches and results; the environment in .venv stays
 	rm -rf build dist demo-output overlap-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -2,12 +2,14 @@
 
 ``collect`` adds the runs in ``bench-output/`` to the history of this kind of machine, writes them as Markdown
 and as a picture beside them, and says what has become slower. ``compare`` says it again, with an exit status
-of 1 if anything has. ``docs`` writes the newest rows of the history into the documentation.
+of 1 if anything has. ``docs`` writes the newest rows of the history into the documentation, those of the
+machine that it shows already.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -23,22 +25,41 @@ NAME, COMMAND = "table", "python -m benchmarks.results docs"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.results", description=__doc__)
     parser.add_argument("what", choices=("collect", "compare", "docs"), nargs="?", default="collect")
-    parser.add_argument("--machine", default=machine_name(), help="whose history, this machine's by default")
+    parser.add_argument(
+        "--machine", help="whose history, this machine's or that of the documentation if not said"
+    )
     parser.add_argument("--since", metavar="COMMIT", help="compare with the rows of this commit")
     options = parser.parse_args()
-    file = history.FOLDER / f"{options.machine}.csv"
+    if options.what == "docs":
+        text = PAGE.read_text()
+        machine = options.machine or shown_machine(text)
+        entries = history.read(file_of(machine))
+        PAGE.write_text(documented(text, entries, machine))
+        IMAGE.write_text(drawn(entries, machine))
+        return 0
+    machine = options.machine or machine_name()
+    file = file_of(machine)
     if options.what == "collect":
         collect(file, OUTPUT)
     entries = history.read(file)
-    if options.what == "docs":
-        PAGE.write_text(documented(PAGE.read_text(), entries, options.machine))
-        IMAGE.write_text(drawn(entries, options.machine))
-        return 0
     worse = history.slower(entries, options.since)
     for row in worse:
         print(f"slower: {row}")
-    print(f"{len(worse)} rows are slower by more than they vary, on {options.machine}")
+    print(f"{len(worse)} rows are slower by more than they vary, on {machine}")
     return 1 if worse and options.what == "compare" else 0
+
+
+def file_of(machine: str) -> Path:
+    """The history of a kind of machine."""
+    return history.FOLDER / f"{machine}.csv"
+
+
+def shown_machine(text: str) -> str:
+    """The kind of machine whose rows a page shows; ``ValueError`` if it does not say."""
+    found = re.search(r"^Measured on ([\w.-]+): ", text, re.MULTILINE)
+    if found is None:
+        raise ValueError("the page does not say what it was measured on: name a machine")
+    return found[1]
 
 
 def collect(file: Path, output: Path) -> None:

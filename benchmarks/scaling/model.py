@@ -114,11 +114,11 @@ def exposed_gradients(layers: Sequence[Layer], forwards: Mapping[str, float], ne
 
 
 def call_seconds(case: Case, constants: Constants) -> dict[str, tuple[int, float]]:
-    """Calls of each kind of layer in a step, and seconds of all of them; what is left is the "step"'s."""
+    """Calls of each kind of layer in a step, and seconds of all of them; and "the rest" of a step."""
     kinds = [layer.kind for layer in _layers(case)]
     found = {kind: (kinds.count(kind), kinds.count(kind) * constants.calls[kind]) for kind in constants.calls}
     rest = constants.tiny[case.name] - sum(seconds for _, seconds in found.values())
-    return {**found, "step": (1, rest)}
+    return {**found, "the rest": (1, rest)}
 
 
 @cache

@@ -65,10 +65,19 @@ def test_collecting_keeps_history_and_writes_a_page_and_a_picture(tmp_path, monk
     assert drawn == command.drawn(history.read(file), "machine")
 
 
+def test_a_page_says_whose_rows_it_shows():
+    assert (
+        command.shown_machine("# Rows\n\nMeasured on some-cpu-2.5ghz-8-cores: commit a")
+        == "some-cpu-2.5ghz-8-cores"
+    )
+    with pytest.raises(ValueError, match="name a machine"):
+        command.shown_machine("nothing")
+
+
 def test_the_documentation_has_what_the_history_says():
     text = command.PAGE.read_text()
-    machine = re.search(r"Measured on ([\w.-]+): ", text)[1]
-    entries = history.read(history.FOLDER / f"{machine}.csv")
+    machine = command.shown_machine(text)
+    entries = history.read(command.file_of(machine))
     assert command.documented(text, entries, machine) == text, "run make bench-docs"
     pinned = re.search(r"^matplotlib==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
     if mpl.__version__ != pinned:
