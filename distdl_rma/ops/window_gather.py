@@ -46,18 +46,19 @@ class WindowGather:
         self.region = Box(outputs.with_splits(dict(reads)).box(rank).bounds[LEADING:])
         target = outputs.with_splits(needs)
         self.held = Box(target.box(rank).bounds[LEADING:])
+        self._complete = self.held == self.region or mode in ("zeros", "circular")
+        self._inside = (slice(None), slice(None), *(self.held & self.region).slices(self.region))
         images = _images(stencil, extents) if mode == "circular" else ()
         self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
     def add_padding(self, x: torch.Tensor) -> torch.Tensor:
         """Add the padding to what the movement brought; of the shape of ``region`` in space."""
-        if self.held == self.region or self.mode in ("zeros", "circular"):
+        if self._complete:
             return x
         if self.mode == "constant":
             y = x.new_full((*x.shape[:LEADING], *self.region.shape), self.value)
-            inside = self.held & self.region
             # Also where nothing lies inside: the backward of this rank must reach the movement.
-            y[(slice(None), slice(None), *inside.slices(self.region))] = x
+            y[self._inside] = x
             return y
         for d, (held, region) in enumerate(zip(self.held.bounds, self.region.bounds, strict=True)):
             if held == region:

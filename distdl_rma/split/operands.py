@@ -14,6 +14,7 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
+from distdl_rma.ops.core.tensors import autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
@@ -210,6 +211,11 @@ def wholes(
             continue
         found[at] = as_whole(site, x, result, names[at])
     return found
+
+
+def cast_alike(x: torch.Tensor, *weights: Any) -> tuple[Any, ...]:
+    """A block and its weights as autocast has them."""
+    return autocast(x, *weights) if torch.is_autocast_enabled("cpu") else (x, *weights)
 
 
 # For every combination of input and weights.

@@ -69,10 +69,10 @@ class TransposedConvolution(GridConvolution):
 
     def finish(self, y: Tensor, **weights: Tensor) -> Tensor:
         """Add the bias, once."""
-        if "bias" not in weights:
+        bias, (start, stop) = weights.get("bias"), self._channels
+        if bias is None:
             return y
-        bias, (start, stop) = weights["bias"], self._channels
-        block = bias if len(bias) == stop - start else bias[start:stop]
+        block = bias if bias.shape[0] == stop - start else bias[start:stop]
         return y + block.view(-1, *(1,) * (y.dim() - LEADING))
 
 

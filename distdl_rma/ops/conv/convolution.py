@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,6 +49,10 @@ class GridConvolution(GatherComputeScatter):
         self._steps = ConvolutionArguments.of(options.stencil, workers.groups, transposed)
         self._shape, self._block = computed.box(rank).shape, workers.blocks(row_split).box(rank)
         self._empty = 0 in (*self._shape, *self._block.shape)
+        self._runs = [
+            (channels, rows, self._steps._replace(groups=groups))
+            for channels, rows, groups in workers.runs(self._block)
+        ]
 
     def block(self, weight: Tensor) -> Tensor:
         """This rank's block of a weight, which may be all that there is of it."""
@@ -57,7 +60,7 @@ class GridConvolution(GatherComputeScatter):
             return weight
         return weight[tuple(slice(*bounds) for bounds in self._block.bounds)]
 
-    def compute(self, x: Tensor, **weights: Tensor) -> Tensor:
+    def compute(self, x: Tensor, **weights: Any) -> Tensor:
         """What this rank adds to the output, by torch's autograd."""
         weight, bias = weights["weight"], weights.get("bias")
         if self._empty:
@@ -70,11 +73,13 @@ class GridConvolution(GatherComputeScatter):
 
     def in_runs(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """Channels of the input by rows of the block, of whole groups and parts of groups, side by side."""
-        found = []
-        for channels, rows, groups in self._workers.runs(self._block):
-            steps, part = self._steps._replace(groups=groups), None if bias is None else bias[rows]
-            found.append(convolution(x[:, channels], block[rows], part, steps))
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        if len(self._runs) == 1:
+            return convolution(x, block, bias, self._runs[0][-1])
+        found = [
+            convolution(x[:, channels], block[rows], None if bias is None else bias[rows], steps)
+            for channels, rows, steps in self._runs
+        ]
+        return torch.cat(found, 1)
 
 
 class Convolution(GridConvolution):
@@ -134,7 +139,7 @@ class Convolution(GridConvolution):
         if self.overlaps:
             self._halo.void()
 
-    def carry_out(self, needs: GradientNeeds, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def carry_out(self, needs: GradientNeeds, x: Tensor, weights: Mapping[str, Any]) -> Tensor:
         """What this rank adds to the output; blocking where the halo travels meanwhile."""
         if not self.overlaps:
             return super().carry_out(needs, x, weights)
@@ -148,17 +153,19 @@ class Convolution(GridConvolution):
             x = x.unflatten(1, (-1, width))[:, :, low:high].flatten(1, 2)
         return self.in_runs(x, block, self._rows(bias))
 
-    def phases(self, backward: bool = False) -> Callable[[str], AbstractContextManager[object]]:
-        """Contexts of what the operation does, for a recording."""
-        return self._trace.phases(self.site.name, backward)
+    def marks(self, backward: bool = False) -> Callable[[str], object]:
+        """What is told what the operation does, for a recording."""
+        return self._trace.marks(self.site.name, backward)
 
     def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, Tensor]:
         """Epoch of the halo that is on its way, and what local data gives meanwhile."""
-        phase = self.phases()
-        with phase("start"):
-            epoch = self.start(x)
-        with phase("local"):
-            return epoch, self.local(x, weight, bias)
+        mark = self.marks()
+        mark("start")
+        epoch = self.start(x)
+        mark("local")
+        y = self.local(x, weight, bias)
+        mark("")
+        return epoch, y
 
     def start(self, x: Tensor) -> int:
         """Put this rank's edges into the neighbours' slots; return the epoch."""
@@ -213,9 +220,9 @@ class Convolution(GridConvolution):
     def _rows(self, bias: Tensor | None) -> Tensor | None:
         # What this rank adds of a bias; None if another rank does, with the same outputs.
         start, stop = self._block.bounds[0]
-        if bias is None or len(bias) == stop - start:
+        if bias is None or bias.shape[0] == stop - start:
             return bias
-        return bias[start:stop] if len(bias) else None
+        return bias[start:stop] if bias.shape[0] else None
 
     def fill_weight(
         self, weight: Tensor, core: Tensor | None, strips: list[Tensor | None], fill: Fill
@@ -278,8 +285,10 @@ class _Call:
         self.agreement, self.fill = agreement, fill
 
 
-def _scheduled(call: _Call, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    y: Tensor = _HaloSchedule.apply(x, weights["weight"], weights.get("bias"), anchor(True), call)
+def _scheduled(call: _Call, x: Tensor, weights: Mapping[str, Any]) -> Tensor:
+    weight, bias = weights["weight"], weights.get("bias")
+    root = None if x.requires_grad or weight.requires_grad else anchor(True)
+    y: Tensor = _HaloSchedule.apply(x, weight, bias, root, call)
     return y
 
 
@@ -297,14 +306,15 @@ class _HaloSchedule(OperatorFunction):
         if started is None or operation is not guess:
             started = operation.begin(x, weight, bias)
         epoch, y = started
-        phase, block = operation.phases(), operation.block(weight)
-        with phase("wait"):
-            strips = operation.receive(epoch)
+        mark, block = operation.marks(), operation.block(weight)
+        mark("wait")
+        strips = operation.receive(epoch)
         for strip, data in zip(operation.parts.strips, strips, strict=True):
-            with phase("remote"):
-                part = strip.convolve(data, block)
-            with phase("fuse"):
-                y[strip.place] += part
+            mark("remote")
+            part = strip.convolve(data, block)
+            mark("fuse")
+            y[strip.place] += part
+        mark("")
         if not any(ctx.needs_input_grad[:3]) and not needs.any:
             ctx.mark_non_differentiable(y)
         ctx.operation, ctx.fill, ctx.needs_halo = operation, call.fill, needs.input
@@ -319,27 +329,28 @@ class _HaloSchedule(OperatorFunction):
         operation: Convolution = ctx.operation
         x, weight, bias, *strips = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        phase, parts, block = operation.phases(backward=True), operation.parts, operation.block(weight)
-        with phase("remote"):
-            needs = ctx.needs_halo, needs_weight
-            rim = [
-                strip.convolve_adjoint(gradient[strip.place], data, block, needs)
-                for strip, data in zip(parts.strips, strips, strict=True)
-            ]
+        mark, parts, block = operation.marks(backward=True), operation.parts, operation.block(weight)
+        mark("remote")
+        needs = ctx.needs_halo, needs_weight
+        rim = [
+            strip.convolve_adjoint(gradient[strip.place], data, block, needs)
+            for strip, data in zip(parts.strips, strips, strict=True)
+        ]
         epoch = 0
         if ctx.needs_halo:
-            with phase("start"):
-                epoch = operation.start_adjoint([edge for edge, _ in rim])
+            mark("start")
+            epoch = operation.start_adjoint([edge for edge, _ in rim])
         d_x = d_weight = d_bias = None
-        with phase("local"):
-            if parts.core is not None:
-                own = gradient[parts.core.place]
-                d_x, d_weight = parts.core.convolve_adjoint(own, x, block, (needs_x, needs_weight))
-            if needs_bias:
-                d_bias = operation.fill_bias(bias, gradient, ctx.fill)
+        mark("local")
+        if parts.core is not None:
+            own = gradient[parts.core.place]
+            d_x, d_weight = parts.core.convolve_adjoint(own, x, block, (needs_x, needs_weight))
+        if needs_bias:
+            d_bias = operation.fill_bias(bias, gradient, ctx.fill)
         if needs_weight:
-            with phase("fuse"):
-                d_weight = operation.fill_weight(weight, d_weight, [taps for _, taps in rim], ctx.fill)
+            mark("fuse")
+            d_weight = operation.fill_weight(weight, d_weight, [taps for _, taps in rim], ctx.fill)
+        mark("")
         if ctx.needs_halo:
             d_x = operation.add_adjoint(torch.zeros_like(x) if d_x is None else d_x, epoch)
         return d_x if needs_x else None, d_weight, d_bias, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
@@ -12,6 +13,9 @@ from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced, Grouped, Split
 from distdl_rma.geometry.partition import Partition
 
+# Of blocks with fewer products, or with more of what is read beyond them, halos are not convolved apart.
+_FEW_PRODUCTS = 1 << 23
+_WIDE_HALO = 0.1
 # Grid dimensions of the ranks that compute; the spatial ones follow.
 BATCH, OUT, IN = 0, 1, 2
 _SPACE = 3
@@ -108,6 +112,26 @@ def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: P
     padded = any(window.left or window.right for window in stencil.windows)
     channels = (P_x.shape[1], *workers.grid.shape[1:3])
     return (padding_mode == "zeros" or not padded) and (workers.groups == 1 or max(channels) == 1)
+
+
+def overlap_pays(stencil: Stencil, workers: WorkerGrid, source: Decomposition) -> bool:
+    """Whether halos are worth to be convolved apart, so that all else is convolved while they travel.
+
+    Otherwise one convolution of all that is read takes less: of a small block its calls take longest, and
+    next to a halo that is not small beside it most is computed in strips. Alike on all ranks: of the largest
+    block.
+    """
+    longest = [max(b - a for a, b in map(each.interval, range(each.parts))) for each in source.splits]
+    batch, _, *space = longest
+    rows = -(-workers.weight[0] // workers.grid.shape[workers.rows])
+    products = batch * rows * prod(workers.weight[1:]) * prod(space)
+    # How much of that is read beyond the block.
+    beyond = sum(
+        (window.span - 1) / max(1, n)
+        for window, n, split in zip(stencil.windows, space, source.splits[LEADING:], strict=True)
+        if split.parts > 1
+    )
+    return bool(products > _FEW_PRODUCTS and beyond < _WIDE_HALO)
 
 
 def channels_out(workers: WorkerGrid, source: Decomposition) -> int:

@@ -75,14 +75,23 @@ class OneWay:
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start on a local shard; return it as it moves, and the epoch."""
         # What has no elements may come in any shape and type.
-        x = x.detach().to(self.dtype) if self._nothing is None else self._nothing
-        with self._trace.span("start", self.channel.name, self.backward):
-            return x, self.channel.start(self.channel.cut(as_words(x)))
+        x = x.detach() if self._nothing is None else self._nothing
+        if x.dtype != self.dtype:
+            x = x.to(self.dtype)
+        channel = self.channel
+        mark = self._trace.marks(channel.name, self.backward)
+        mark("start")
+        epoch = channel.start(channel.cut(as_words(x)))
+        mark("")
+        return x, epoch
 
     def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
         """Receive an epoch into a new tensor, blocking. Elements that several ranks own are summed."""
-        with self._trace.span("wait", self.channel.name, self.backward):
-            return self._arrive(x, epoch)
+        mark = self._trace.marks(self.channel.name, self.backward)
+        mark("wait")
+        y = self._arrive(x, epoch)
+        mark("")
+        return y
 
     def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Move one local shard after another; yield what arrives, in order. Blocking.
@@ -179,7 +188,8 @@ class Movement:
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
         """Start and wait, as one operation: nothing is to be done in between."""
-        y: torch.Tensor = _Move.apply(x, anchor(needs_grad), Request(self, x))
+        root = None if x.requires_grad else anchor(needs_grad)
+        y: torch.Tensor = _Move.apply(x, root, Request(self, x))
         return y
 
     def connect(self) -> None:

@@ -83,21 +83,26 @@ class GatherComputeScatter(Operation):
 
     def __init__(self, site: CallSite, reads: bool, works: bool, output: Decomposition) -> None:
         self.site, self.reads, self.works, self.output = site, reads, works, output
+        self._writes = output.partition.active
 
-    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, **weights: Any) -> torch.Tensor:
         """Local output from what was gathered; called on the ranks that compute only."""
         raise NotImplementedError
 
-    def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+    def finish(self, y: torch.Tensor, **weights: Any) -> torch.Tensor:
         """Local output from what was scattered to this rank; called on the ranks of the output only."""
         return y
 
     def carry_out(
-        self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor]
+        self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor | None]
     ) -> torch.Tensor:
         """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
-        with self.site.machine.trace.span("local", self.site.name):
-            return self.compute(x, **weights)
+        machine, name = self.site
+        mark = machine.trace.marks(name)
+        mark("local")
+        y = self.compute(x, **weights)
+        mark("")
+        return y
 
     def movements(self) -> tuple[Movement | None, ...]:
         """Both."""
@@ -109,11 +114,13 @@ class GatherComputeScatter(Operation):
         y = x if self.reads else x.flatten()[:0]
         if self.gather is not None:
             y = self.gather(y, needs.input)
-        if self.works:
+        if self.works and not torch.is_autocast_enabled("cpu"):
+            y = self.carry_out(needs, y, weights)
+        elif self.works:
             with no_autocast():
                 y = self.carry_out(needs, y, weights)
         else:
             y = idle(y, weights.values())
         if self.scatter is not None:
             y = self.scatter(y if self.works else y.new_empty(0) + y.sum(), needs.any)
-        return self.finish(y, **weights) if self.output.partition.active else y
+        return self.finish(y, **weights) if self._writes else y

@@ -110,8 +110,10 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Te
 
 def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     """Bits of a CPU tensor as numpy words, in its shape; no copy, but of lazy conjugates or negatives."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
     # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype.is_complex or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
     word = _WORDS[plain.dtype.itemsize][0]
     return (plain if plain.dtype == word else plain.view(word)).numpy()
 

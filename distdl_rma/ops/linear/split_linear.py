@@ -52,9 +52,7 @@ class SplitLinear(GatherComputeScatter):
         self._adds_bias, self._places, self._matrix = grid.adds_bias, places, matrix
         self._shape, self._dtype = read.box(site.machine.rank).shape, dtype
 
-    def carry_out(
-        self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def carry_out(self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, Any]) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight; blocking where that has to be gathered."""
         if not x.numel():
             # What has no elements may have come in any shape and type.
@@ -71,7 +69,7 @@ class SplitLinear(GatherComputeScatter):
             return linear_function(x, weight, bias, offer)
         return F.linear(x, weight, bias)
 
-    def _bias_among(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def _bias_among(self, weights: Mapping[str, Any]) -> torch.Tensor | None:
         return weights.get("bias") if self._adds_bias else None
 
 

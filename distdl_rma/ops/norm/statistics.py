@@ -176,8 +176,8 @@ class Statistics:
             apart = pair[0] - mean
             return mean, _start(second, pair[1] + self._counts[self._mine] * apart * apart)()
         # The norm allreduce of the forward, in one round: each rank reduces what it gets.
-        arrive = self.trace.depart("allreduce", self._title)
         mark("start")
+        arrive = self.trace.depart("allreduce", self._title)
         self._round.start(self._row)
         mark("wait")
         rows = self._round.wait().reshape(self._rows)

@@ -45,6 +45,7 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
         super().__init__(site, rank in source.partition, rank in P_y, output)
         self.extents, self.box, self.dtype = source.shape[LEADING:], output.box(rank), dtype
         self._prepare(source, options)
+        self._empty = self.box.empty
 
     def _prepare(self, source: Decomposition, options: T) -> None:
         """Set what this rank gathers, and what it computes with."""
@@ -52,7 +53,7 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
 
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Local outputs; those without elements come from no computation."""
-        if not self.box.empty:
+        if not self._empty:
             return self._local(x)
         y = x.new_zeros(self.box.shape, dtype=self.dtype)
         return y + x.sum().to(y.dtype) if x.requires_grad else y

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma.geometry import Box, Partition, Stencil
-from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, can_overlap, group_runs
+from distdl_rma.geometry import Box, Decomposition, Partition, Stencil
+from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.ops.conv.worker_grid import IN, OUT, WorkerGrid, can_overlap, group_runs, overlap_pays
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 6))
@@ -64,3 +64,20 @@ def test_only_sums_over_disjoint_boxes_overlap(mode, groups, channels, overlaps)
     padded, bare = (Stencil.of((3,), (1,), (1,), ((n, n),)) for n in (1, 0))
     assert can_overlap(padded, mode, workers, P_x) is overlaps
     assert can_overlap(bare, mode, workers, P_x) is (overlaps or mode == "reflect")
+
+
+@pytest.mark.parametrize(
+    ("channels", "rows", "columns", "pays"),
+    [(16, 256, 256, True), (4, 16, 16, False), (64, 64, 64, True), (256, 16, 16, False)],
+)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_halos_are_convolved_apart_where_blocks_are_large(channels, rows, columns, pays, uneven):
+    stencil = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))
+    for rank in range(2):
+        P_x = Partition((0, 1), (1, 1, 2, 1), rank)
+        source = Decomposition.balanced(P_x, (1, channels, rows, columns))
+        if uneven:
+            source = source.with_splits({2: Listed((rows // 2 + 1, rows // 2 - 1))})
+        grid = P_x.create_cartesian_topology_partition((1, 1, 1, 2, 1))
+        workers = WorkerGrid(grid, OUT, 1, (channels, channels, 3, 3))
+        assert overlap_pays(stencil, workers, source) == pays

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -11,13 +11,11 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution
-from distdl_rma.ops.conv.convolution import Convolution, convolve
-from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap
-from distdl_rma.ops.core.operation import Agreed
-from distdl_rma.ops.core.tensors import autocast
+from distdl_rma.ops.conv.convolution import Convolution
+from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap, overlap_pays
 from distdl_rma.split import layout as lay
-from distdl_rma.split.operands import as_whole, machine_of, needs_of, on_copies
-from distdl_rma.split.site import Site, site_of
+from distdl_rma.split.operands import cast_alike, cut_site, needs_of, on_copies, wholes
+from distdl_rma.split.site import Site
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
@@ -30,6 +28,7 @@ _DIMS = {
     "conv_transpose3d": 3,
 }
 
+_TRANSPOSED = frozenset(name for name in _DIMS if name.startswith("conv_transpose"))
 _WEIGHTS = "weight", "bias"
 
 
@@ -76,63 +75,62 @@ def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tupl
 @rule("window", *_DIMS)
 def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank convolves its block with the whole weight; halos travel meanwhile, overlaps are summed."""
-    dims = _DIMS[func.__name__]
-    transposed = func.__name__.startswith("conv_transpose")
+    name = func.__name__
+    transposed = name in _TRANSPOSED
     arguments = (_transposed_arguments if transposed else _conv_arguments)(*args, **kwargs)
-    x, weight, bias, stride, padding, dilation, groups, extra = arguments
-    if not isinstance(x, SplitTensor) or not x.is_split or not x.numel():
+    x, weight, bias, *others = arguments
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    if x.dim() == dims + 1:
-        batch = composed(torch.unsqueeze, x, 0)
-        given = [batch, weight, bias, stride, padding, dilation, groups]
-        if transposed:
-            given = [batch, weight, bias, stride, padding, extra, groups, dilation]
-        return composed(torch.squeeze, composed(func, *given), 0)
-    site, layout = site_of(machine_of(x), func), x._layout
-    others = (
-        None if w is None else as_whole(site, w, layout, what)
-        for w, what in zip((weight, bias), _WEIGHTS, strict=True)
-    )
-    local, weight, bias = cast("tuple[Any, ...]", autocast(local_of(x), *others))
-    stride, dilation, extra = (each_dim(value, dims) for value in (stride, dilation, extra))
-    key = layout, local.dtype, tuple(weight.shape), stride, str(padding), dilation, groups, extra
+    layout, dims = x._layout, _DIMS[name]
+    if len(layout.shape) == dims + 1:
+        return _of_one_sample(func, *arguments)
+    weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
+    local, weight, bias = cast_alike(local_of(x), weight, bias)
+    # Lists have no hash.
+    key = layout, local.dtype, weight.shape, *[tuple(n) if type(n) is list else n for n in others]
 
     def make() -> tuple[Any, Decomposition]:
-        if transposed and any(n >= max(most) for n, *most in zip(extra, stride, dilation, strict=True)):
-            raise ShapeError(f"{site.name}: output padding {extra} must be smaller than stride or dilation")
-        kernel = tuple(weight.shape[2:])
-        stencil = Stencil.of(kernel, stride, dilation, _sides(padding, kernel, dilation))
-        operation = _operation(
-            site, stencil, layout, tuple(weight.shape), groups, local.dtype, extra if transposed else None
-        )
+        operation = _operation(site, layout, tuple(weight.shape), local.dtype, transposed, *others)
         return operation, lay.with_splits(layout, dict(enumerate(operation.output.splits)))
 
     if weight.dtype != local.dtype:
         raise ShapeError(f"{site.name}: input is {local.dtype}, the weight {weight.dtype}")
     operation, output = site.kept(key, make)
-    weights = {what: w for what, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
-    needs = needs_of(local, *weights.values())
-    if transposed:
-        return SplitTensor(operation(needs, local, **weights), output)
-    return SplitTensor(convolve(Agreed(operation, needs), operation.overlaps, local, weights)[0], output)
+    y = operation(needs_of(local, weight, bias), local, weight=weight, bias=bias)
+    return SplitTensor(y, output)
+
+
+def _of_one_sample(func: Any, x: Any, weight: Any, bias: Any, *others: Any) -> Any:
+    stride, padding, dilation, groups, extra = others
+    given = [composed(torch.unsqueeze, x, 0), weight, bias, stride, padding]
+    given += [extra, groups, dilation] if func.__name__ in _TRANSPOSED else [dilation, groups]
+    return composed(torch.squeeze, composed(func, *given), 0)
 
 
 def _operation(
     site: Site,
-    stencil: Stencil,
     layout: Decomposition,
     weight: tuple[int, ...],
-    groups: int,
     dtype: torch.dtype,
-    extra: Sequence[int] | None,
+    transposed: bool,
+    *others: Any,
 ) -> Any:
-    source, rows = lay.on_grid(layout), OUT if extra is None else IN
+    stride, padding, dilation, groups, extra = others
+    kernel = weight[2:]
+    stride, dilation, extra = (each_dim(value, len(kernel)) for value in (stride, dilation, extra))
+    if transposed and any(n >= max(most) for n, *most in zip(extra, stride, dilation, strict=True)):
+        raise ShapeError(f"{site.name}: output padding {extra} must be smaller than stride or dilation")
+    stencil = Stencil.of(kernel, stride, dilation, _sides(padding, kernel, dilation))
+    source, rows = lay.on_grid(layout), IN if transposed else OUT
     batch, channels, *space = source.partition.shape
     both = [channels if d == rows else 1 for d in (OUT, IN)]
     grid = source.partition.create_cartesian_topology_partition((batch, *both, *space))
     workers = WorkerGrid(grid, rows, groups, weight)
     overlaps = can_overlap(stencil, "zeros", workers, source.partition)
+    if transposed:
+        options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps)
+        return TransposedConvolution(site.call_site, options, source, source.partition, dtype, extra)
+    overlaps = overlaps and overlap_pays(stencil, workers, source)
     options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps)
-    if extra is None:
-        return Convolution(site.call_site, options, source, source.partition, dtype)
-    return TransposedConvolution(site.call_site, options, source, source.partition, dtype, extra)
+    return Convolution(site.call_site, options, source, source.partition, dtype)

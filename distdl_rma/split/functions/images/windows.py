@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -21,7 +22,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import all_sum, redistributed
-from distdl_rma.split.operands import machine_of, needs_of, on_copies
+from distdl_rma.split.operands import cut_site, machine_of, needs_of, on_copies
 from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
@@ -35,6 +36,7 @@ def named(*patterns: str) -> tuple[str, ...]:
     return tuple(pattern.format(dims) for pattern in patterns for dims in _DIMS)
 
 
+@cache
 def dims_of(func: Any) -> int:
     """Spatial dimensions that a function says in its name."""
     return next(int(letter) for letter in func.__name__ if letter.isdigit())
@@ -45,10 +47,10 @@ def on_meta(func: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any, **k
     return func(torch.empty(tuple(shape), dtype=dtype, device="meta"), *args, **kwargs)
 
 
-def _widened(x: torch.Tensor, applies: bool) -> torch.Tensor:
+def _widened(x: torch.Tensor) -> torch.Tensor:
     # Under autocast torch computes these in float32.
     short = x.dtype in (torch.bfloat16, torch.float16)
-    return x.float() if applies and short and torch.is_autocast_enabled("cpu") else x
+    return x.float() if short and torch.is_autocast_enabled("cpu") else x
 
 
 def windowed(
@@ -65,7 +67,8 @@ def windowed(
     ``key`` tells its options apart, which are made, and checked, when it is.
     """
     batched = len(layout.shape) == dims + _LEADING
-    x = _widened(x, dims == _DIMS[-1] and kind is not Resizing)
+    if dims == _DIMS[-1] and kind is not Resizing:
+        x = _widened(x)
 
     def make() -> tuple[Any, Decomposition]:
         options = make_options()
@@ -127,10 +130,10 @@ def _avg_pool(
 def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
     x, kernel, stride, padding, dilation, ceil_mode, indices = _max_pool(*args, **kwargs)
-    if not x.is_split or not x.numel():
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    dims, indices = dims_of(func), indices or func.__name__.endswith("_with_indices")
-    site, local = site_of(machine_of(x), func), local_of(x)
+    dims, indices, local = dims_of(func), indices or func.__name__.endswith("_with_indices"), local_of(x)
 
     def make() -> MaxPoolOptions:
         _torch_agrees(torch.nn.functional, f"max_pool{dims}d", x, args[1:], kwargs)
@@ -170,9 +173,10 @@ def _largest(
 def avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mean of each window, which a rank's outputs fetch."""
     x, kernel, stride, padding, ceil_mode, count_pad, divisor = _avg_pool(*args, **kwargs)
-    if not x.is_split or not x.numel():
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    dims, site, local = dims_of(func), site_of(machine_of(x), func), local_of(x)
+    dims, local = dims_of(func), local_of(x)
 
     def make() -> AvgPoolOptions:
         _torch_agrees(torch.nn.functional, f"avg_pool{dims}d", x, args[1:], kwargs)
@@ -192,9 +196,10 @@ def lp_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return input, float(norm_type), kernel_size, stride, ceil_mode
 
     x, norm, kernel, stride, ceil_mode = arguments(*args, **kwargs)
-    if not x.is_split or not x.numel():
+    site = cut_site(func, x)
+    if site is None:
         return on_copies(func, args, kwargs)
-    dims, site, local, layout = dims_of(func), site_of(machine_of(x), func), local_of(x), x._layout
+    dims, local, layout = dims_of(func), local_of(x), x._layout
     key, largest = str((kernel, stride, ceil_mode)), abs(norm) == float("inf")
 
     def make() -> Any:
@@ -230,7 +235,7 @@ def averaged(
 ) -> SplitTensor:
     """Adaptive averages of a split tensor."""
     dims, site, layout = len(size), site_of(machine_of(x), func), x._layout
-    local = _widened(local_of(x), dims == _DIMS[-1])
+    local = _widened(local_of(x)) if dims == _DIMS[-1] else local_of(x)
 
     def check() -> bool:
         if 0 in layout.shape[-dims:]:
@@ -355,7 +360,9 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _padded(
     func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
 ) -> SplitTensor:
-    layout, local = x._layout, _widened(local_of(x), mode in ("reflect", "replicate"))
+    layout, local = x._layout, local_of(x)
+    if mode in ("reflect", "replicate"):
+        local = _widened(local)
     dims = len(layout.shape)
     by_dim = {dims - 1 - at: (sides[2 * at], sides[2 * at + 1]) for at in range(len(sides) // 2)}
     padded = [d for d in range(dims) if by_dim.get(d, (0, 0)) != (0, 0)]

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
+from distdl_rma.ops.conv import worker_grid
 from tests.split.against_whole import block, check
 
 CASES = {
@@ -28,10 +29,17 @@ CASES = {
 }
 
 
+OVERLAPPING = [(case, True) for case in CASES if "transposed" not in case]
+
+
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_are_those_of_the_whole(P_world, case):
+@pytest.mark.parametrize(("case", "overlaps"), [*((case, False) for case in CASES), *OVERLAPPING])
+def test_results_and_gradients_are_those_of_the_whole(P_world, monkeypatch, case, overlaps):
+    # Of blocks as small as these no halo would be convolved apart.
+    if overlaps:
+        monkeypatch.setattr(worker_grid, "_FEW_PRODUCTS", 0)
+        monkeypatch.setattr(worker_grid, "_WIDE_HALO", 1000.0)
     function, shape, weight, options = CASES[case]
     x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, weight))
     outputs = function(x, w, **options).shape[1]
