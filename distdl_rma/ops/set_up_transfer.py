@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import Movement
 from distdl_rma.ops.core.tensors import as_tensor, numpy_dtype
+from distdl_rma.segments.collectives.assembly import Assembly
 from distdl_rma.segments.collectives.broadcast import Bcast
 
 # Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.
 PASS_NBYTES = 1 << 19
+_WORD = 8
 
 
 def broadcast_from_first(
@@ -25,7 +28,8 @@ def broadcast_from_first(
 ) -> None:
     """Overwrite tensors on all ranks by those of the first one; collective over ``ranks``, blocking.
 
-    All tensors travel one behind the other, in passes of half a MiB. Each rank's segment holds two passes
+    Nothing travels but a digest where they are alike, as those of layers on ranks with one seed. Otherwise
+    all tensors travel one behind the other, in passes of half a MiB. Each rank's segment holds two passes
     meanwhile, the first one's too: on a node all load from one rank, and between nodes MPI's broadcast
     carries one copy to each. ``MismatchError`` if the ranks' tensors differ in shape or type, in the order
     given, ``UnsupportedError`` if a type does not move between ranks.
@@ -37,10 +41,23 @@ def broadcast_from_first(
     # The tensors themselves, unless their elements do not lie one behind the other as they are.
     plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in filled]
     title = f"{name} (initial values, {fingerprint(kinds):014x})"
-    _broadcast(machine, ranks, [tensor.view(-1).view(torch.uint8) for tensor in plain], title)
+    vectors = [tensor.view(-1).view(torch.uint8) for tensor in plain]
+    if not vectors or _are_alike(machine, ranks, vectors, title):
+        return
+    _broadcast(machine, ranks, vectors, title)
     for tensor, copy in zip(filled, plain, strict=True):
         if copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)
+
+
+def _are_alike(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], title: str) -> bool:
+    digest = blake2b(digest_size=2 * _WORD)
+    for vector in vectors:
+        digest.update(vector.numpy().data)
+    first, second = (int(word) for word in np.frombuffer(digest.digest(), np.int64))
+    assembly = Assembly.of(machine.segments, ranks)
+    assembly.start(title, fingerprint(title), first, second, 0)
+    return assembly.wait()
 
 
 def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], name: str) -> None:

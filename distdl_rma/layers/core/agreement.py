@@ -252,21 +252,23 @@ class ShapeAgreement(Generic[P]):
             self._said = mine, mine.encode(self._inputs).tobytes(), mine.key
         _, row, key = self._said
         proposal = self._proposal = self._memory.proposal(row)
-        if self._assembly is not None:
-            self._assembly.start(self._title, self._code, proposal, 0, 0)
-        elif len(self._ranks) > 1:
-            self._meet(proposal)
+        if len(self._ranks) > 1:
+            if self._assembly is None:
+                self._assembly = self._meet()
+            # What is new says what it is: all may say the same.
+            self._assembly.start(self._title, self._code, proposal, 0 if proposal else fingerprint(row), 0)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._memory[proposal].plan is not self.last:
             # Where all ranks propose it, none has started on the last one.
             self.guess = None
 
-    def _meet(self, proposal: int) -> None:
+    def _meet(self) -> Assembly:
         self._title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
         self._code = fingerprint(self._title)
         with self._telling():
-            self._assembly = Assembly.of(self._machine.segments, self._ranks)
-            self._assembly.start(self._title, self._code, proposal, 0, 0)
+            assembly = Assembly.of(self._machine.segments, self._ranks)
+            assembly.connect()
+        return assembly
 
     def settle(self) -> tuple[P, GradientNeeds]:
         """Plan that holds for this call, and what any rank needs the gradient of.
@@ -277,10 +279,11 @@ class ShapeAgreement(Generic[P]):
         if self._said is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
         (mine, row, key), memory = self._said, self._memory
-        number = self._proposal if self._all_propose_it() else UNKNOWN
+        alike = self._all_say_the_same()
+        number = self._proposal if alike else UNKNOWN
         if not number:
             with self._telling():
-                number = self._heard(mine, row)
+                number = self._heard(mine, row, alike)
         state = memory[number]
         if number != memory.number:
             memory.come_to(number, row)
@@ -289,7 +292,7 @@ class ShapeAgreement(Generic[P]):
             self._outcome.tell()
         return state.plan, state.needs
 
-    def _all_propose_it(self) -> bool:
+    def _all_say_the_same(self) -> bool:
         if self._assembly is None:
             return True
         with self._machine.trace.span("agree", self._name):
@@ -312,9 +315,11 @@ class ShapeAgreement(Generic[P]):
                 self._outcome.tell(error)
             raise
 
-    def _heard(self, mine: InputFacts, row: bytes) -> int:
-        # The number of what all ranks say now, which they tell each other.
-        rows = [row] if self._assembly is None else self._assembly.gather(self._title, row)
+    def _heard(self, mine: InputFacts, row: bytes, alike: bool) -> int:
+        # The number of what all ranks say now, which they tell each other unless it is the same.
+        rows = [row] * len(self._ranks)
+        if self._assembly is not None and not alike:
+            rows = self._assembly.texts(row, len(row))
         # Most ranks say what others say too.
         decoded = {each: InputFacts.decode(np.frombuffer(each, np.int64).tolist()) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}

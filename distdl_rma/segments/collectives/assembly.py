@@ -47,6 +47,10 @@ class Assembly:
             found = manager.kept[key] = cls(manager, ranks)
         return found
 
+    def connect(self) -> None:
+        """Exchange addresses, once; collective, blocking."""
+        self._vote.connect()
+
     def start(self, title: str, code: int, *words: int) -> None:
         """Say three integers of 64 bits; ``code`` is the fingerprint of the title. Does not wait."""
         self._title, self._code = title, code
@@ -71,9 +75,10 @@ class Assembly:
         self.start(title, fingerprint(title), len(text), fingerprint(text), 0)
         if self.wait():
             return [text] * len(self.ranks)
-        return self._all_of(text, self.largest[0])
+        return self.texts(text, self.largest[0])
 
-    def _all_of(self, text: bytes, longest: int) -> list[bytes]:
+    def texts(self, text: bytes, longest: int) -> list[bytes]:
+        """Texts of all ranks, in their order, of so many bytes at most; blocking, collective."""
         if self._passes is None:
             self._passes = Allgather(
                 self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
@@ -92,7 +97,7 @@ class Assembly:
     def _refuse(self) -> None:
         # Those that are elsewhere come here too.
         text = f"{self._code:0{_CODE}x}{self._title}".encode()[:_TITLE_NBYTES]
-        titles = self._all_of(text, _TITLE_NBYTES)
+        titles = self.texts(text, _TITLE_NBYTES)
         at, other = next((at, title) for at, title in enumerate(titles) if title != titles[0])
         first, second = (repr(title[_CODE:].decode(errors="ignore")) for title in (titles[0], other))
         raise MismatchError(
