@@ -85,6 +85,8 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     layout, dims = x._layout, _DIMS[name]
     if len(layout.shape) == dims + 1:
         return _of_one_sample(func, *arguments)
+    if x._local.is_complex() and weight.is_complex():
+        return composed(_of_complex, func, *arguments)
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
     local, weight, bias = cast_alike(local_of(x), weight, bias)
     # Lists have no hash.
@@ -102,10 +104,24 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _of_one_sample(func: Any, x: Any, weight: Any, bias: Any, *others: Any) -> Any:
-    stride, padding, dilation, groups, extra = others
-    given = [composed(torch.unsqueeze, x, 0), weight, bias, stride, padding]
-    given += [extra, groups, dilation] if func.__name__ in _TRANSPOSED else [dilation, groups]
+    given = composed(torch.unsqueeze, x, 0), weight, bias, *_in_order(func, others)
     return composed(torch.squeeze, composed(func, *given), 0)
+
+
+def _of_complex(func: Any, x: Any, weight: Any, bias: Any, *others: Any) -> Any:
+    # As torch: three convolutions of real numbers.
+    how = _in_order(func, others)
+    real, imag = func(x.real, weight.real, None, *how), func(x.imag, weight.imag, None, *how)
+    both = func(x.real + x.imag, weight.real + weight.imag, None, *how)
+    y = torch.complex(real - imag, both - real - imag)
+    return y if bias is None else y + bias.view(-1, *(1,) * (x.dim() - 2))
+
+
+def _in_order(func: Any, others: Sequence[Any]) -> tuple[Any, ...]:
+    # As torch's function takes them behind the bias.
+    stride, padding, dilation, groups, extra = others
+    behind = (extra, groups, dilation) if func.__name__ in _TRANSPOSED else (dilation, groups)
+    return stride, padding, *behind
 
 
 def _operation(

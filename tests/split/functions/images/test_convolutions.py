@@ -48,6 +48,17 @@ def test_results_and_gradients_are_those_of_the_whole(P_world, monkeypatch, case
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("case", ["strided", "transposed"])
+def test_complex_numbers(P_world, case):
+    function, shape, weight, options = CASES[case]
+    x, w = (torch.randn(s, dtype=torch.complex128, requires_grad=True) for s in (shape, weight))
+    b = torch.randn(function(x, w, **options).shape[1], dtype=torch.complex128, requires_grad=True)
+    check(P_world, lambda x, w, b: function(x, w, b, **options), [x], [w, b])
+    check(P_world, lambda x, w: function(x, w, **options), [x], [w])
+
+
+@pytest.mark.mpi
 def test_an_image_without_a_batch(P_world):
     x = torch.randn(3, 8, 7, dtype=torch.float64, requires_grad=True)
     w = torch.randn(2, 3, 3, 3, dtype=torch.float64, requires_grad=True)
