@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from benchmarks.measure import WARM_UPS, compare, in_turn, summary
 
 
@@ -26,8 +24,8 @@ def test_a_row_has_medians_and_half_the_distance_of_the_quartiles():
 
 def test_what_takes_longer_has_the_higher_ratio():
     row = compare(
-        "slow", lambda: time.sleep(4e-3), lambda: time.sleep(1e-3), against="fast", target=2.0, repetitions=5
+        "slow", lambda: time.sleep(0.05), lambda: None, against="fast", target=2.0, inner=1, repetitions=4
     )
-    assert row.ratio > 1.5
-    assert row.ours_us == pytest.approx(4000, rel=0.9)
+    assert row.ratio > 1
+    assert row.ours_us >= 50_000
     assert (row.what, row.baseline, row.target, row.unit) == ("slow", "fast", 2.0, "us")
