@@ -19,7 +19,7 @@ from distdl_rma.segments import Allreduce
 # Elements of float32, name, ratio to reach, calls per sample.
 SIZES = (
     (512, "2 KiB", 1.2, 200),
-    (64 << 10, "256 KiB", 0.4, 50),
+    (64 << 10, "256 KiB", 0.38, 50),
     (25 << 18, "25 MiB", 0.8, 2),
     (100 << 18, "100 MiB", 0.5, 1),
 )

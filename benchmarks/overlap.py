@@ -34,6 +34,8 @@ REPETITIONS = 7
 LONGER = 2.5
 # Of the exchange, what may be left in view.
 EXPOSED = 0.1
+# Puts in a row, and microseconds for each: 50,000 per second.
+STREAM, STREAM_US = 1000, 20.0
 RESULTS, ROWS = Path("bench-output/overlap.json"), Path("bench-output/overlap-rows.json")
 
 
@@ -100,6 +102,33 @@ def measure(progress: str) -> Sample:
         return Sample(alone, statistics.median(compute), statistics.median(together), added)
 
 
+def stream_row() -> Row:
+    """Notified puts of 8 bytes from one host to the other, each seen there; seconds of one, of a budget."""
+    with Machine(COMM, segment_size="16MiB", transport="remote") as machine:
+        buffer = machine.segments.get_segment_buffer(8 * STREAM, notifications=STREAM)
+        peer = 1 - machine.rank
+        remote, data = buffer.exchange({peer: ()})[peer], np.ones(8, np.uint8)
+
+        def stream() -> None:
+            if machine.rank == 0:
+                for at in range(STREAM):
+                    remote.put_notify(data, at, offset=8 * at)
+                remote.flush()
+                buffer.notify_wait(0)
+                buffer.notify_reset(0)
+            else:
+                for at in range(STREAM):
+                    buffer.notify_wait(at)
+                    buffer.notify_reset(at)
+                remote.notify(0)
+                remote.flush()
+
+        stream()
+        samples = [1e6 * timed(stream) / STREAM for _ in range(REPETITIONS)]
+        what = f"stream of {STREAM} notified puts of 8 B, two hosts, one of them"
+        return Row(what, f"{STREAM_US:g} us", *summary(samples), STREAM_US, 0.0, 1.0)
+
+
 def median(call: Callable[[], object]) -> float:
     """Median seconds of a call, after a warm-up."""
     call()
@@ -123,6 +152,7 @@ def main() -> None:
         sample = measure(progress)
         rows[progress] = {**sample._asdict(), "exposed": round(sample.exposed, 3)}
         run = replace(run, rows=(*run.rows, sample.row(progress)))
+    run = replace(run, rows=(*run.rows, stream_row()))
     steps = step.measure()
     run = replace(run, rows=(*run.rows, *steps.rows()))
     rows["step"] = steps.as_dict()

@@ -1,10 +1,11 @@
-"""One-sided communication against mpi4py: notified puts, notifications, and what a channel holds."""
+"""One-sided communication against mpi4py: puts, notifications, atomics, barriers; what a channel holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
+from mpi4py import MPI
 
 from benchmarks.measure import COMM, Row, compare
 from distdl_rma import Machine
@@ -14,7 +15,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments import Channel
 
 # Bytes, name, ratio to reach, round trips per sample.
-PUTS = ((8, "8 B", 0.9, 500), (64 << 10, "64 KiB", 0.3, 200), (1 << 20, "1 MiB", 0.35, 50))
+PUTS = ((8, "8 B", 0.85, 500), (64 << 10, "64 KiB", 0.3, 200), (1 << 20, "1 MiB", 0.35, 50))
 STREAM = 500
 
 
@@ -23,6 +24,8 @@ def rows(machine: Machine) -> Iterator[Row]:
     for nbytes, label, target, repeats in PUTS:
         yield notified_put(machine, nbytes, label, target, repeats)
     yield notifications(machine)
+    yield fetch_add(machine)
+    yield barrier(machine)
     yield channel_memory(machine)
 
 
@@ -95,6 +98,42 @@ def notifications(machine: Machine) -> Row:
     )
     COMM.Barrier()
     buffer.free()
+    return row
+
+
+def fetch_add(machine: Machine) -> Row:
+    """An integer of the peer, added to and fetched by both ranks at the same time."""
+    buffer = machine.segments.get_segment_buffer(8)
+    peer = 1 - machine.rank
+    remote = buffer.exchange({peer: ()})[peer]
+    window = MPI.Win.Allocate(8, comm=COMM)
+    window.Lock_all()
+    one, old = np.ones(1, np.int64), np.empty(1, np.int64)
+
+    def of_mpi() -> None:
+        window.Fetch_and_op(one, old, peer)
+        window.Flush(peer)
+
+    row = compare(
+        "fetch_add",
+        lambda: remote.fetch_add(0, 1),
+        of_mpi,
+        against="mpi4py Fetch_and_op and Flush",
+        target=1.2,
+        inner=500,
+    )
+    window.Unlock_all()
+    window.Free()
+    COMM.Barrier()
+    buffer.free()
+    return row
+
+
+def barrier(machine: Machine) -> Row:
+    """A barrier of all ranks."""
+    everyone = machine.group(name="barrier")
+    row = compare("barrier", everyone.barrier, COMM.Barrier, against="mpi4py Barrier", target=1.2, inner=500)
+    everyone.close()
     return row
 
 

@@ -91,7 +91,7 @@ def norm_row(machine: Machine) -> Row:
         lambda: step(layer),
         lambda: step(bare),
         against="bare local tile",
-        target=1.15,
+        target=1.25,
         inner=20,
     )
 
