@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from distdl_rma.errors import UnsupportedError
 from distdl_rma.process_group.core import Tensor
 from distdl_rma.process_group.movements import Movements
 from distdl_rma.process_group.points import Points
@@ -62,6 +63,21 @@ class RmaProcessGroup(Reductions, Movements):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Take what the group is for."""
         self._description = description
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Have waits that begin from now on end after another time."""
+        self._timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_backend(self, device: torch.device) -> RmaProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise UnsupportedError(
+                f"{self._who('a call')}: backend 'rma' is for tensors on cpu, not {device}"
+            )
+        return self
 
     @property
     def _device_types(self) -> list[torch.device]:
