@@ -23,7 +23,8 @@ class WindowGather:
     ``source`` says who owns which part of the input (batch, channel, *spatial), ``outputs`` who computes
     which outputs: as the input in batch and channels, the outputs in space. ``value`` is what a constant
     padding holds. ``region`` is what this rank reads in space, padding included, ``held`` what the movement
-    brings of it. ``ShapeError`` if the padding is wider than the mode allows for this global input.
+    brings of it, ``complete`` if there is nothing to add. ``ShapeError`` if the padding is wider than the
+    mode allows for this global input.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class WindowGather:
         self.region = Box(outputs.with_splits(dict(reads)).box(rank).bounds[LEADING:])
         target = outputs.with_splits(needs)
         self.held = Box(target.box(rank).bounds[LEADING:])
-        self._complete = self.held == self.region or mode in ("zeros", "circular")
+        self.complete = self.held == self.region or mode in ("zeros", "circular")
         self._inside = (slice(None), slice(None), *(self.held & self.region).slices(self.region))
         images = _images(stencil, extents) if mode == "circular" else ()
         self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
     def add_padding(self, x: torch.Tensor) -> torch.Tensor:
         """Add the padding to what the movement brought; of the shape of ``region`` in space."""
-        if self._complete:
+        if self.complete:
             return x
         if self.mode == "constant":
             y = x.new_full((*x.shape[:LEADING], *self.region.shape), self.value)

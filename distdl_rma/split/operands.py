@@ -57,7 +57,10 @@ def cut_site(func: Any, x: Any) -> Site | None:
     if not isinstance(x, SplitTensor):
         return None
     layout = x._layout
-    return None if not layout.cut_dims or 0 in layout.shape else site_of(machine_of(x), func)
+    if not layout.cut_dims or 0 in layout.shape:
+        return None
+    home = layout.partition.home
+    return site_of(home if isinstance(home, Machine) and not home.segments.closed else machine_of(x), func)
 
 
 @rule("copies", WITHOUT_RULE)

@@ -148,7 +148,8 @@ class Convolution(GridConvolution):
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """That of what was gathered."""
         (_, width, *_), (low, high) = self._workers.weight, self._block.bounds[1]
-        x = self._window.add_padding(x)
+        if not self._window.complete:
+            x = self._window.add_padding(x)
         if self._workers.groups > 1 and high - low < width:
             x = x.unflatten(1, (-1, width))[:, :, low:high].flatten(1, 2)
         return self.in_runs(x, block, self._rows(bias))

@@ -83,7 +83,8 @@ class GatherComputeScatter(Operation):
 
     def __init__(self, site: CallSite, reads: bool, works: bool, output: Decomposition) -> None:
         self.site, self.reads, self.works, self.output = site, reads, works, output
-        self._writes = output.partition.active
+        # Whether something is left to do with what this rank gets.
+        self._finishes = output.partition.active and type(self).finish is not GatherComputeScatter.finish
 
     def compute(self, x: torch.Tensor, **weights: Any) -> torch.Tensor:
         """Local output from what was gathered; called on the ranks that compute only."""
@@ -98,11 +99,10 @@ class GatherComputeScatter(Operation):
     ) -> torch.Tensor:
         """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
         machine, name = self.site
-        mark = machine.trace.marks(name)
-        mark("local")
-        y = self.compute(x, **weights)
-        mark("")
-        return y
+        if machine.trace.recording is None:
+            return self.compute(x, **weights)
+        with machine.trace.span("local", name):
+            return self.compute(x, **weights)
 
     def movements(self) -> tuple[Movement | None, ...]:
         """Both."""
@@ -123,4 +123,4 @@ class GatherComputeScatter(Operation):
             y = idle(y, weights.values())
         if self.scatter is not None:
             y = self.scatter(y if self.works else y.new_empty(0) + y.sum(), needs.any)
-        return self.finish(y, **weights) if self._writes else y
+        return self.finish(y, **weights) if self._finishes else y

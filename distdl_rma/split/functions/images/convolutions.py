@@ -89,8 +89,10 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return composed(_of_complex, func, *arguments)
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
     local, weight, bias = cast_alike(local_of(x), weight, bias)
-    # Lists have no hash.
-    key = layout, local.dtype, weight.shape, *[tuple(n) if type(n) is list else n for n in others]
+    if list in map(type, others):
+        # Lists have no hash.
+        others = [tuple(n) if isinstance(n, list) else n for n in others]
+    key = layout, local.dtype, weight.shape, *others
 
     def make() -> tuple[Any, Decomposition]:
         operation = _operation(site, layout, tuple(weight.shape), local.dtype, transposed, *others)

@@ -1,0 +1,160 @@
+"""Calls of Python and of C that a step takes on one rank, waiting apart: exact, and alike on every machine.
+
+By hand, with what is called and how often: ``mpiexec -n 2 python -m mpi4py -m tests.call_counts norm``.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import Machine, shard
+from distdl_rma.ops.core.autograd import synchronise
+
+# What looks whether others are there does so as often as they are late, and looks for what it waits for.
+_WAITS = frozenset({"until", "_wait", "arrived", "advance", "flag_after"})
+_SEGMENTS = "/distdl_rma/segments/"
+_WARM_UPS = 4
+Profile = Counter[tuple[str, str]]
+
+
+class Calls(NamedTuple):
+    """Functions of Python that were entered, and functions of C that Python called."""
+
+    python: int
+    c: int
+
+    def within(self, most: Calls) -> bool:
+        return self.python <= most.python and self.c <= most.c
+
+    def __str__(self) -> str:
+        return f"{self.python}/{self.c}"
+
+
+def profile_of(act: Callable[[], Any]) -> Profile:
+    """What a call calls on this thread, by file and name, for functions of C under an empty file."""
+    found: Profile = Counter()
+    waits = 0
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        nonlocal waits
+        waiting = frame.f_code.co_name in _WAITS and _SEGMENTS in frame.f_code.co_filename
+        if event == "call":
+            waits += waiting
+            if not waits:
+                found[frame.f_code.co_filename.rpartition("/distdl_rma/")[2], frame.f_code.co_name] += 1
+        elif event == "return":
+            waits -= waiting
+        elif event == "c_call" and not waits and argument is not sys.setprofile:
+            found["", argument.__qualname__] += 1
+
+    collects = gc.isenabled()
+    gc.disable()
+    sys.setprofile(look)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+        if collects:
+            gc.enable()
+    # That of what was to be counted.
+    found[__file__, act.__code__.co_name] -= 1
+    return found
+
+
+def total(found: Profile) -> Calls:
+    """Sums of a profile."""
+    c = sum(number for (file, _), number in found.items() if not file)
+    return Calls(sum(found.values()) - c, c)
+
+
+def most(found: Profile) -> Calls:
+    """The most of any rank; collective over all."""
+    return Calls(*map(max, zip(*MPI.COMM_WORLD.allgather(total(found)), strict=True)))
+
+
+def steps(machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Functions of split tensors, by name; each is to be called in one place, which keeps the operation."""
+    torch.manual_seed(0)
+    P_x = machine.partition((1, 1, machine.size, 1))
+    x = shard(P_x, torch.randn(2, 4, 16, 16))
+    x.to_local().requires_grad_()
+    weight, filters = (torch.randn(4, 4, *k, requires_grad=True) for k in ((), (3, 3)))
+    gamma, beta = (torch.randn(4, requires_grad=True) for _ in range(2))
+    mean, variance = torch.zeros(4), torch.ones(4)
+    # As parameters of a distributed model, whose gradients are summed at the end of the step.
+    for parameter in (weight, filters, gamma, beta):
+        synchronise(parameter, by_sync=True)
+    tokens = shard(machine.partition((1, machine.size, 1)), torch.randn(2, 16, 4))
+    tokens.to_local().requires_grad_()
+    yield "convolution", lambda: F.conv2d(x, filters, beta, 1, 1)
+    yield "instance norm", lambda: F.instance_norm(x, weight=gamma, bias=beta)
+    yield "batch norm", lambda: F.batch_norm(x, mean, variance, gamma, beta, True)
+    yield "max pool 2x2", lambda: F.max_pool2d(x, 2)
+    yield "max pool 3x3", lambda: F.max_pool2d(x, 3, 2, 1)
+    yield "linear", lambda: F.linear(tokens, weight, beta)
+    yield "relu", lambda: F.relu(x)
+
+
+def profiles(call: Callable[[], Any]) -> tuple[Profile, Profile]:
+    """What a forward and what a backward of a function calls, once it is known for its inputs."""
+    for _ in range(_WARM_UPS):
+        y = call().to_local()
+        y.backward(torch.ones_like(y))
+    found: list[torch.Tensor] = []
+
+    def forward() -> None:
+        found.append(call()._local)
+
+    ahead = profile_of(forward)
+    y = found.pop()
+    gradient = torch.ones_like(y)
+
+    def backward() -> None:
+        torch.autograd.backward(y, gradient)
+
+    back = profile_of(backward)
+    # What every backward of torch costs.
+    plain = torch.ones_like(y, requires_grad=True).view_as(y)
+
+    def nothing() -> None:
+        torch.autograd.backward(plain, gradient)
+
+    back.subtract(profile_of(nothing))
+    # What only counting needs.
+    ahead[__file__, "<lambda>"] -= 1
+    ahead["", "list.append"] -= 1
+    return ahead, back
+
+
+def main() -> None:
+    """Print the figures, and what they are made of for functions that are named."""
+    asked = sys.argv[1:]
+    with Machine() as machine:
+        torch.set_num_threads(1)
+        for name, call in steps(machine):
+            found = profiles(call)
+            ahead, back = map(most, found)
+            if machine.rank == 0:
+                print(f"{name:14} forward {ahead}, backward {back}")
+                if any(word in name for word in asked):
+                    _print_parts(found)
+
+
+def _print_parts(found: tuple[Profile, Profile]) -> None:
+    for title, profile in zip(("forward", "backward"), found, strict=True):
+        print(f"  {title}")
+        for (file, function), number in profile.items():
+            if number:
+                print(f"    {number:3} {file or 'C'} {function}")
+
+
+if __name__ == "__main__":
+    main()

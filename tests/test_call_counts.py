@@ -1,0 +1,42 @@
+"""What a call of a split tensor calls in a loop that runs: these figures do not grow."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from distdl_rma import Machine
+from tests.call_counts import Calls, most, profiles, steps
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
+# Of Python and of C, forward and backward; by Python 3.11 and torch 2.13.
+MOST = {
+    "convolution": (Calls(58, 41), Calls(34, 27)),
+    "instance norm": (Calls(54, 61), Calls(52, 38)),
+    "batch norm": (Calls(64, 77), Calls(52, 42)),
+    "max pool 2x2": (Calls(24, 21), Calls(0, 0)),
+    "max pool 3x3": (Calls(55, 46), Calls(32, 25)),
+    "linear": (Calls(44, 33), Calls(0, 0)),
+    "relu": (Calls(10, 16), Calls(0, 0)),
+}
+
+
+def test_a_call_takes_no_more_calls_than_it_did(P_world, comm):
+    for name, call in steps(Machine.of(P_world)):
+        found = [most(profile) for profile in profiles(call)]
+        within = [calls.within(limit) for calls, limit in zip(found, MOST[name], strict=True)]
+        assert all(within), f"{name}: forward {found[0]}, backward {found[1]}"
+
+
+def test_waiting_is_not_counted(P_world, comm):
+    (_, call), *_ = steps(Machine.of(P_world))
+
+    def figures(late):
+        def called():
+            time.sleep(2e-3 * (comm.rank == late))
+            return call()
+
+        return [most(profile) for profile in profiles(called)]
+
+    assert figures(late=0) == figures(late=1)
