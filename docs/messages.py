@@ -1,0 +1,119 @@
+"""The page docs/messages.md: what a rank sends and hands to MPI in each call, on up to thousands of ranks.
+
+``python docs/messages.py`` writes it; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from benchmarks.scaling.cases import Case
+from benchmarks.scaling.layers import Layer, layers_of
+from benchmarks.scaling.plans import Cluster, Communication, Planned, Sum, Vote, loss, planned
+from benchmarks.traffic import Traffic
+
+__all__ = ["PAGE", "busiest", "calls", "grid_of", "written"]
+
+PAGE = Path(__file__).with_name("messages.md")
+SIZES = (1, 2, 8, 64, 512, 1024, 4096)
+PER_NODE = (16, 1)
+TILE, CHANNELS = 64, 16
+GRADIENTS = 1 << 18  # elements of float32 in a bucket
+FEATURES = 1024
+
+HEAD = f"""# Messages of a rank
+
+Written by `docs/messages.py` from the plans that the library makes, and from the schedules of its
+collectives, for simulated ranks; tests compare them with what real ranks count. Messages are puts, gets,
+and calls of MPI's collectives between nodes, each of these taken for as many as a logarithm of the nodes;
+bytes are those that a rank puts, gets, and hands to MPI. Of all ranks the one is shown that has most.
+
+The tensors are images of {CHANNELS} channels, of which every rank has a tile of {TILE} x {TILE}, on a
+square grid of ranks.
+"""
+TAIL = """\
+Ranks of a node read each other's memory, so that some numbers grow with the ranks of a node, and none with
+the ranks beyond: an allreduce loads a share from each of the node's ranks, and each of them reads the board
+on which all write what they say. Up to 32 ranks small sums take one round, a message from each to each;
+beyond, they go by nodes.
+
+What gathers along a dimension of the grid (`AllGather`, linear layers whose features are split) is not in
+the table: there each rank gets a message from each rank of its line.
+"""
+
+
+def calls() -> dict[str, Callable[[Cluster, int], tuple[Communication, ...]]]:
+    """What a rank communicates in each call, by what it is."""
+    return {
+        "call of a distributed model: begin and end": lambda _cluster, _me: (Vote(), Vote()),
+        "plain shards enter a layer": lambda _cluster, _me: (Vote(),),
+        "convolution 3x3, forward": lambda cluster, me: plan("Conv", cluster, me).forward,
+        "convolution 3x3, backward": lambda cluster, me: plan("Conv", cluster, me).backward,
+        "batch norm, forward": lambda cluster, me: plan("BatchNorm", cluster, me).forward,
+        "batch norm, backward": lambda cluster, me: plan("BatchNorm", cluster, me).backward,
+        "linear layer, rows of the input split": lambda _cluster, _me: (),
+        "loss": lambda cluster, _me: (loss(),) * (cluster.size > 1),
+        "gradients of a bucket of 1 MiB": lambda _cluster, _me: (Sum(GRADIENTS, 4),),
+    }
+
+
+def plan(kind: str, cluster: Cluster, me: int) -> Planned:
+    """What the second layer of its kind communicates in a network on tiles of this size."""
+    return planned([layer for layer in _layers(cluster.grid) if layer.kind == kind][1], cluster, me)
+
+
+@cache
+def _layers(grid: tuple[int, ...]) -> list[Layer]:
+    shape = (1, 1, *(TILE * n for n in grid[2:]))
+    return layers_of(Case("", CHANNELS, 1, (1,)).network(), shape)
+
+
+def grid_of(size: int) -> tuple[int, ...]:
+    """Ranks on a grid as square as a power of two allows."""
+    rows = 1 << (size.bit_length() - 1) // 2
+    return (1, 1, rows, size // rows)
+
+
+def busiest(call: Callable[[Cluster, int], tuple[Communication, ...]], cluster: Cluster) -> Traffic:
+    """What the rank with most messages sends in a call."""
+    totals = []
+    for me in sorted({0, cluster.middle}):
+        total = Traffic(across=len(cluster.nodes))
+        for each in call(cluster, me):
+            traffic = each.traffic(cluster, me)
+            for name in ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective"):
+                setattr(total, name, getattr(total, name) + getattr(traffic, name))
+        totals.append(total)
+    return max(totals, key=lambda traffic: (traffic.messages, traffic.nbytes))
+
+
+def written() -> str:
+    """The page, as it should be."""
+    return "\n".join([HEAD, *tables(), TAIL])
+
+
+def tables() -> Iterator[str]:
+    """A table for each number of ranks of a node."""
+    for per_node in PER_NODE:
+        yield f"## {'A rank' if per_node == 1 else f'{per_node} ranks'} on each node\n"
+        yield f"| messages, bytes | {' | '.join(f'{size:,}' for size in SIZES)} |"
+        yield f"|---|{'---:|' * len(SIZES)}"
+        clusters = [Cluster(grid_of(size), per_node) for size in SIZES]
+        for name, call in calls().items():
+            cells = (busiest(call, cluster) for cluster in clusters)
+            yield f"| {name} | {' | '.join(f'{cell.messages}, {shown(cell.nbytes)}' for cell in cells)} |"
+        yield ""
+
+
+def shown(nbytes: int) -> str:
+    """Bytes to three digits."""
+    if nbytes < 1 << 10:
+        return f"{nbytes} B"
+    power, unit = (20, "MiB") if nbytes >= 1 << 20 else (10, "KiB")
+    return f"{nbytes / (1 << power):.3g} {unit}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written())

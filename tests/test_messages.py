@@ -1,0 +1,96 @@
+"""What a rank sends in each call: as the page says, as real ranks count it, and not by the ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from benchmarks.scaling.layers import layers_of
+from benchmarks.scaling.plans import Cluster, Vote, planned
+from distdl_rma import Machine, distribute, shard
+from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d
+from messages import PAGE, busiest, calls, grid_of, written
+
+COUNTED = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")
+CALLS = list(calls())
+
+
+def test_the_page_is_what_the_plans_say():
+    assert PAGE.read_text() == written(), "run docs/messages.py"
+
+
+@pytest.mark.parametrize("per_node", [1, 4, 16])
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_in_a_step_grows_with_the_ranks_but_by_a_logarithm_of_the_nodes(name, per_node):
+    call = calls()[name]
+    most = busiest(call, Cluster(grid_of(64), 1)).nbytes + busiest(call, Cluster(grid_of(64), 16)).nbytes
+    for size in (8, 64, 256, 1024):
+        found = busiest(call, Cluster(grid_of(size), per_node))
+        nodes = math.ceil(size / per_node)
+        # A sum of one round goes to 31 others at most; two sums load and store the shares of a node.
+        assert found.messages <= 31 + 2 * (2 * per_node + 2 * math.ceil(math.log2(nodes)))
+        # Of a sum in one round everyone gets up to 8 KiB.
+        assert found.nbytes <= max(2 * most, 16 << 10)
+
+
+def counted(machine, call):
+    """What one call moves, by the counters."""
+    for _ in range(2):
+        y = call()
+    before = copy.copy(machine.segments.counters)
+    y = call()
+    after = machine.segments.counters
+    return y, [getattr(after, name) - getattr(before, name) for name in COUNTED]
+
+
+def expected(machine, grid, communications):
+    """The same from plans."""
+    cluster = Cluster(grid, machine.size)
+    found = [each.traffic(cluster, machine.rank) for each in communications]
+    return [sum(getattr(traffic, name) for traffic in found) for name in COUNTED]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize(
+    ("module", "twin"),
+    [
+        (nn.Conv2d(3, 3, 3, padding=1, bias=False), DistributedConv2d),
+        (nn.BatchNorm2d(3, affine=False), DistributedBatchNorm2d),
+    ],
+    ids=["convolution", "norm"],
+)
+def test_real_ranks_count_what_the_plans_say(comm, module, twin):
+    shape = (1, 3, 8 * comm.size, 6)
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        P_x = machine.partition((1, 1, comm.size, 1))
+        (layer,) = layers_of(nn.Sequential(copy.deepcopy(module)), shape)
+        plan = planned(layer, Cluster(P_x.shape, comm.size), machine.rank)
+        model = distribute(nn.Sequential(copy.deepcopy(module)), P_x)
+        x = shard(P_x, torch.randn(shape)).requires_grad_()
+        _, moved = counted(machine, lambda: model(x))
+        # Where tensors know how they are cut, nothing but the call itself is agreed on.
+        assert moved == expected(machine, P_x.shape, (*plan.forward, Vote(), Vote()))
+        arguments = (3, 3, 3) if twin is DistributedConv2d else (3,)
+        named = {"padding": 1, "bias": False} if twin is DistributedConv2d else {"affine": False}
+        ours, mine = twin(P_x, *arguments, **named), x.to_local().detach()
+        with torch.no_grad():
+            _, moved = counted(machine, lambda: ours(mine))
+        assert moved == expected(machine, P_x.shape, (*plan.forward, Vote()))
+        model.distributed.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3, 4)
+def test_where_blocks_suffice_nothing_moves(comm):
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        x = shard(machine.partition((comm.size, 1)), torch.randn(4 * comm.size, 5))
+        weight = torch.randn(2, 5)
+        with torch.no_grad():
+            _, moved = counted(machine, lambda: F.gelu(F.linear(x, weight)) * 2 - 1)
+        assert moved == [0] * len(COUNTED)
