@@ -61,7 +61,11 @@ class Exchange:
     @cached_property
     def need(self) -> Box:
         """Box of the tensor ``y`` that this rank gets out; its local shape."""
-        return (self.source if self.transposed else self.target).box(self.rank)
+        return self.need_of(self.rank)
+
+    def need_of(self, peer: int) -> Box:
+        """Box of ``y`` that another rank gets out."""
+        return (self.source if self.transposed else self.target).box(peer)
 
     @cached_property
     def _forward(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:

@@ -10,8 +10,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
-from distdl_rma.segments.lanes import SLOTS, Lane, Lanes, in_steps
+from distdl_rma.segments.landings import Landings, LandingsOfPeer, results_land
+from distdl_rma.segments.lanes import LANDS, SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.transport.arena import Landing
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]
@@ -29,15 +31,33 @@ class Channel:
     ``sends`` and ``receives`` are the pieces of the exchange as they move: large ones in several, the reader
     follows its writer. Messages call the channel by ``name``. These are the exchange buffers of the interface
     document, sections 3.2, 3.2.1 and 3.2.2.
+
+    With ``make_result``, which makes memory for a result in the arena of this process, large results that
+    other ranks of the node make up are put straight into it: ``landed`` tells of which received pieces.
     """
 
-    def __init__(self, manager: SegmentManager, exchange: Exchange, dtype: DTypeLike, name: str) -> None:
+    def __init__(
+        self,
+        manager: SegmentManager,
+        exchange: Exchange,
+        dtype: DTypeLike,
+        name: str,
+        make_result: Callable[[], Landing] | None = None,
+    ) -> None:
         self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
         self._manager = manager
         link = manager.segment.link
-        lanes = Lanes(exchange, self.dtype.itemsize, lambda peer: link(peer).memory is not None)
+        itemsize, arenas = self.dtype.itemsize, manager.segment.arenas
+        lands = make_result is not None and results_land(exchange, itemsize, arenas.__contains__)
+        lanes = Lanes(exchange, itemsize, lambda peer: link(peer).memory is not None, lands)
         self.sends, self.receives = lanes.sends, lanes.receives
         self._outgoing, self._incoming = lanes.outgoing, lanes.incoming
+        self._landings: Landings | None = None
+        if make_result is not None and lands:
+            here = [lane for lane in self._incoming if lane.lands]
+            self._landings = Landings(make_result, here, exchange.need)
+        self.landed = [lane.lands for lane in self._incoming for _ in lane.pieces]
+        self._results_of: dict[int, LandingsOfPeer] = {}
         self._own_shape = exchange.own.shape
         self._cuts = [piece.box.slices(exchange.own) for piece in self.sends]
         self._buffer = manager.get_segment_buffer(lanes.nbytes, lanes.flags, name)
@@ -77,8 +97,10 @@ class Channel:
         kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
         # What a peer must know: where its data goes, which flag announces it, which flag acknowledges.
         facts = {peer: [-1, -1, -1, kind] for peer in self.exchange.peers}
+        if self._landings is not None:
+            self._landings.connect(self._buffer)
         for lane in self._incoming:
-            facts[lane.peer][:2] = lane.offset, lane.notification
+            facts[lane.peer][:2] = LANDS if lane.lands else lane.offset, lane.notification
         for lane in self._outgoing:
             facts[lane.peer][2] = lane.notification
         notes = {peer: tuple(numbers) for peer, numbers in facts.items()}
@@ -90,7 +112,11 @@ class Channel:
                 " dtype: it must be the same on all ranks of a channel"
             )
         for lane in self._outgoing:
-            lane.write_to(remotes[lane.peer], self._buffer, self.dtype)
+            remote, need = remotes[lane.peer], self.exchange.need_of(lane.peer)
+            lane.write_to(remote, self._buffer, self.dtype)
+            if lane.lands:
+                arena = self._manager.segment.arenas[lane.peer]
+                self._results_of[lane.peer] = LandingsOfPeer(lane, remote, arena, need, self.dtype)
         for lane in self._incoming:
             lane.read_from(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
@@ -127,7 +153,8 @@ class Channel:
         source, counters = iter(parts), self._manager.counters
         for lane in self._outgoing:
             step = 0
-            for at, view in enumerate(lane.views[epoch % SLOTS]):
+            views = self._results_of[lane.peer].views(epoch) if lane.lands else lane.views[epoch % SLOTS]
+            for at, view in enumerate(views):
                 np.copyto(view, next(source), casting="equiv")
                 # To another node a message travels as a whole.
                 if not lane.staged and at == lane.ends[step] and step + 1 < len(lane.ends):
@@ -143,6 +170,13 @@ class Channel:
     def ready(self, epoch: int) -> bool:
         """Whether everything of an epoch has arrived; does not block."""
         return all(self._buffer.flag(lane.notification) >= lane.flag_after(epoch) for lane in self._incoming)
+
+    def take_result(self, epoch: int) -> object | None:
+        """What ``make_result`` made for the result of an epoch that was started; None if nothing lands.
+
+        Its memory is the caller's when the epoch was received. Until then pieces land in it.
+        """
+        return None if self._landings is None else self._landings.take(epoch)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
@@ -209,7 +243,8 @@ class Channel:
         """Give the memory back when no peer writes to it any more; local, idempotent."""
         if not self._closed:
             self._closed = True
-            if not self._manager.closed:
+            # After a failure results may still be put to: the manager keeps them for ever.
+            if not self._manager.closed or self._manager.notices.in_vain:
                 self._manager.retire(self._buffer, self._is_left_alone)
 
     def _is_left_alone(self) -> bool:
@@ -230,6 +265,8 @@ class Channel:
             if lane.staged:
                 lane.remote.flush(timeout)
         # Last: until here everything can be handed out once more.
+        if self._landings is not None:
+            self._landings.finish(epoch)
         for lane in self._incoming:
             lane.acknowledge(epoch)
         self._finished = epoch

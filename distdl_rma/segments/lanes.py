@@ -18,6 +18,8 @@ from distdl_rma.segments.transport.heap import aligned
 
 Array = NDArray[Any]
 SLOTS = 2
+# In place of the offset of a slot: what is sent lands in the result itself.
+LANDS = -2
 # A large message is announced bit by bit: its reader begins while its writer goes on.
 _STEP_NBYTES = 1 << 20
 
@@ -30,7 +32,8 @@ class Lane:
     the data flag of what is received, or the acknowledge flag of what is sent. The data flag rises behind the
     pieces ``ends``, the last one included.
 
-    Once the peer's buffer ``remote`` is known, ``views`` are the pieces of both slots, and ``staged`` both
+    Once the peer's buffer ``remote`` is known, ``views`` are the pieces of both slots, or of the results that
+    they land in, ``lands``, where there are no slots; and ``staged`` both
     staging areas where the peer's slots are out of reach. The note of that buffer says where its slots are,
     its data flag, and its acknowledge flag. ``raise_data_flag(value)`` raises the one, ``acknowledge(epoch)``
     the other: the slot of that epoch was read, and may be written again.
@@ -42,7 +45,8 @@ class Lane:
     offset: int
     notification: int
     ends: tuple[int, ...]
-    views: tuple[tuple[Array, ...], ...] = ()
+    lands: bool = False
+    views: list[tuple[Array, ...]] = field(default_factory=lambda: [()] * SLOTS)
     staged: tuple[Array, ...] = ()
     remote: RemoteBuffer = field(init=False)
     acknowledge: Callable[[int], None] = field(init=False)
@@ -62,12 +66,16 @@ class Lane:
         """Read what the peer puts into the slots of this rank's buffer."""
         self.remote = remote
         self.acknowledge = remote.flag_raiser(remote.note[2], ordered=False)
-        self._cut([self._own_slot(buffer, dtype, parity) for parity in range(SLOTS)])
+        if not self.lands:
+            self._cut([self._own_slot(buffer, dtype, parity) for parity in range(SLOTS)])
 
     def write_to(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Write to the peer's slots, or else to a staging area in this rank's buffer."""
         self.remote = remote
         self.raise_data_flag = remote.flag_raiser(remote.note[1])
+        self.lands = remote.note[0] == LANDS
+        if self.lands:
+            return
         length, slots = self.nbytes // dtype.itemsize, []
         for parity in range(SLOTS):
             slot = remote.direct(dtype, length, remote.note[0] + parity * self.stride)
@@ -89,13 +97,13 @@ class Lane:
     def _cut(self, slots: list[Array]) -> None:
         # A slot holds the pieces of one message one behind the other, each row-major.
         ends = np.cumsum([piece.box.volume for piece in self.pieces]).tolist()
-        self.views = tuple(
+        self.views = [
             tuple(
                 slot[end - piece.box.volume : end].reshape(piece.box.shape)
                 for end, piece in zip(ends, self.pieces, strict=True)
             )
             for slot in slots
-        )
+        ]
 
 
 class Lanes:
@@ -104,21 +112,25 @@ class Lanes:
     ``near`` tells whether a peer's memory can be stored to, so that no staging area is needed. ``sends`` and
     ``receives`` are the pieces of the exchange as they move, large ones in several; ``outgoing`` and
     ``incoming`` the lanes to and from peers, in the order of the plan; ``nbytes`` and ``flags`` the size of
-    the buffer and the number of its notifications.
+    the buffer and the number of its notifications. Where results ``land``, near peers have no slots, and the
+    buffer begins with a word for each of two epochs.
     """
 
-    def __init__(self, exchange: Exchange, itemsize: int, near: Callable[[int], bool]) -> None:
+    def __init__(
+        self, exchange: Exchange, itemsize: int, near: Callable[[int], bool], land: bool = False
+    ) -> None:
         self.sends, self.receives = in_steps(exchange.sends, itemsize), in_steps(exchange.receives, itemsize)
         self.outgoing: list[Lane] = []
         self.incoming: list[Lane] = []
-        self.nbytes = 0
+        self.nbytes = aligned(SLOTS * 8) if land else 0
         flags = count()
         for lanes, pieces in ((self.incoming, self.receives), (self.outgoing, self.sends)):
             for peer, message in by_peer(pieces):
                 nbytes = itemsize * sum(piece.box.volume for piece in message)
                 lane = Lane(peer, message, nbytes, self.nbytes, next(flags), _ends(message, itemsize))
                 lanes.append(lane)
-                if lanes is self.incoming or not near(peer):
+                lane.lands = land and lanes is self.incoming and near(peer)
+                if not lane.lands if lanes is self.incoming else not near(peer):
                     self.nbytes += SLOTS * lane.stride
         self.flags = next(flags)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
-from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype, result, sum_dtype
+from distdl_rma.ops.core.tensors import as_tensor, as_words, landing, numpy_dtype, result, sum_dtype
 from distdl_rma.segments.channel import Channel
 
 
@@ -107,11 +107,18 @@ class OneWay:
             yield self.arrive(*under_way.popleft())
 
     def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
-        y = result(self._shape, self._wide)
+        landed: Any = self.channel.take_result(epoch)
+        y = result(self._shape, self._wide) if landed is None else landed
         local = ((target, x[source]) for target, source in self._mine)
-        parts = chain(islice(theirs := self._received(epoch), self._before), local, theirs)
+        parts: Iterable[tuple[tuple[slice, ...] | None, torch.Tensor | None]] = chain(
+            islice(theirs := self._received(epoch), self._before), local, theirs
+        )
         fresh = True
         for where, part in parts:
+            if part is None:
+                # It was put there by who sent it.
+                fresh = False
+                continue
             if fresh and where is not None and not self._complete:
                 y.zero_()
             target = y if where is None else y[where]
@@ -125,9 +132,10 @@ class OneWay:
             y.zero_()
         return y if self._wide == self.dtype else y.to(self.dtype)
 
-    def _received(self, epoch: int) -> Iterator[tuple[tuple[slice, ...] | None, torch.Tensor]]:
-        for where, (_, words) in zip(self._theirs, self.channel.receive(epoch), strict=True):
-            yield where, as_tensor(words, self.dtype)
+    def _received(self, epoch: int) -> Iterator[tuple[tuple[slice, ...] | None, torch.Tensor | None]]:
+        received = zip(self._theirs, self.channel.landed, self.channel.receive(epoch), strict=True)
+        for where, landed, (_, words) in received:
+            yield where, None if landed else as_tensor(words, self.dtype)
 
 
 class Movement:
@@ -143,7 +151,7 @@ class Movement:
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
         self.machine, self.name, self.dtype = machine, name, dtype
-        self.forward = Channel(machine.segments, exchange, numpy_dtype(dtype, name), name)
+        self.forward = _channel(machine, exchange, dtype, name)
         self.forwards = OneWay(machine, self.forward, dtype, backward=False)
         self._made = [self.forward]
         # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
@@ -154,8 +162,7 @@ class Movement:
         """Channel of the adjoint movement; asking for it allocates its slots, once. Local."""
         if not self._finalizer.alive:
             raise ClosedError(f"movement of {self.name!r}: already closed")
-        forward = self.forward
-        adjoint = Channel(self.machine.segments, forward.exchange.T, forward.dtype, f"{self.name} (adjoint)")
+        adjoint = _channel(self.machine, self.forward.exchange.T, self.dtype, f"{self.name} (adjoint)")
         self._made.append(adjoint)
         return adjoint
 
@@ -232,6 +239,11 @@ def movements_through(
         Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)
         for at, ends in enumerate(stages)
     ]
+
+
+def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:
+    make_result = partial(landing, exchange.need.shape, dtype)
+    return Channel(machine.segments, exchange, numpy_dtype(dtype, name), name, make_result)
 
 
 def _close_all(channels: list[Channel]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.errors import UnsupportedError
+from distdl_rma.segments.transport.arena import Arena, Landing, own_arena
 
 # All types of elements on a CPU. Code numbers travel between ranks, so the order is part of the protocol.
 DTYPES: tuple[torch.dtype, ...] = (
@@ -149,15 +150,25 @@ def zero_volume_tensor(
 _Block = NDArray[np.uint8]
 
 
+def _fresh(nbytes: int) -> _Block:
+    return np.empty(nbytes, np.uint8)
+
+
 class ResultPool:
     """Blocks of memory, kept from when the last tensor in them dies until one of the same size is made.
 
     A page that was never touched costs more than the copy into it. Of more than ``limit`` bytes what was idle
-    for longest goes.
+    for longest goes. Blocks of ``smallest`` bytes or more come from ``take`` and go to ``drop``.
     """
 
-    def __init__(self, limit: int = IDLE_NBYTES) -> None:
-        self._limit = limit
+    def __init__(
+        self,
+        limit: int = IDLE_NBYTES,
+        take: Callable[[int], _Block] = _fresh,
+        drop: Callable[[_Block], object] = id,
+        smallest: int = SMALLEST_NBYTES,
+    ) -> None:
+        self._limit, self._make, self._drop, self._smallest = limit, take, drop, smallest
         self._idle: OrderedDict[int, list[_Block]] = OrderedDict()
         self.idle_nbytes = 0
         # Blocks that came back, and whose turn it is to put them where they belong.
@@ -167,7 +178,7 @@ class ResultPool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Tensor of a shape and type, not initialised; it owns its memory like any other."""
         nbytes = prod(shape) * dtype.itemsize
-        if nbytes < SMALLEST_NBYTES:
+        if nbytes < self._smallest:
             return torch.empty(tuple(shape), dtype=dtype)
         block = self._take(nbytes)
         # torch keeps this view for as long as any tensor lies in it, and nobody else has it.
@@ -184,7 +195,7 @@ class ResultPool:
             block = blocks.pop() if blocks else None
             self.idle_nbytes -= 0 if block is None else nbytes
         self._sort()
-        return np.empty(nbytes, np.uint8) if block is None else block
+        return self._make(nbytes) if block is None else block
 
     def _give_back(self, block: _Block) -> None:
         # Runs wherever a tensor dies: on any thread, and in the middle of another call of the pool.
@@ -202,10 +213,13 @@ class ResultPool:
 
     def _keep(self, block: _Block) -> None:
         if block.nbytes > self._limit:
+            self._drop(block)
             return
         while self.idle_nbytes + block.nbytes > self._limit and self._idle:
             _, old = self._idle.popitem(last=False)
             self.idle_nbytes -= sum(b.nbytes for b in old)
+            for idle in old:
+                self._drop(idle)
         self._idle.setdefault(block.nbytes, []).append(block)
         self._idle.move_to_end(block.nbytes)
         self.idle_nbytes += block.nbytes
@@ -219,6 +233,25 @@ def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
         return torch.empty(tuple(shape), dtype=dtype)
     return _results.empty(shape, dtype)
+
+
+def landing(shape: Sequence[int], dtype: torch.dtype) -> Landing:
+    """Memory for a result that other ranks of the node put to, not initialised, in the arena of this process.
+
+    Kept and used again as that of other results. Only where there is an arena.
+    """
+    arena = own_arena()
+    if arena is None:
+        raise RuntimeError("no memory that other processes could put results to")
+    with _making:
+        if _landings.get(arena) is None:
+            _landings[arena] = ResultPool(take=arena.take, drop=arena.drop, smallest=0)
+    tensor = _landings[arena].empty(shape, dtype)
+    return Landing(as_words(tensor), arena.offset(tensor.data_ptr()), tensor)
+
+
+_landings: dict[Arena, ResultPool] = {}
+_making = threading.Lock()
 
 
 def result_like(x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from distdl_rma.errors import DistdlError
 from distdl_rma.geometry.rank_groups import grouped
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import SegmentOptions
+from distdl_rma.segments.transport.arena import attach, own_arena
 from distdl_rma.segments.transport.heap import ALIGNMENT
 from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
@@ -34,7 +35,8 @@ class Segment:
     when touched, unless it is reserved. Collective to create and to close.
 
     ``ranks`` are the rank ids of the machine by position in ``comm``. All ranks refuse options that are wrong
-    on one of them.
+    on one of them. ``arenas`` are those of the other ranks of the node, by rank id, as far as this rank can
+    store to them.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Segment:
         # The same, where nodes are made of ranks that load and store each other's memory.
         direct = options.transport == "auto"
         self.direct_nodes = self.nodes if direct else tuple((rank,) for rank in ranks)
+        self.arenas = self._attached() if direct else {}
         self._links: dict[int, Link] = {}
         self._busy: set[RemoteLink] = set()
         for position, rank in enumerate(ranks):
@@ -113,6 +116,18 @@ class Segment:
             raise
         # What is taken is seen to be used.
         self._node_memory.promise(0)
+
+    def _attached(self) -> dict[int, Bytes]:
+        # Arenas of the node's other ranks, by rank id; none if one of them is out of reach for one rank.
+        node, arena = self._node_memory.node, own_arena()
+        places = node.allgather(None if arena is None else arena.place)
+        found = {
+            self.node_ranks[at]: attach(place)
+            for at, place in enumerate(places)
+            if place is not None and at != node.rank
+        }
+        reached = {rank: memory for rank, memory in found.items() if memory is not None}
+        return reached if min(node.allgather(len(reached))) == node.size - 1 else {}
 
     def link(self, rank: int) -> Link:
         """Way to the segment of a rank id."""

@@ -10,6 +10,7 @@ from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers import DistributedConv2d, Movement
+from distdl_rma.segments import landings
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard
 
@@ -137,3 +138,32 @@ def test_a_stream_moves_shards_in_their_order(P_world, comm):
             assert len(made) == min(count, number + 2)
         assert len(made) == count
     movement.close()
+
+
+def test_large_results_are_their_own_whatever_moves_later(comm, monkeypatch):
+    # They lie where peers of the node put straight into, and stay when the machine is gone.
+    monkeypatch.setattr(landings, "_SMALLEST_NBYTES", 1)
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        everyone = machine.partition()
+        rows, columns = (
+            Decomposition(everyone, (Balanced(6, n), Balanced(8, m)), axes)
+            for n, m, axes in ((comm.size, 1, (0,)), (1, comm.size, (1,)))
+        )
+        exchange = Exchange(machine.rank, rows, columns)
+        movement = Movement(machine, exchange, torch.float64, "transposed blocks")
+        whole = torch.randn(6, 8, dtype=torch.float64)
+        mine = whole[rows.slices()]
+        results = []
+        for step in range(1, 7):
+            x = (step * mine).requires_grad_()
+            y = movement(x, needs_grad=True)
+            saved = y.exp()
+            saved.sum().backward()
+            assert torch.equal(x.grad, (step * mine).exp())
+            with torch.no_grad():
+                y.add_(1)
+            results.append(y)
+        assert any(movement.forward.landed) == bool(machine.segments.segment.arenas)
+        movement.close()
+    for step, y in enumerate(results, 1):
+        assert torch.equal(y, step * whole[columns.slices()] + 1)
