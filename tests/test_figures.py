@@ -67,4 +67,9 @@ def test_every_page_about_layers_shows_its_figure_below_its_heading(page):
 
 def test_every_figure_has_its_page():
     assert set(FIGURES) == {page.stem for page in PAGES}
-    assert {image.stem for image in IMAGES.glob("*.svg")} == {*FIGURES, "architecture", "benchmarks", "scaling"}
+    assert {image.stem for image in IMAGES.glob("*.svg")} == {
+        *FIGURES,
+        "architecture",
+        "benchmarks",
+        "scaling",
+    }
