@@ -267,7 +267,8 @@ def convolve(
     Where it ``overlaps``, it starts on the operation that this rank guesses. ``fill`` is asked for gradients
     of weights there.
     """
-    if not overlaps:
+    # What is no tensor is refused there, on all ranks.
+    if not (overlaps and isinstance(x, Tensor)):
         operation, needs = agreement.settle()
         return operation(needs, x, **weights), needs
     call = _Call(agreement, fill)
