@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, common_layout, machine_of, part_for
+from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, become_split, local_of, refused
@@ -157,3 +157,17 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTens
     shape = (weight.numel(), *(1,) * (len(result.shape) - 2)) if weight.numel() > 1 else (1,)
     column = as_part(site, weight.reshape(shape), part_for(shape, result), result)
     return SplitTensor(func(local_of(x), column.reshape(-1)), result)
+
+
+@rule("pointwise", "bucketize", "isin")
+def compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of each element; every rank gets all of those that it is compared with."""
+    names = ("input", "boundaries") if func is torch.bucketize else ("elements", "test_elements")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, others = (given.pop(name) for name in names)
+    if not isinstance(x, SplitTensor):
+        return on_copies(func, args, kwargs)
+    if isinstance(others, SplitTensor):
+        site = site_of(machine_of(x), func)
+        others = as_whole(site, others, x._layout, "what is compared with")
+    return SplitTensor(func(local_of(x), others, **given), x._layout)

@@ -81,3 +81,19 @@ def test_copies_beside_blocks(P_world):
         return x * gate.sigmoid()
 
     check(P_world, gated, [numbers(SHAPE), numbers((2, 3, 1, 1))])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_elements_are_compared_with_all_of_others(P_world):
+    x, bounds = numbers(SHAPE).detach(), torch.linspace(-1, 1, 7, dtype=torch.float64)
+    for function in (
+        torch.bucketize,
+        lambda x, b: torch.bucketize(x, boundaries=b, right=True, out_int32=True),
+        lambda x, b: torch.bucketize(0.3, b),
+        lambda x, b: torch.isin((3 * x).round(), (b * 3).round()),
+        lambda x, b: torch.isin(elements=x, test_elements=b[:2], invert=True),
+    ):
+        check(P_world, function, [x], [bounds], gradients=False)
+    check(P_world, lambda x, y: torch.isin(x, y[:1] * 1.0), [x, x.clone()], gradients=False)
+    check(P_world, lambda x: torch.isin(x, 0.0), [x], gradients=False)
