@@ -17,8 +17,10 @@ def numbers(shape=SHAPE):
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 3, 4)
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("function", [torch.sum, torch.mean, torch.nansum, torch.nanmean])
+@pytest.mark.parametrize(
+    ("function", "keepdim"),
+    [(torch.sum, False), (torch.sum, True), (torch.mean, True), (torch.nansum, False), (torch.nanmean, True)],
+)
 def test_sums(P_world, function, dim, keepdim):
     check(P_world, lambda x: function(x, dim, keepdim), [numbers()])
     with_nan = numbers().detach()
@@ -49,8 +51,10 @@ def test_forms_of_arguments(P_world):
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 3, 4)
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("function", [torch.var, torch.std, torch.var_mean, torch.std_mean])
-@pytest.mark.parametrize("correction", [0, 1, None])
+@pytest.mark.parametrize(
+    ("function", "correction"),
+    [(torch.var, 0), (torch.var, None), (torch.std, 1), (torch.var_mean, 0), (torch.std_mean, None)],
+)
 def test_variances(P_world, function, dim, correction):
     check(P_world, lambda x: function(x, dim, correction=correction, keepdim=True), [numbers()])
 
