@@ -31,7 +31,7 @@ CHANNELS, SIDE = 4, 8
 
 def quiet(seconds: Iterable[float]) -> float:
     """The lower quartile: whatever else runs on a machine only adds to times."""
-    return statistics.quantiles(seconds, n=4)[0]
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def wire(machine: Machine) -> dict[str, float]:
