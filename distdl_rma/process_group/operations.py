@@ -12,6 +12,9 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 Script = Iterator[None]
 
+# Looks before a wait lets others have the core.
+_SPINS = 30
+
 
 class Operation:
     """Something under way: a script that yields as long as it waits, and what is done when it is over.
@@ -148,7 +151,8 @@ class Lines:
                     self.advance_apart()
                 return operation.done
 
-            self.manager.waiter.until(over, operation.reason, timeout)
+            # Whoever shares this core with others helps them by no more than a few looks.
+            self.manager.waiter.until(over, operation.reason, timeout, min(self.manager.waiter.spins, _SPINS))
         if operation.error is not None:
             raise operation.error
 

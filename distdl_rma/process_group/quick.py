@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ Array = NDArray[Any]
 WHOLE_BYTES = 64 << 10
 # How a vector is reduced of which every rank takes a share.
 Shares = Callable[[Array, Reducer], Script]
-# Looks at the others' words before the wait becomes a patient one.
-_LOOKS = 300
+# Looks at the others' words before the wait becomes a patient one, and before others may have the core.
+_LOOKS, _SPINS = 500, 60
 _KEPT = 512
 
 
@@ -94,11 +95,13 @@ class QuickReductions:
         rows = quick.rows[number & 1]
         quick.mine[number & 1][...] = x
         rounds.announce(number, True)
-        for _ in self._patience[not hurry]:
+        for look in self._patience[not hurry]:
             if rounds.all_shown(number):
                 quick.reducer.reduce(rows, x)
                 rounds.read(number)
                 return None
+            if look > _SPINS:
+                os.sched_yield()
 
         def rest() -> Script:
             yield from rounds.seen(number)
@@ -108,12 +111,17 @@ class QuickReductions:
         return rest()
 
     def _in_shares(self, quick: Quick, x: Array, hurry: bool) -> Script | None:
-        script = self._shares(x, quick.reducer)
-        for _ in self._patience[not hurry]:
+        script, rounds = self._shares(x, quick.reducer), self._rounds
+        looks, number = 0, rounds.number
+        while looks < len(self._patience[not hurry]):
             for _ in script:
                 break
             else:
                 return None
+            looks = looks + 1 if rounds.number == number else 0
+            number = rounds.number
+            if looks > _SPINS:
+                os.sched_yield()
         return script
 
     def _array(self, tensor: torch.Tensor, reducer: Reducer) -> Array:

@@ -55,29 +55,40 @@ class Waiter:
         self._trouble: Exception | None = None
 
     def until(
-        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float | None = None
+        self,
+        ready: Callable[[], bool],
+        reason: Callable[[], WaitReason],
+        timeout: float | None = None,
+        spins: int | None = None,
     ) -> None:
         """Return as soon as ``ready()`` is true; blocking.
 
         ``ready`` is a cheap test without side effects, or one that advances what is waited for. ``reason``
         says who is waited for, and is called only when the wait takes long. ``timeout`` is in seconds, 0 to
-        look once. ``ExchangeTimeout`` at the deadline, after which the wait can be repeated;
-        ``PeerFailedError`` if a rank of the machine failed, or one that is waited for has left.
+        look once, ``spins`` are the turns of the busy loop for who has looked before. ``ExchangeTimeout`` at
+        the deadline, after which the wait can be repeated; ``PeerFailedError`` if a rank of the machine
+        failed, or one that is waited for has left.
         """
         if ready():
             return
         begin = time.perf_counter()
         try:
-            self._wait(ready, reason, self.timeout if timeout is None else check_timeout(timeout), begin)
+            seconds = self.timeout if timeout is None else check_timeout(timeout)
+            self._wait(ready, reason, seconds, begin, self.spins if spins is None else spins)
         finally:
             self.counters.waits += 1
             self.counters.seconds_waited += time.perf_counter() - begin
 
     def _wait(
-        self, ready: Callable[[], bool], reason: Callable[[], WaitReason], timeout: float, begin: float
+        self,
+        ready: Callable[[], bool],
+        reason: Callable[[], WaitReason],
+        timeout: float,
+        begin: float,
+        spins: int,
     ) -> None:
         if timeout > 0:
-            for _ in range(self.spins):
+            for _ in range(spins):
                 if ready():
                     return
         watch = self._watch
