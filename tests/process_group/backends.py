@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
 import warnings
@@ -76,7 +77,7 @@ def same_on_both(comm: MPI.Intracomm, program: Callable[..., Any], *arguments: A
 
 
 def compare(found: Any, expected: Any, **tolerances: Any) -> None:
-    """Tensors, also in lists and dictionaries, are close; anything else is equal."""
+    """Tensors, also in lists and dictionaries, and numbers are close; anything else is equal."""
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, **tolerances)
     elif isinstance(expected, dict):
@@ -86,5 +87,8 @@ def compare(found: Any, expected: Any, **tolerances: Any) -> None:
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             compare(one, other, **tolerances)
+    elif isinstance(expected, float):
+        # Sums of more than two ranks may be in another order.
+        assert math.isclose(found, expected, rel_tol=1e-9)
     else:
         assert found == expected
