@@ -1,8 +1,5 @@
 """How groups are made, how they end, and what users see when that goes wrong."""
 
-import os
-import socket
-import subprocess
 import sys
 import time
 
@@ -75,22 +72,6 @@ def test_a_group_of_some_ranks_beside_another_backend_involves_only_these(comm, 
                 assert x.tolist() == [2, 2, 2]
     finally:
         dist.destroy_process_group()
-
-
-def test_ranks_without_mpi_are_told_how_to_start():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    said = []
-    for rank in ("0", "1"):
-        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": "2"}
-        command = [sys.executable, "-c", LIGHT]
-        said.append(subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True))
-    for process in said:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode != 0
-        assert "ConfigurationError" in errors
-        assert "MPI started 1: start the ranks by MPI, as in 'mpiexec -n 4" in errors
 
 
 def test_the_others_learn_within_a_second_that_a_rank_failed():

@@ -1,0 +1,35 @@
+"""Messages and collectives by MPI of some ranks of a machine."""
+
+import numpy as np
+import pytest
+
+from distdl_rma.segments.messages import Messages
+from distdl_rma.segments.waiting.header import WaitReason
+
+pytestmark = pytest.mark.mpi
+
+
+def over(machine, *tests):
+    reason = WaitReason((), "to take part")
+    for test in tests:
+        machine.segments.waiter.until(test, lambda: reason, 15)
+
+
+def test_messages_and_collectives_are_over_when_their_tests_say_so(machine, comm):
+    ranks = list(reversed(machine.ranks))
+    messages = Messages(machine.segments, ranks, "some")
+    me, size = ranks.index(comm.rank), len(ranks)
+    after, before = (me + 1) % size, (me - 1) % size
+    out = np.empty(3, np.int64)
+    over(machine, messages.receive(out, before, 5), messages.send(np.full(3, me), after, 5))
+    assert out.tolist() == [before] * 3
+    counts = [8 * at for at in range(size)]
+    everyone = np.empty(sum(range(size)), np.int64)
+    over(machine, messages.gather_all(np.full(me, me), everyone, counts))
+    assert everyone.tolist() == [at for at in range(size) for _ in range(at)]
+    sent, taken = np.arange(size) + 10 * me, np.empty(size, np.int64)
+    over(machine, messages.exchange(sent, [8] * size, taken, [8] * size))
+    assert taken.tolist() == [10 * at + me for at in range(size)]
+    assert messages.probe(6) is None
+    assert messages.largest_tag() >= 32767
+    messages.close()
