@@ -72,7 +72,8 @@ test-one-rank:
 
 # In an environment of its own, and only what depends on the MPI; all of it: make test MPI=openmpi.
 test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/layers/moves/test_base.py \
-    tests/layers/conv/test_conv.py tests/layers/linear/test_linear.py tests/layers/norm/test_norm.py
+    tests/layers/conv/test_conv.py tests/layers/linear/test_linear.py tests/layers/norm/test_norm.py \
+    tests/process_group/test_group.py tests/process_group/test_groups_and_meshes.py
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and of failing ranks
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
 	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py

@@ -94,8 +94,8 @@ class Distributed:
         """
         if not self._synchronises:
             raise ConfigurationError(
-                f"{self._name}: reduction='none' leaves gradients to DistributedDataParallel or fully_shard,"
-                " which have a no_sync() of their own; there is no GradientSync"
+                f"{self._name}: there is no GradientSync with reduction='none'; DistributedDataParallel and"
+                " fully_shard have a no_sync() of their own"
             )
         if self._sync is None:
             self._sync = GradientSync(self._model(), self.machine, **self._options)
@@ -293,9 +293,10 @@ def distribute(
         A partition of all ranks of its machine; or for the ranks of COMM_WORLD the numbers of blocks, as
         ``"2x2"`` for the last dimensions of an input or ``{"H": 2, "W": 2}``.
     reduction, replicas, bucket_nbytes
-        Of :class:`GradientSync`. Or ``reduction="none"``: every ``.grad`` stays what this rank contributes to
-        it, for ``DistributedDataParallel`` or ``fully_shard`` over these ranks, which add; parameters and
-        buffers stay as they are, too (``docs/torch-distributed.md``).
+        Of :class:`GradientSync`. Or ``reduction="none"``: there is none. Gradients are summed over the ranks
+        of the grid where they are computed; replicas on other ranks are left to ``DistributedDataParallel``
+        or ``fully_shard`` (``docs/torch-distributed.md``). Parameters and buffers stay as they are, alike on
+        the ranks of the grid.
     fallback
         ``"move"``: where a function cannot act on the layout of its inputs, these move, by the rules of
         ``docs/split-functions.md``. ``"error"``: that is refused with ``UnsupportedError``.
