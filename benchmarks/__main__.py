@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import collectives, conv, layers, planning, rma, split, training
+from benchmarks import collectives, conv, layers, planning, rma, split, split_layers, training
 from benchmarks.measure import COMM, Row
 from benchmarks.results.run import Run, machine_name
 from benchmarks.scaling import rows as scaling
@@ -23,6 +23,7 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "layers": layers.rows,
     "training": training.rows,
     "split": split.rows,
+    "split_layers": split_layers.rows,
     "scaling": scaling.rows,
     "planning": planning.rows,
 }

@@ -61,8 +61,9 @@ def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_world, comm):
 def test_a_split_tensor_goes_the_way_of_the_page(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
     torch.manual_seed(0)
-    model = distribute(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1)), P_x)
-    x = split_over(P_x, torch.randn(1, 2, 8, 8))
+    model = distribute(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1)), P_x)
+    # Large enough that halos are convolved apart.
+    x = split_over(P_x, torch.randn(1, 16, 128, 128))
 
     def call():
         # In one place, which keeps the operation.
