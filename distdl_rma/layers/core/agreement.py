@@ -27,6 +27,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.call_memory import UNKNOWN, CallMemory, digest
 from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange
+from distdl_rma.layers.core.static_shapes import Promise, promise_on
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, trouble_with
@@ -62,6 +63,14 @@ class InputFacts(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Type of the first input."""
         return self.inputs[0][1]
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        needs = ["", " that needs a gradient"]
+        pairs = zip(self.inputs, self.needs.inputs, strict=False)
+        shown = ", ".join(f"{shape} of {dtype}{needs[needed]}" for (shape, dtype), needed in pairs)
+        return f"{shown}{' and ' if self.call_arguments else ''}{self.call_arguments or ''}" or self.problem
 
     def of(self, at: int) -> InputFacts:
         """The same with one of the inputs alone."""
@@ -243,6 +252,10 @@ class ShapeAgreement(Generic[P]):
         # What this rank said last, as a row, and what a plan depends on: most calls repeat it.
         self._said: tuple[InputFacts, bytes, object] | None = None
         self._proposal = UNKNOWN
+        # What all ranks promised to go on with: what this one passes, with gradients recorded and without.
+        self._promise: Promise | None = None
+        self._kept: dict[bool, tuple[InputFacts, bytes, int]] = {}
+        self._recording = self._silent = False
 
     def begin(self, mine: InputFacts) -> None:
         """Tell the other ranks about a call, and find the guess. Waits for them in the first call only."""
@@ -251,6 +264,8 @@ class ShapeAgreement(Generic[P]):
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode(self._inputs).tobytes(), mine.key
         _, row, key = self._said
+        if self._is_promised(mine, row):
+            return
         proposal = self._proposal = self._memory.proposal(row)
         if len(self._ranks) > 1:
             if self._assembly is None:
@@ -261,6 +276,28 @@ class ShapeAgreement(Generic[P]):
         if proposal and self._memory[proposal].plan is not self.last:
             # Where all ranks propose it, none has started on the last one.
             self.guess = None
+
+    def _is_promised(self, mine: InputFacts, row: bytes) -> bool:
+        # Whether all ranks promised to pass what they passed before, and this one does.
+        promise = promise_on(self._machine)
+        if promise is not self._promise:
+            self._promise, self._kept = promise, {}
+        self._recording = torch.is_grad_enabled()
+        kept = self._kept.get(self._recording)
+        self._silent = kept is not None
+        if kept is None:
+            return False
+        facts, before, self._proposal = kept
+        if row != before:
+            error = ShapeError(
+                f"{self._name!r}: rank {self._machine.rank} passes {mine.described} and passed"
+                f" {facts.described} before, within static_shapes"
+            )
+            # The others were told nothing, and would wait for this one.
+            self._machine.fail(error)
+            raise error
+        self.guess = self._memory[self._proposal].plan
+        return True
 
     def _meet(self) -> Assembly:
         self._title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
@@ -279,7 +316,7 @@ class ShapeAgreement(Generic[P]):
         if self._said is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
         (mine, row, key), memory = self._said, self._memory
-        alike = self._all_say_the_same()
+        alike = self._silent or self._all_say_the_same()
         number = self._proposal if alike else UNKNOWN
         if not number:
             with self._telling():
@@ -288,6 +325,8 @@ class ShapeAgreement(Generic[P]):
         if number != memory.number:
             memory.come_to(number, row)
             self.last, self._last_key = state.plan, key
+        if self._promise is not None:
+            self._kept[self._recording] = mine, row, number
         if self._outcome is not None:
             self._outcome.tell()
         return state.plan, state.needs

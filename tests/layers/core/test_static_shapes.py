@@ -1,0 +1,75 @@
+"""Shapes that are promised not to change: one agreement, no messages, and an error that all hear of."""
+
+import copy
+
+import pytest
+import torch
+
+from distdl_rma import Machine, PeerFailedError, ProtocolError, ShapeError, static_shapes
+from distdl_rma.layers import DistributedConv2d, DistributedLinearAllGather
+
+pytestmark = pytest.mark.mpi
+
+
+def puts_of(machine, call):
+    before = copy.copy(machine.segments.counters)
+    result = call()
+    return result, machine.segments.counters.puts - before.puts
+
+
+def test_promised_calls_give_the_same_and_send_what_is_data_only(P_world, comm):
+    P_x, machine = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1)), Machine.of(P_world)
+    layer = DistributedConv2d(P_x, 2, 2, 3, padding=1)
+    x = torch.randn(1, 2, 4, 5, requires_grad=True)
+
+    def step():
+        x.grad = None
+        y = layer(x)
+        y.square().sum().backward()
+        with torch.no_grad():
+            return torch.cat([y.flatten(), x.grad.flatten(), layer(x).flatten()])
+
+    step()
+    expected, usual = puts_of(machine, step)
+    with static_shapes(P_world):
+        for again in range(3):
+            found, puts = puts_of(machine, step)
+            assert torch.equal(found, expected)
+            # On one node all but its first rank say what they pass with one store a call.
+            saved = 2 if comm.rank and again else 0
+            assert puts == usual - saved
+    assert puts_of(machine, step)[1] == usual
+    # As soon as nothing is promised any more, shapes may change.
+    assert layer(x[..., 1:]).shape == (1, 2, 4, 4)
+
+
+def test_each_promise_begins_anew(P_world, comm):
+    layer = DistributedLinearAllGather(P_world.create_cartesian_topology_partition((1, comm.size)), 12, 12)
+    for rows in (2, 5):
+        with static_shapes(P_world):
+            x = torch.randn(rows, 12 // comm.size)
+            assert layer(x).shape == layer(x).shape == (rows, 12 // comm.size)
+
+
+def test_a_promise_is_not_made_twice(P_world):
+    for _ in range(2):
+        with static_shapes(P_world), pytest.raises(ProtocolError, match="promised already"):
+            static_shapes(P_world).__enter__()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_promise_that_is_broken_is_an_error_on_all_ranks(comm):
+    machine, last = Machine(comm, segment_size="8MiB", timeout=15), comm.size - 1
+    layer = DistributedConv2d(machine.partition((1, 1, comm.size, 1)), 1, 1, 3, padding=1, name="enc1")
+    x = torch.randn(1, 1, 4, 5)
+
+    def loop():
+        with static_shapes(machine), torch.no_grad():
+            for turn in range(20):
+                layer(x[..., 1:] if turn == 2 and comm.rank == last else x)
+
+    message = rf"'enc1': rank {last} passes \(1, 1, 4, 4\) of torch.float32 and passed \(1, 1, 4, 5\) of"
+    with pytest.raises(ShapeError if comm.rank == last else PeerFailedError, match=message):
+        loop()
+    comm.Barrier()
+    machine.close()
