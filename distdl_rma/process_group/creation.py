@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import socket
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,9 @@ _HOW = (
     "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python"
     " train.py'"
 )
+# Of Linux: the address of a network's interface.
+_ASK_ADDRESS = 0x8915
+_ANSWER_SECONDS = 3.0
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
@@ -101,16 +107,33 @@ def _store(timeout: timedelta) -> Store:
     store, words = None, None
     if rank == 0:
         store = TCPStore("localhost", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        words = [store.port, _address()]
-    port, host = gather_words(segments, words, "rendezvous of torch")[0]
-    return store or TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+        words = [store.port, _addresses()]
+    port, addresses = gather_words(segments, words, "rendezvous of torch")[0]
+    if store is not None:
+        return store
+    return TCPStore(
+        _reached(addresses, port), port, size, is_master=False, timeout=timeout, wait_for_workers=False
+    )
 
 
-def _address() -> str:
-    # Of the way out, if there is one; a host's own name may lead to itself only.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+def _addresses() -> list[str]:
+    """Addresses of this host, one for each of its networks, and its name, which others may not know."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as some:
+        for _, name in socket.if_nameindex():
+            # A network without an address has none to tell.
+            with suppress(OSError):
+                answer = fcntl.ioctl(some.fileno(), _ASK_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [*(address for address in found if not address.startswith("127.")), socket.gethostname()]
+
+
+def _reached(addresses: list[str], port: int) -> str:
+    """The first address that answers here."""
+    for address in addresses:
+        with suppress(OSError), socket.create_connection((address, port), _ANSWER_SECONDS):
+            return address
+    raise ConfigurationError(
+        f"init_process_group('rma'): the host of rank 0 answers at none of {addresses}, port {port}; set"
+        f" {', '.join(_NEEDED)} for torch's own rendezvous"
+    )
