@@ -83,7 +83,8 @@ class GroupCore(_Base):  # type: ignore[misc]
         if call is None:
             if len(self._calls) >= _KEPT:
                 self._calls.clear()
-            call = self._calls[key] = Call.of(f"{what} of {facts(tensors)}" if tensors else what)
+            text = f"{what} of {facts(tensors)}" if tensors else what
+            call = self._calls[key] = Call.of(text, key)
         return call
 
     def _reducer(self, op: Any, dtype: torch.dtype) -> Reducer:

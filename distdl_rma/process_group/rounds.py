@@ -35,9 +35,9 @@ class Call(NamedTuple):
     print: int
 
     @classmethod
-    def of(cls, text: str) -> Call:
-        """Call that reads so in messages."""
-        return cls(text, clip(text, _TEXT_BYTES - 1) + b"\0", fingerprint(text) & _PRINT)
+    def of(cls, text: str, *facts: object) -> Call:
+        """Call that reads so in messages; ``facts``, more than can be read, are alike on all ranks too."""
+        return cls(text, clip(text, _TEXT_BYTES - 1) + b"\0", fingerprint(text, *facts) & _PRINT)
 
 
 class Views(NamedTuple):

@@ -174,7 +174,8 @@ class _Driver:
     def _go_on(lines: Lines, operation: Operation, look: bool) -> None:
         if operation.done:
             return
-        lines.check()
+        # What is under way goes on after the group is destroyed: others may wait for it.
+        lines.manager.check_open()
         waiter = lines.manager.waiter
         waiter.progress()
         if look and not operation.done:
