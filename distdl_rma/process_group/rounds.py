@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +18,10 @@ Array = NDArray[Any]
 
 _PARITIES = 2
 _TEXT_BYTES = 256
-# What a rank shows the others in one round: large enough to hide what a round costs, small enough for caches.
-_SLOT_BYTES = 1 << 20
-# Of a segment, a group takes so much at most.
-_SHARE_OF_SEGMENT = 64
+# What a rank shows the others in one round at most: a rank that shares its core with others waits for them in
+# each. And of a segment, so that there is room for many groups.
+_SLOT_BYTES = 4 << 20
+_SHARE_OF_SEGMENT = 512
 _PAGE = 4096
 # A word that announces a round: its number, then a part of the fingerprint of what is called.
 _PRINT_BITS = 24
@@ -68,7 +69,9 @@ class Rounds:
         self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
         self._table = _PARITIES * (_TEXT_BYTES + 16 * self.size + 64)
         self._table += -self._table % 64
-        nbytes = self._table + 2 * _PARITIES * self.slot_bytes
+        # What one rank reduces is a part of a slot.
+        self._reduced_bytes = -(-self.slot_bytes // self.size // 64) * 64
+        nbytes = self._table + _PARITIES * (self.slot_bytes + self._reduced_bytes)
         label = f"process group {name}"
         self.memory = manager.get_segment_buffer(nbytes, 3 * self.size, label)
         others = [rank for rank in self.ranks if rank != manager.rank]
@@ -104,8 +107,9 @@ class Rounds:
         """Everyone's slots as arrays of a type; kept."""
         found = self._views.get(dtype)
         if found is None:
-            size, begin = self.slot_bytes, self._table
-            places = [(begin + k * size, begin + (k + 1) * size) for k in range(2 * _PARITIES)]
+            sizes = [self.slot_bytes] * _PARITIES + [self._reduced_bytes] * _PARITIES
+            ends = list(accumulate(sizes, initial=self._table))
+            places = list(pairwise(ends))
             cut = [[memory[a:b].view(dtype) for a, b in places] for memory in self._memories]
             found = Views([(c[0], c[1]) for c in cut], [(c[2], c[3]) for c in cut])
             self._views[dtype] = found
