@@ -91,11 +91,6 @@ class Tracer:
         recording = self.recording
         return _NOTHING if recording is None else _Span(recording, kind, name, backward)
 
-    def phases(self, name: str, backward: bool = False) -> Callable[[str], AbstractContextManager[object]]:
-        """Contexts of what a layer does one after the other, by kind."""
-        recording = self.recording
-        return _no_phase if recording is None else lambda kind: _Span(recording, kind, name, backward)
-
     def marks(self, name: str, backward: bool = False) -> Callable[[str], object]:
         """What a layer calls with the kind of each thing that it begins to do, and with ``""`` at the end."""
         recording = self.recording
@@ -146,10 +141,6 @@ class Tracer:
 
 
 _NOTHING = nullcontext()
-
-
-def _no_phase(_kind: str) -> AbstractContextManager[object]:
-    return _NOTHING
 
 
 def _nothing() -> None:

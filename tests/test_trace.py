@@ -18,7 +18,7 @@ def tracer():
 
 def test_nothing_is_recorded_unless_asked_for(tracer):
     items = iter([1])
-    with tracer.span("local", "a"), tracer.phases("a")("start"):
+    with tracer.span("local", "a"):
         tracer.depart("allreduce", "a")()
         assert tracer.watched("allreduce", "a", lambda: True)()
         assert tracer.awaited(items, "a") is items
@@ -27,11 +27,10 @@ def test_nothing_is_recorded_unless_asked_for(tracer):
 
 def test_spans_are_events_in_the_order_in_which_they_end(tracer):
     recording = tracer.begin(3)
-    phase = tracer.phases("conv", backward=True)
     with tracer.span("local", "outer"):
-        with phase("remote"):
+        with tracer.span("remote", "conv", backward=True):
             pass
-        with phase("start"):
+        with tracer.span("start", "conv"):
             pass
     tracer.end()
     assert recording.rank == 3

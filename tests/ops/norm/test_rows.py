@@ -23,7 +23,7 @@ def test_sums_are_those_of_torch_in_double_precision(shape, dtype):
         exact = wide.sum(dims, keepdim=True)
         torch.testing.assert_close(torch.from_numpy(found.sums(x)).double(), exact, rtol=1e-5, atol=1e-2)
         squares = wide.square().sum(dims, keepdim=True)
-        torch.testing.assert_close(torch.from_numpy(found.squares(x)), squares, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(found.squares(x)).double(), squares, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
