@@ -89,12 +89,16 @@ def steps(machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     weight, filters = (torch.randn(4, 4, *k, requires_grad=True) for k in ((), (3, 3)))
     gamma, beta = (torch.randn(4, requires_grad=True) for _ in range(2))
     mean, variance = torch.zeros(4), torch.ones(4)
+    # Large enough that it is convolved while halos travel.
+    large = shard(P_x, torch.randn(1, 4, 512, 512))
+    large.to_local().requires_grad_()
     # As parameters of a distributed model, whose gradients are summed at the end of the step.
     for parameter in (weight, filters, gamma, beta):
         synchronise(parameter, by_sync=True)
     tokens = shard(machine.partition((1, machine.size, 1)), torch.randn(2, 16, 4))
     tokens.to_local().requires_grad_()
     yield "convolution", lambda: F.conv2d(x, filters, beta, 1, 1)
+    yield "convolution of 512x512", lambda: F.conv2d(large, filters, beta, 1, 1)
     yield "instance norm", lambda: F.instance_norm(x, weight=gamma, bias=beta)
     yield "batch norm", lambda: F.batch_norm(x, mean, variance, gamma, beta, True)
     yield "max pool 2x2", lambda: F.max_pool2d(x, 2)
@@ -143,7 +147,7 @@ def main() -> None:
             found = profiles(call)
             ahead, back = map(most, found)
             if machine.rank == 0:
-                print(f"{name:14} forward {ahead}, backward {back}")
+                print(f"{name:22} forward {ahead}, backward {back}")
                 if any(word in name for word in asked):
                     _print_parts(found)
 
