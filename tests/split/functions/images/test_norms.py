@@ -143,3 +143,23 @@ def test_batch_norm_by_constants_takes_transposed_gradients(P_world):
 def test_groups_of_no_elements(P_world):
     x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 1, 0, 3), (1,)))
     check(P_world, lambda x, w: F.group_norm(x, 1, weight=w), [x], [w])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_one_parameter_alone(P_world, name):
+    x = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    check(P_world, lambda x, w: F.instance_norm(x, **{name: w}), [x], [w])
+
+
+@pytest.mark.mpi
+def test_what_is_infinite_is_a_result_as_any_other(P_world):
+    x = torch.randn(1, 2, 8, 4)
+    x[0, 0, 0, 0] = float("inf")
+    w = torch.ones(2, requires_grad=True)
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    y = F.instance_norm(block(P_x, x.requires_grad_()), weight=w)
+    y.to_local().sum().backward()
+    assert y.to_local()[0, 0].isnan().any()
+    assert y.to_local()[0, 1].isfinite().all()
