@@ -93,7 +93,7 @@ mutants: $(STAMP)  ## break a line at a time, and see the tests notice (MUTANT="
 # Two ranks, then the rows for more ranks than cores, then memory from fresh ranks, then two hosts where that is possible.
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks
-	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 4 $(BIN)/python -m mpi4py -m benchmarks gloo setup \
+	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 4 $(BIN)/python -m mpi4py -m benchmarks gloo setup process_group \
 	    --output bench-output/crowded.json
 	for ranks in 2 4; do timeout $(BENCH_SECONDS) $(MPIEXEC) -n $$ranks $(BIN)/python -m mpi4py -m benchmarks memory \
 	    --output bench-output/memory-$$ranks.json || exit 1; done

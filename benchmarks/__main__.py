@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import collectives, conv, layers, planning, rma, split, split_layers, training
+from benchmarks import collectives, conv, layers, planning, process_group, rma, split, split_layers, training
 from benchmarks.measure import COMM, Row
 from benchmarks.results.run import Run, machine_name
 from benchmarks.scaling import rows as scaling
@@ -24,6 +24,7 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "training": training.rows,
     "split": split.rows,
     "split_layers": split_layers.rows,
+    "process_group": process_group.rows,
     "scaling": scaling.rows,
     "planning": planning.rows,
 }
