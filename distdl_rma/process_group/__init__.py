@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 _TORCH = "torch.distributed"
+_RECORDED = "_FR_SELF_RECORDING_BACKENDS"
 
 
 def register() -> None:
@@ -27,6 +28,10 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "RMA"):
         return
     dist.Backend.register_backend("rma", _create, extended_api=True, devices=["cpu"])
+    # From 2.15 on torch records the calls of groups made of several backends, which this one is not.
+    c10d = vars(sys.modules["torch.distributed.distributed_c10d"])
+    if _RECORDED in c10d:
+        c10d[_RECORDED] = {*c10d[_RECORDED], "rma"}
     # Of "env://", where init_process_group looks for an address unless it is told otherwise.
     handlers = sys.modules["torch.distributed.rendezvous"].__dict__["_rendezvous_handlers"]
     by_environment = handlers["env"]
