@@ -56,7 +56,10 @@ def store(comm: MPI.Intracomm) -> Iterator[dist.Store]:
     # Else gloo looks for the address of this host's name, which takes seconds where nobody knows it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory()) if comm.rank == 0 else None
+        # The last rank to leave removes the file itself, maybe only now.
+        folder = None
+        if comm.rank == 0:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         yield dist.FileStore(str(Path(comm.bcast(folder)) / "store"), comm.size)
         comm.Barrier()
 
