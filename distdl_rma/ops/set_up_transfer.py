@@ -14,7 +14,8 @@ from distdl_rma.geometry.intervals import Listed, meeting
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import Movement
-from distdl_rma.ops.core.tensors import as_tensor, numpy_dtype
+from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype
+from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.assembly import Assembly
 from distdl_rma.segments.collectives.broadcast import Bcast
 
@@ -122,7 +123,8 @@ def gather_whole(
     """The whole of a tensor that is kept in parts; collective over the ranks of both, blocking.
 
     In passes: whatever the size of the tensor and the number of ranks, the segment of a rank holds at most
-    a MiB of what comes in, and of what is staged for other nodes.
+    a MiB of what comes in, and of what is staged for other nodes. Where several ranks take it, one of each
+    node gets it from the others, and the ranks of the node from this one.
 
     ``part`` is this rank's box; its type counts where it keeps none. The result is memory of its own,
     without elements on ranks that are no takers.
@@ -135,16 +137,52 @@ def gather_whole(
     boxes = [whole[givers.slices(rank)] for rank in ranks] if takers.active else []
     # A box whose elements do not lie one behind the other is put in its place at the end.
     vectors = [b.view(-1) if b.is_contiguous() else b.new_empty(b.numel()) for b in boxes]
-    movement = Movement(machine, passes.exchange(takers), part.dtype, f"{name} of shape {givers.shape}")
+    title = f"{name} of shape {givers.shape}"
     sent = (mine if giving is None else mine[passes.run(giving, number)] for number in range(passes.count))
-    try:
-        with torch.no_grad():
-            for number, runs in enumerate(movement.forwards.stream(sent)):
-                for giver, vector in enumerate(vectors):
-                    vector[passes.run(giver, number)] = runs[slice(*passes.runs.interval(giver))]
-    finally:
-        movement.close()
+    travel = _to_one if takers.size == 1 else _to_all
+    with torch.no_grad():
+        for number, runs in enumerate(travel(machine, passes, takers, sent, part.dtype, title)):
+            for giver, vector in enumerate(vectors):
+                vector[passes.run(giver, number)] = runs[slice(*passes.runs.interval(giver))]
     for box, vector in zip(boxes, vectors, strict=True):
         if not box.is_contiguous():
             box.copy_(vector.view(box.shape))
     return whole
+
+
+def _to_one(
+    machine: Machine,
+    passes: TransferInPasses,
+    takers: Partition,
+    sent: Iterator[torch.Tensor],
+    dtype: torch.dtype,
+    title: str,
+) -> Iterator[torch.Tensor]:
+    # The runs of all givers, pass by pass, on the one rank that takes them.
+    movement = Movement(machine, passes.exchange(takers), dtype, title)
+    try:
+        yield from movement.forwards.stream(sent)
+    finally:
+        movement.close()
+
+
+def _to_all(
+    machine: Machine,
+    passes: TransferInPasses,
+    takers: Partition,
+    sent: Iterator[torch.Tensor],
+    dtype: torch.dtype,
+    title: str,
+) -> Iterator[torch.Tensor]:
+    # The same on many: those that give nothing come behind the givers.
+    givers = passes.givers.partition.ranks
+    ranks = tuple(dict.fromkeys((*givers, *takers.ranks)))
+    counts = [*passes.runs.lengths, *[0] * (len(ranks) - len(givers))]
+    gathered = Allgather(machine.segments, ranks, counts, numpy_dtype(dtype, title), title)
+    try:
+        for run in sent:
+            gathered.active[...] = as_words(run.contiguous())
+            gathered.start()
+            yield as_tensor(gathered.wait(), dtype)
+    finally:
+        gathered.close()
