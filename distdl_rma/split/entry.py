@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from math import prod
 from numbers import Integral
@@ -11,23 +10,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ShapeError
+from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, as_words
-from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.assembly import gather_words
+from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 from distdl_rma.split import layout as lay
 from distdl_rma.split.site import THREAD, site_of
 
 
-class _Rows:
-    # Rows of all ranks to all, whose memory goes with the site that keeps them.
+class _Told:
+    # Rows of all ranks at a site, which they tell each other where one of them is not that of the last call.
     def __init__(self, machine: Machine, partition: Partition, name: str) -> None:
-        self.rows = AllPush(machine.segments, partition.ranks, 3 + MAX_DIMS, np.int64, f"{name} (shapes)")
-        weakref.finalize(self, self.rows.close)
+        self._assembly = Assembly.of(machine.segments, partition.ranks)
+        self._title = f"{name} (shapes)"
+        self._code, self._size = fingerprint(self._title), partition.size
+        self._row = b""
+        self._layout: Decomposition | None = None
+
+    def by_all(self, row: bytes) -> list[list[int]] | None:
+        """Rows of all ranks; None if they are those that the layout kept is of."""
+        known = row == self._row
+        self._assembly.start(self._title, self._code, known, 0 if known else fingerprint(row), 0)
+        alike = self._assembly.wait()
+        if alike and known:
+            return None
+        rows = [row] * self._size if alike else self._assembly.texts(row, len(row))
+        return [np.frombuffer(each, np.int64).tolist() for each in rows]
+
+    def keep(self, row: bytes, layout: Decomposition) -> Decomposition:
+        """Layout of what all ranks said, this one a row."""
+        self._row, self._layout = row, layout
+        return layout
+
+    @property
+    def layout(self) -> Decomposition:
+        """What was kept last."""
+        if self._layout is None:
+            raise ProtocolError(f"{self._title!r}: no layout is kept")
+        return self._layout
 
 
 def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") -> Decomposition:
@@ -38,15 +61,16 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
     machine = Machine.of(partition)
     THREAD.place = None
     site = site_of(machine, told_layout)
-    rows = site.kept(partition, lambda: _Rows(machine, partition, site.name)).rows
+    told = site.kept(partition, lambda: _Told(machine, partition, site.name))
     row = np.zeros(3 + MAX_DIMS, np.int64)
     if problem:
         row[0] = -1
     else:
         row[:3] = DTYPES.index(local.dtype), local.requires_grad, local.dim()
         row[3 : 3 + local.dim()] = local.shape
-    rows.start(row)
-    found = rows.wait().tolist()
+    found = told.by_all(row.tobytes())
+    if found is None:
+        return told.layout
     if problem:
         raise ShapeError(f"SplitTensor.from_local: {problem}")
     for rank, (dtype, *_) in zip(partition.ranks, found, strict=True):
@@ -59,7 +83,7 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
             f"SplitTensor.from_local: rank {one} passes {_said(first)} but rank {other} {_said(second)}"
         )
     shapes = {rank: tuple(each[3 : 3 + each[2]]) for rank, each in zip(partition.ranks, found, strict=True)}
-    return lay.normal(Decomposition.from_local_shapes(partition, shapes))
+    return told.keep(row.tobytes(), lay.normal(Decomposition.from_local_shapes(partition, shapes)))
 
 
 def _said(kind: tuple[int, ...]) -> str:
