@@ -152,6 +152,7 @@ class Segment:
         """Free both windows; collective. Every view of the memory dangles afterwards."""
         self.words.release()
         self.memory = np.empty(0, np.uint8)
+        self.arenas.clear()
         for window in (self._window, self._shared):
             window.Unlock_all()
             window.Free()
