@@ -10,6 +10,7 @@ from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers import DistributedConv2d, Movement
+from distdl_rma.ops.core import movement as movements
 from distdl_rma.segments import landings
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard
@@ -167,3 +168,25 @@ def test_large_results_are_their_own_whatever_moves_later(comm, monkeypatch):
         movement.close()
     for step, y in enumerate(results, 1):
         assert torch.equal(y, step * whole[columns.slices()] + 1)
+
+
+def test_a_root_copies_what_it_keeps_while_it_sends(comm, monkeypatch):
+    monkeypatch.setattr(movements, "_ECHOED_NBYTES", 1)
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        everyone = machine.partition()
+        root = everyone.create_partition_inclusive([0])
+        ends = Decomposition.replicated(root, (5, 3)), Decomposition.replicated(everyone, (5, 3))
+        movement = Movement(machine, Exchange(machine.rank, *ends), torch.float64, "broadcast")
+        assert bool(movement.forwards._echoes) == (machine.rank == 0 < comm.size - 1)
+        whole = torch.arange(15.0, dtype=torch.float64).reshape(5, 3)
+        for step in range(1, 6):
+            x = step * whole if machine.rank == 0 else torch.empty(0, dtype=torch.float64)
+            if step == 3:
+                movement.void()
+                continue
+            y = movement(x)
+            assert torch.equal(y, step * whole)
+            y.zero_()
+            assert machine.rank or torch.equal(x, step * whole)
+        assert not movement.forwards._echoed
+        movement.close()
