@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,13 +57,13 @@ def store(comm: MPI.Intracomm) -> Iterator[dist.Store]:
     """Where gloo's ranks meet: a file, as a port that is free now may be taken before it is used."""
     # Else gloo looks for the address of this host's name, which takes seconds where nobody knows it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with contextlib.ExitStack() as stack:
-        # The last rank to leave removes the file itself, maybe only now.
-        folder = None
-        if comm.rank == 0:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        yield dist.FileStore(str(Path(comm.bcast(folder)) / "store"), comm.size)
-        comm.Barrier()
+    name = f"distdl_rma-gloo-{os.getpid()}-{time.monotonic_ns()}"
+    path = Path(comm.bcast(f"{tempfile.gettempdir()}/{name}"))
+    if comm.rank == 0:
+        # The last rank to leave removes it, unless a group is kept to the end.
+        atexit.register(path.unlink, missing_ok=True)
+    yield dist.FileStore(str(path), comm.size)
+    comm.Barrier()
 
 
 def results(comm: MPI.Intracomm, program: Callable[..., Any], *arguments: Any, backend: str = BACKEND) -> Any:
