@@ -2,8 +2,8 @@
 
 A mesh of ranks with two axes: replicas have pictures of their own, and within a replica every picture is cut
 in rows. ``distribute`` has the network compute on cut pictures; torch's DistributedDataParallel, on the
-backend "rma", takes the mean of the replicas' gradients while backward goes on. At the end one process trains
-alone on the pictures of all replicas: the weights must be the same.
+backend "rma", adds up the gradients of all ranks while backward goes on. At the end one process trains alone
+on the pictures of all replicas: the weights must be the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,13 +104,22 @@ def training(model: nn.Module, lessons: Iterator[tuple[torch.Tensor, torch.Tenso
         yield loss.item()
 
 
-def replicated(mesh: DeviceMesh) -> DistributedDataParallel:
-    """The network: cut within a replica by us, and copied to all replicas by torch."""
+def mean_of_replicas(gradients: torch.Tensor, number: int) -> torch.futures.Future[torch.Tensor]:
+    """A sum over the blocks of a picture, a mean over the replicas, when it is there."""
+    work: Any = dist.all_reduce(gradients, async_op=True)
+    total: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return total.then(lambda done: done.value()[0] / number)
+
+
+def replicated(mesh: DeviceMesh, number: int) -> DistributedDataParallel:
+    """The network: cut within a replica, and its gradients added over all ranks by torch."""
     blocks = mesh["blocks"]
     mine = MPIPartition(MPI.COMM_WORLD).create_partition_inclusive(blocks.mesh.tolist())
     P_x = mine.create_cartesian_topology_partition((1, 1, blocks.size(), 1))
-    split = distribute(network(), P_x, reduction="none")
-    return DistributedDataParallel(split, process_group=mesh["replicas"].get_group())
+    model = DistributedDataParallel(distribute(network(), P_x, reduction="none"))
+
+    model.register_comm_hook(None, lambda _, bucket: mean_of_replicas(bucket.buffer(), number))
+    return model
 
 
 def run(chosen: Options) -> bool:
@@ -118,7 +128,7 @@ def run(chosen: Options) -> bool:
     shape = chosen.replicas, COMM.size // chosen.replicas
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "blocks"))
     CONSOLE.print(f"{shape[0]} replicas, whose pictures of {SIZE[0]} x {SIZE[1]} are cut in {shape[1]}")
-    model, replica = replicated(mesh), mesh["replicas"].get_local_rank()
+    model, replica = replicated(mesh, chosen.replicas), mesh["replicas"].get_local_rank()
     log = list(shown(measured(training(model, pictures(replica)), Machine.on()), chosen.steps))
     show_training(log, f"{-10 * torch.tensor(log[-1].loss).log10():.1f} dB", COMM)
 

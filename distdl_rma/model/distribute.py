@@ -293,10 +293,10 @@ def distribute(
         A partition of all ranks of its machine; or for the ranks of COMM_WORLD the numbers of blocks, as
         ``"2x2"`` for the last dimensions of an input or ``{"H": 2, "W": 2}``.
     reduction, replicas, bucket_nbytes
-        Of :class:`GradientSync`. Or ``reduction="none"``: there is none. Gradients are summed over the ranks
-        of the grid where they are computed; replicas on other ranks are left to ``DistributedDataParallel``
-        or ``fully_shard`` (``docs/torch-distributed.md``). Parameters and buffers stay as they are, alike on
-        the ranks of the grid.
+        Of :class:`GradientSync`. Or ``reduction="none"``: there is none, and every ``.grad`` is what this
+        rank contributes to it. ``DistributedDataParallel`` or ``fully_shard`` over all ranks add these
+        (``docs/torch-distributed.md``). Parameters and buffers stay as they are, alike on the ranks of the
+        grid.
     fallback
         ``"move"``: where a function cannot act on the layout of its inputs, these move, by the rules of
         ``docs/split-functions.md``. ``"error"``: that is refused with ``UnsupportedError``.

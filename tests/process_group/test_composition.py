@@ -39,12 +39,12 @@ def samples(replica, step):
     return [torch.randn(2, 1, 9, 8, **DOUBLE, generator=generator) for _ in range(2)]
 
 
-def train(model, replica):
+def train(model, replica, scale=1.0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         x, target = samples(replica, step)
         optimizer.zero_grad()
-        F.mse_loss(model(x), target).backward()
+        (scale * F.mse_loss(model(x), target)).backward()
         optimizer.step()
     return whole(model)
 
@@ -72,6 +72,11 @@ def blocks(P_world, mesh):
     return mine.create_cartesian_topology_partition((1, 1, BLOCKS, 1))
 
 
+def sum_by_replicas(_state, bucket):
+    total = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return total.then(lambda done: done.value()[0] / REPLICAS)
+
+
 def test_gradient_sync_and_both_of_torchs_give_the_numbers_of_one_process(mesh, P_world):
     replica, P_x, expected = mesh["replicas"].get_local_rank(), blocks(P_world, mesh), alone()
 
@@ -80,18 +85,24 @@ def test_gradient_sync_and_both_of_torchs_give_the_numbers_of_one_process(mesh, 
     torch.testing.assert_close(by_sync, expected)
     ours.distributed.close()
 
-    group = mesh["replicas"].get_group()
-    parallel = DistributedDataParallel(distribute(network(), P_x, reduction="none"), process_group=group)
-    torch.testing.assert_close(train(parallel, replica), by_sync)
+    hooked = DistributedDataParallel(distribute(network(), P_x, reduction="none"))
+    hooked.register_comm_hook(None, sum_by_replicas)
+    torch.testing.assert_close(train(hooked, replica), by_sync)
 
-    sharded = fully_shard(distribute(network(), P_x, reduction="none"), mesh=mesh["replicas"])
-    torch.testing.assert_close(train(sharded, replica), by_sync)
+    # The mean of all ranks is short of the sum over blocks by their number.
+    scaled = DistributedDataParallel(distribute(network(), P_x, reduction="none"))
+    torch.testing.assert_close(train(scaled, replica, scale=BLOCKS), by_sync)
+
+    for over in (mesh, mesh._flatten("all")):
+        model = fully_shard(distribute(network(), P_x, reduction="none"), mesh=over)
+        model.set_gradient_divide_factor(REPLICAS)
+        torch.testing.assert_close(train(model, replica), by_sync)
 
 
 def test_modules_of_a_split_model_are_not_sharded_one_by_one(mesh, P_world):
     model = distribute(network(), blocks(P_world, mesh), reduction="none")
-    fully_shard(model[2], mesh=mesh["replicas"])
-    fully_shard(model, mesh=mesh["replicas"])
+    fully_shard(model[2], mesh=mesh)
+    fully_shard(model, mesh=mesh)
     # torch marks where the backward of a module ends by a function of its own on what goes into it.
     with pytest.raises(UnsupportedError, match=r"autograd\.Function in module '2'"):
         model(samples(mesh["replicas"].get_local_rank(), 0)[0])
@@ -101,8 +112,7 @@ def test_no_sync_is_torchs_where_torch_sums(mesh, P_world):
     model = distribute(network(), blocks(P_world, mesh), reduction="none")
     with pytest.raises(ConfigurationError, match="there is no GradientSync"):
         model.distributed.no_sync()
-    replica = mesh["replicas"].get_local_rank()
-    parallel = DistributedDataParallel(model, process_group=mesh["replicas"].get_group())
+    parallel, replica = DistributedDataParallel(model), mesh["replicas"].get_local_rank()
     lessons = [samples(replica, step) for step in range(2)]
     with parallel.no_sync():
         F.mse_loss(parallel(lessons[0][0]), lessons[0][1]).backward()
@@ -111,7 +121,7 @@ def test_no_sync_is_torchs_where_torch_sums(mesh, P_world):
     twin = network()
     for other, step in itertools.product(range(REPLICAS), range(2)):
         x, target = samples(other, step)
-        (F.mse_loss(twin(x), target) / REPLICAS).backward()
+        (F.mse_loss(twin(x), target) / (REPLICAS * BLOCKS)).backward()
     torch.testing.assert_close(
         [weight.grad for weight in model.parameters()], [weight.grad for weight in twin.parameters()]
     )
