@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from contextlib import suppress
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from distdl_rma.errors import DistdlError
 from distdl_rma.process_group.between_nodes import WideCollectives
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.operations import Lines, Operation, Script
@@ -21,6 +24,8 @@ from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.messages import Messages
 
 Tensor = torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
 # What is kept for calls that come again, at most.
 _KEPT = 1024
 # The methods have the names that torch gives them, and more than one of its spellings.
@@ -77,6 +82,21 @@ class GroupCore(_Base):  # type: ignore[misc]
         operation = self._lines.append(Operation(begin, caller.waiting, finish))
         return self._kept(GroupWork(self._lines, operation, result, self._timeout))
 
+    def refuse(self, what: str, error: BaseException) -> None:
+        """Tell ranks that wait in a call of all that this one refuses it; does not wait for them.
+
+        They raise ``MismatchError``, with the reason. Where all refuse it, the group goes on.
+        """
+        caller, call = self._caller, Call.refused(what, error)
+
+        def begin() -> Script:
+            caller.call = call
+            return self._way.barrier()
+
+        # Of a group that has ended nobody waits.
+        with suppress(DistdlError):
+            self._lines.append(Operation(begin, caller.waiting, None))
+
     def _call(self, what: str, tensors: Sequence[Tensor]) -> Call:
         key = (what, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
         call = self._calls.get(key)
@@ -110,6 +130,20 @@ class GroupCore(_Base):  # type: ignore[misc]
             self._messages.close()
         self._rounds = self._quick = None
         self._counts.clear()
+
+
+def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A call that all ranks make: what one of them refuses, the others learn."""
+
+    @wraps(method)
+    def call(group: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(group, *args, **kwargs)
+        except DistdlError as error:
+            group.refuse(method.__name__, error)
+            raise
+
+    return call
 
 
 def op_of(opts: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from torch.distributed import Work
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.process_group.core import GroupCore, Tensor, root_of
+from distdl_rma.process_group.core import GroupCore, Tensor, of_all, root_of
 from distdl_rma.process_group.operations import Script
 from distdl_rma.process_group.tensors import Flat, check, parts_of, rows_of, same_type, single
 
@@ -18,6 +18,7 @@ from distdl_rma.process_group.tensors import Flat, check, parts_of, rows_of, sam
 class Movements(GroupCore):
     """Calls that give ranks what others have; see :class:`RmaProcessGroup`."""
 
+    @of_all
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Give all ranks what the root has."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -33,6 +34,7 @@ class Movements(GroupCore):
 
         return self._begin(f"broadcast from rank {root}", [tensor], script, [tensor], [flat])
 
+    @of_all
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
@@ -41,6 +43,7 @@ class Movements(GroupCore):
         targets = list(single(outputs, who))
         return self._all_gather("all_gather", [(single(inputs, who), targets)], [targets])
 
+    @of_all
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
@@ -48,10 +51,12 @@ class Movements(GroupCore):
         pairs = [(mine, [row[k] for row in outputs]) for k, mine in enumerate(inputs)]
         return self._all_gather("all_gather_coalesced", pairs, outputs)
 
+    @of_all
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Give all ranks the equally large tensors of all in one; the input may be its part of it."""
         return self._gather_singles("all_gather_single", [output], [input])
 
+    @of_all
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
@@ -92,6 +97,7 @@ class Movements(GroupCore):
         every = [target for _, targets in pairs for target in targets]
         return self._begin(what, every, script, result, list(chain.from_iterable(outs)))
 
+    @of_all
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give the root the tensors of all."""
         tensor, root = single(inputs, self._who("gather")), root_of(opts)
@@ -105,6 +111,7 @@ class Movements(GroupCore):
 
         return self._begin(f"gather to rank {root}", [tensor], script, [targets], flats)
 
+    @of_all
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Work:
@@ -132,10 +139,12 @@ class Movements(GroupCore):
             if part.numel() != mine.numel():
                 raise ShapeError(f"{who}: tensors have {mine.numel()} elements, got one of {part.numel()}")
 
+    @of_all
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Give every rank a tensor of every rank; sizes may differ."""
         return self._all_to_all("all_to_all", list(outputs), list(inputs), list(outputs))
 
+    @of_all
     def all_to_all_single(
         self,
         output: Tensor,

@@ -10,8 +10,9 @@ import torch
 from torch.distributed import Work
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.process_group.core import GroupCore, Tensor, op_of, root_of
+from distdl_rma.process_group.core import GroupCore, Tensor, of_all, op_of, root_of
 from distdl_rma.process_group.operations import Script, done
+from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.tensors import Flat, check, parts_of, same_type, single
 from distdl_rma.process_group.work import GroupWork
 
@@ -29,9 +30,7 @@ class Reductions(GroupCore):
         if quick is not None and self._coalescing is None and _is_plain(tensor):
             known = quick.known(tensor, op)
             if known is None:
-                check(tensors, self._who("all_reduce"))
-                reducer = self._reducer(op, tensor.dtype)
-                quick.learn(tensor, op, self._call(f"all_reduce({reducer.name})", tensors), reducer)
+                self._learn(quick, tensor, op)
             else:
                 hurry = not getattr(opts, "asyncOp", True)
                 begun = quick.run(known, tensor, hurry)
@@ -41,6 +40,12 @@ class Reductions(GroupCore):
                     operation = done() if begun is True else begun
                     return self._held(GroupWork(self._lines, operation, tensors, self._timeout), tensor)
         return self._held(self._all_reduce("all_reduce", [tensor], op), tensor)
+
+    @of_all
+    def _learn(self, quick: QuickReductions, tensor: Tensor, op: Any) -> None:
+        check([tensor], self._who("all_reduce"))
+        reducer = self._reducer(op, tensor.dtype)
+        quick.learn(tensor, op, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
 
     def _held(self, work: Work, tensor: Tensor) -> Work:
         # DDP hands the work that counts who has joined on to C++, where it would wait for ever once nobody
@@ -53,6 +58,7 @@ class Reductions(GroupCore):
         """Reduce several tensors in place on all ranks."""
         return self._all_reduce("all_reduce_coalesced", list(tensors), op_of(opts))
 
+    @of_all
     def _all_reduce(self, what: str, tensors: list[Tensor], op: Any) -> Work:
         check(tensors, self._who(what))
         reducers = [self._reducer(op, tensor.dtype) for tensor in tensors]
@@ -65,6 +71,7 @@ class Reductions(GroupCore):
         named = f"{what}({reducers[0].name})" if reducers else what
         return self._begin(named, tensors, script, tensors, flats)
 
+    @of_all
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Reduce a tensor in place on the root."""
         tensor, root = single(tensors, self._who("reduce")), root_of(opts)
@@ -78,6 +85,7 @@ class Reductions(GroupCore):
             [flat],
         )
 
+    @of_all
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Work:
@@ -86,10 +94,12 @@ class Reductions(GroupCore):
         pair = single(outputs, who), list(single(inputs, who))
         return self._reduce_scatter("reduce_scatter", [pair], op_of(opts))
 
+    @of_all
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce a tensor of which every rank gets an equal part."""
         return self._reduce_singles("reduce_scatter_single", [output], [input], opts)
 
+    @of_all
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:

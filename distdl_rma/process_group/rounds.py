@@ -40,6 +40,13 @@ class Call(NamedTuple):
         """Call that reads so in messages; ``facts``, more than can be read, are alike on all ranks too."""
         return cls(text, clip(text, _TEXT_BYTES - 1) + b"\0", fingerprint(text, *facts) & _PRINT)
 
+    @classmethod
+    def refused(cls, what: str, error: BaseException) -> Call:
+        """In place of a call that a rank refuses, whatever its reason: the same where all refuse it."""
+        return cls.of(f"nothing, since it refuses {error}")._replace(
+            print=fingerprint("refused", what) & _PRINT
+        )
+
 
 class Views(NamedTuple):
     """Memory of all ranks by position, twice each, for even and odd rounds, as elements of one type."""

@@ -293,6 +293,25 @@ def test_different_sizes_types_operations_and_roots_are_errors_on_every_rank(mac
     comm.Barrier()
 
 
+def test_what_one_rank_refuses_is_told_to_the_others(machine, comm):
+    odd, size = comm.rank == comm.size - 1, comm.size
+    cases = {
+        "dense": lambda g: g.allreduce([torch.ones(3).to_sparse() if odd else torch.ones(3)]),
+        "on cpu": lambda g: g.broadcast([torch.ones(3, device="meta" if odd else "cpu")]),
+        "parts of": lambda g: g.all_gather_single(torch.ones(3 * size), torch.ones(4 if odd else 3)),
+    }
+    for name, call in cases.items():
+        group = broken(machine, name)
+        kind = (UnsupportedError, ShapeError) if odd else MismatchError
+        with pytest.raises(kind, match=f"in group '{name}'.*{name}"):
+            call(group).wait()
+        if size > 1:
+            with pytest.raises(MismatchError):
+                group.barrier().wait()
+        group.shutdown()
+        comm.Barrier()
+
+
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(machine, comm):
     if comm.size == 1:
         return
