@@ -246,7 +246,9 @@ def landing(shape: Sequence[int], dtype: torch.dtype) -> Landing:
     with _making:
         if _landings.get(arena) is None:
             _landings[arena] = ResultPool(take=arena.take, drop=arena.drop, smallest=0)
-    tensor = _landings[arena].empty(shape, dtype)
+    # Posted by a call before the one that returns it, which may train where this one only infers.
+    with torch.inference_mode(False):
+        tensor = _landings[arena].empty(shape, dtype)
     return Landing(as_words(tensor), arena.offset(tensor.data_ptr()), tensor)
 
 

@@ -170,6 +170,30 @@ def test_large_results_are_their_own_whatever_moves_later(comm, monkeypatch):
         assert torch.equal(y, step * whole[columns.slices()] + 1)
 
 
+def test_a_large_result_can_be_trained_on_after_calls_that_only_infer(comm, monkeypatch):
+    # The memory of a result is made in a call before.
+    monkeypatch.setattr(landings, "_SMALLEST_NBYTES", 1)
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        everyone = machine.partition()
+        root = everyone.create_partition_inclusive([0])
+        ends = Decomposition.replicated(root, (5, 3)), Decomposition.replicated(everyone, (5, 3))
+        movement = Movement(machine, Exchange(machine.rank, *ends), torch.float64, "inferred")
+        x = (
+            torch.ones(5, 3, dtype=torch.float64)
+            if machine.rank == 0
+            else torch.empty(0, dtype=torch.float64)
+        )
+        with torch.inference_mode():
+            for _ in range(3):
+                movement(x)
+        for _ in range(3):
+            y, weight = movement(x), torch.ones(5, 3, dtype=torch.float64, requires_grad=True)
+            y.mul_(2)
+            (y * weight).sum().backward()
+            assert not y.is_inference() and (weight.grad == 2).all()
+        movement.close()
+
+
 def test_a_root_copies_what_it_keeps_while_it_sends(comm, monkeypatch):
     monkeypatch.setattr(movements, "_ECHOED_NBYTES", 1)
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
