@@ -255,10 +255,16 @@ class ShapeAgreement(Generic[P]):
         # What all ranks promised to go on with: what this one passes, with gradients recorded and without.
         self._promise: Promise | None = None
         self._kept: dict[bool, tuple[InputFacts, bytes, int]] = {}
-        self._recording = self._silent = False
+        self._recording = self._silent = self._astray = False
 
     def begin(self, mine: InputFacts) -> None:
         """Tell the other ranks about a call, and find the guess. Waits for them in the first call only."""
+        if self._astray:
+            said = f"{self._name!r}: rank {self._machine.rank} called it while others were elsewhere"
+            error = ProtocolError(f"{said}, and what it sent then would be taken for part of this one")
+            # They may take it before they wait for this rank.
+            self._machine.fail(error)
+            raise error
         # Asked for now: within an operation of autograd grad mode is off.
         self._outcome = self._asked().outcome() if self._tells else None
         if self._said is None or self._said[0] != mine:
@@ -338,6 +344,8 @@ class ShapeAgreement(Generic[P]):
             try:
                 return self._assembly.wait()
             except MismatchError as error:
+                # Weights and a halo may be on their way already, to ranks that do not expect them.
+                self._astray = True
                 if self._outcome is not None:
                     self._outcome.tell(error)
                 raise

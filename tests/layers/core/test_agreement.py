@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from distdl_rma import Machine, MismatchError, ProtocolError, ShapeError
+from distdl_rma import Machine, MismatchError, PeerFailedError, ProtocolError, ShapeError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
@@ -104,6 +104,20 @@ def test_ranks_that_were_told_other_arguments_do_not_meet(comm):
         plans = ShapeAgreement(layer, machine.ranks)
         with pytest.raises(MismatchError, match="it"):
             agree(plans, torch.ones(1))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_that_others_were_not_in_is_not_called_again(comm):
+    # What a rank sent on a guess would be the next call's.
+    with Machine(comm, segment_size="4MiB", timeout=15) as machine:
+        owners = [Layer(machine, name=name) for name in ("here", "there")]
+        here, there = (ShapeAgreement(owner, machine.ranks) for owner in owners)
+        for plans in (here, there):
+            agree(plans, torch.ones(1))
+        with pytest.raises(MismatchError, match=r"'here .*'there "):
+            agree(there if comm.rank else here, torch.ones(1))
+        with pytest.raises(PeerFailedError if comm.rank else ProtocolError, match="'here': rank 0 called it"):
+            agree(here, torch.ones(1))
 
 
 @pytest.mark.mpi
