@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -106,6 +107,10 @@ class Arena:
                 self._lock.release()
 
 
+# Other processes' arenas, for all machines that have the process in common: each mapping holds a file open.
+_mapped: weakref.WeakValueDictionary[Place, mmap.mmap] = weakref.WeakValueDictionary()
+
+
 def attach(place: Place) -> Bytes | None:
     """Arena of another process of this node, to store to; None if it cannot be reached from here."""
     try:
@@ -116,7 +121,10 @@ def attach(place: Place) -> Bytes | None:
         # Another process of that number, as one of another namespace would be.
         if os.fstat(file).st_ino != place.inode or os.fstat(file).st_size != place.nbytes:
             return None
-        return np.frombuffer(mmap.mmap(file, place.nbytes), np.uint8)
+        pages = _mapped.get(place)
+        if pages is None:
+            pages = _mapped[place] = mmap.mmap(file, place.nbytes)
+        return np.frombuffer(pages, np.uint8)
     except (OSError, ValueError):
         return None
     finally:

@@ -1,6 +1,7 @@
 """Memory that other processes of the node store to."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,18 @@ def test_what_is_stored_through_another_mapping_is_seen(arena):
     begin = arena.offset(block.ctypes.data)
     there[begin : begin + 3 * PAGE] = 7
     assert (block == 7).all()
+
+
+def test_every_machine_of_a_process_uses_one_mapping(arena):
+    def files():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = files()
+    several = [attach(arena.place) for _ in range(3)]
+    assert len({there.ctypes.data for there in several}) == 1
+    assert files() == before + 1
+    several.clear()
+    assert files() == before
 
 
 def test_blocks_do_not_overlap_and_begin_on_pages(arena):
