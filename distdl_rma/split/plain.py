@@ -90,8 +90,10 @@ def contributes(x: torch.Tensor) -> bool:
         if _KNOWN in node.metadata:
             ours = True
             continue
-        nodes.add(node)
         leaf = getattr(node, "variable", None)
+        if leaf is None:
+            # That of a leaf may outlive the GradientSync.
+            nodes.add(node)
         if leaf is not None or node.name() == _BOUNDARY:
             known = leaf is not None and is_synchronised(leaf)
             ours, others = ours or known, others or not known

@@ -69,3 +69,13 @@ def test_what_was_a_split_tensor_has_a_whole_gradient(cut):
         everything = of.full_tensor() if of is split else of
         (everything.flip(2) * of).square().sum().backward()
     torch.testing.assert_close(split.grad.full_tensor(), x.grad)
+
+
+def test_a_parameter_whose_sync_is_gone_is_one_of_others_again():
+    parameter = torch.ones(2, requires_grad=True)
+    # Hooks keep the last node of its graphs, whatever becomes of these.
+    last = (parameter * 1).grad_fn.next_functions[0][0]
+    synchronise(parameter, True)
+    assert contributes(parameter * 2)
+    synchronise(parameter, False)
+    assert last is not None and not contributes(parameter * 2)
