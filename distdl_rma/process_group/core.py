@@ -125,9 +125,12 @@ class GroupCore(_Base):  # type: ignore[misc]
         """Give up the memory; what other ranks still wait for goes on. Local, idempotent."""
         self._lines.close()
         if not self._manager.closed:
-            if self._rounds is not None:
-                self._manager.retire(self._rounds.memory, self._rounds.idle)
-            self._messages.close()
+            lines, rounds = self._lines, self._rounds
+            if rounds is not None:
+                self._manager.retire(rounds.memory, lambda: lines.idle and rounds.idle())
+            # Else what is under way would meet what the next group of these ranks sends.
+            if lines.idle:
+                self._messages.close()
         self._rounds = self._quick = None
         self._counts.clear()
 

@@ -45,17 +45,26 @@ class Operation:
         except BaseException as error:
             self.fail(error)
             raise
-        self.done, self._script, self._finish = True, None, None
+        self._end()
         return True
 
     def fail(self, error: BaseException) -> None:
         """End it by an error."""
-        self.error, self.done, self._script, self._finish = error, True, None, None
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        # It lets go of its data, and of the operation that it followed.
+        self.done, self._begin, self._script, self._finish = True, _nothing, None, None
+
+
+def _nothing() -> Script:
+    return iter(())
 
 
 def done() -> Operation:
     """An operation that is over."""
-    operation = Operation(lambda: iter(()), lambda: WaitReason((), ""), None)
+    operation = Operation(_nothing, lambda: WaitReason((), ""), None)
     operation.done = True
     return operation
 
@@ -107,6 +116,11 @@ class Lines:
         """Whether a collective can begin now: none is under way, and nothing went wrong."""
         return not (self._line or self._closed or self._broken is not None or self.manager.closed)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._line or self._apart)
+
     def _begin(self, advance: Callable[[], bool]) -> None:
         # An error belongs to who waits for the operation.
         over = False
@@ -123,8 +137,11 @@ class Lines:
                 try:
                     if not line[0].advance():
                         return False
-                except BaseException as error:  # noqa: BLE001
+                except BaseException as error:
                     self.break_off(error)
+                    # What was raised in it by a signal is for whoever goes on here, and may wait for another.
+                    if not isinstance(error, Exception):
+                        raise
                     return True
                 line.popleft()
             return True
@@ -155,6 +172,14 @@ class Lines:
             self.manager.waiter.until(over, operation.reason, timeout, min(self.manager.waiter.spins, _SPINS))
         if operation.error is not None:
             raise operation.error
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        """End an operation by an error from elsewhere: a collective and those behind it, or a message."""
+        with self._lock:
+            if operation in self._line:
+                self.break_off(error)
+            elif not operation.done:
+                operation.fail(error)
 
     def break_off(self, error: BaseException) -> None:
         """End all collectives, and the group, by an error."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,9 +116,11 @@ class Reducer:
         target.copy_(total)
 
 
-@functools.lru_cache(maxsize=256)
 def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int) -> Reducer:
-    """Reducer of an operation of torch; ``ShapeError`` or ``UnsupportedError`` if it has no exact meaning."""
+    """Reducer of an operation of torch, for the groups of one machine, which take turns with it.
+
+    ``ShapeError`` or ``UnsupportedError`` if it has no exact meaning.
+    """
     if op not in _OPERATIONS:
         known = [name for name, *_ in _OPERATIONS.values()]
         raise UnsupportedError(f"a reduction is one of {known}, got {op}")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Work
 
+from distdl_rma.errors import ExchangeTimeout, ProtocolError
 from distdl_rma.process_group.operations import Lines, Operation
 
 _PAUSE_SECONDS = 5e-5
@@ -73,21 +74,27 @@ class GroupWork(_Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future of the tensors. A thread goes on with the operation, since a wait of torch's does not."""
+        """Future of the tensors. A thread goes on with the operation, since a wait of torch's does not.
+
+        It has the group's time from now on, and is settled by ``ExchangeTimeout`` then, as a wait would be.
+        """
         if self._future is None:
             self._future = torch.futures.Future()
             if self._operation.done:
-                _settle(self._operation, self._future, self._tensors)
+                _settle(self._future, self._tensors, self._operation.error)
             else:
-                _driver.add(self._lines, self._operation, self._future, self._tensors)
+                _driver.add(self._lines, self._operation, self._future, self._tensors, self._timeout)
         return self._future
 
 
-def _settle(operation: Operation, future: torch.futures.Future[Any], tensors: Any) -> None:
-    if operation.error is None:
+def _settle(future: torch.futures.Future[Any], tensors: Any, error: BaseException | None) -> None:
+    if error is None:
         future.set_result(tensors)
+    elif isinstance(error, Exception):
+        future.set_exception(error)
     else:
-        future.set_exception(operation.error)
+        # A future takes no KeyboardInterrupt.
+        future.set_exception(ProtocolError(f"the operation was interrupted by {error!r}"))
 
 
 class _Pending(NamedTuple):
@@ -97,6 +104,9 @@ class _Pending(NamedTuple):
     operation: Operation
     future: torch.futures.Future[Any]
     tensors: Any
+    # How long in seconds, and until when.
+    timeout: float
+    deadline: float
 
 
 class _Driver:
@@ -113,11 +123,18 @@ class _Driver:
         self._driving, self._idle, self._appointed = False, 0, 0
 
     def add(
-        self, lines: Lines, operation: Operation, future: torch.futures.Future[Any], tensors: Any
+        self,
+        lines: Lines,
+        operation: Operation,
+        future: torch.futures.Future[Any],
+        tensors: Any,
+        timeout: float | None,
     ) -> None:
-        """Settle a future when an operation is over."""
+        """Settle a future when an operation is over, or when that took too long."""
+        seconds = lines.manager.waiter.timeout if timeout is None else timeout
+        item = _Pending(lines, operation, future, tensors, seconds, time.monotonic() + seconds)
         with self._change:
-            self._pending.append(_Pending(lines, operation, future, tensors))
+            self._pending.append(item)
             self._appoint()
 
     def _appoint(self) -> None:
@@ -137,31 +154,41 @@ class _Driver:
             settled = self._drive()
             with self._change:
                 self._driving = False
-                for item in settled:
+                for item, _ in settled:
                     self._pending.remove(item)
                 self._appoint()
-            for item in settled:
-                _settle(item.operation, item.future, item.tensors)
+            for item, error in settled:
+                _settle(item.future, item.tensors, error)
             with self._change:
                 self._idle += 1
                 appointed = self._change.wait_for(lambda: self._appointed > 0, _IDLE_SECONDS)
                 self._idle -= 1
                 self._appointed -= appointed
 
-    def _drive(self) -> list[_Pending]:
-        # Until something is over, or nothing is pending.
+    def _drive(self) -> list[tuple[_Pending, BaseException | None]]:
+        # Until something is over or late, or nothing is pending.
         looked = time.monotonic()
         while pending := self._all():
             now = time.monotonic()
             look = now - looked > _LOOK_SECONDS
             looked = now if look else looked
+            settled: list[tuple[_Pending, BaseException | None]] = []
             for item in pending:
                 try:
-                    self._go_on(item.lines, item.operation, look)
+                    self._go_on(item, look)
+                except ExchangeTimeout as error:
+                    # The operation goes on, and can be waited for.
+                    settled.append((item, error))
                 except BaseException as error:  # noqa: BLE001
                     # A rank failed, or the machine was closed: it belongs to who waits for the future.
-                    item.operation.fail(error)
-            if settled := [item for item in pending if item.operation.done]:
+                    item.lines.fail(item.operation, error)
+            late = [item.operation for item, _ in settled]
+            settled += [
+                (item, item.operation.error)
+                for item in pending
+                if item.operation.done and item.operation not in late
+            ]
+            if settled:
                 return settled
             time.sleep(_PAUSE_SECONDS)
         return []
@@ -171,15 +198,18 @@ class _Driver:
             return tuple(self._pending)
 
     @staticmethod
-    def _go_on(lines: Lines, operation: Operation, look: bool) -> None:
+    def _go_on(item: _Pending, look: bool) -> None:
+        operation, manager = item.operation, item.lines.manager
         if operation.done:
             return
         # What is under way goes on after the group is destroyed: others may wait for it.
-        lines.manager.check_open()
-        waiter = lines.manager.waiter
-        waiter.progress()
-        if look and not operation.done:
-            lines.manager.watch.look(operation.reason())
+        manager.check_open()
+        manager.waiter.progress()
+        if not look or operation.done:
+            return
+        manager.watch.look(operation.reason())
+        if time.monotonic() > item.deadline:
+            raise ExchangeTimeout(manager.watch.timeout_message(operation.reason(), item.timeout))
 
 
 _driver = _Driver()

@@ -62,8 +62,8 @@ class Messages:
         return self._begun(lambda: self._comm.Ialltoallv(sent, taken), data, out)
 
     def close(self) -> None:
-        """Give the communicator back; local, for when nothing is under way."""
-        if not self._manager.closed:
+        """Give the communicator back; local. Kept if something is under way, or ended by an error."""
+        if not (self._under_way or self._manager.closed):
             self._between.free()
 
     def _begun(self, call: Callable[[], MPI.Request], *kept: object) -> Test:

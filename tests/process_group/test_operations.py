@@ -1,0 +1,98 @@
+"""What is under way when something else happens: a late rank, an interruption, the end of the group."""
+
+import gc
+import weakref
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma.errors import ExchangeTimeout, ProtocolError
+from distdl_rma.process_group.group import RmaProcessGroup
+from distdl_rma.process_group.operations import Operation
+from distdl_rma.segments.waiting.header import WaitReason
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+def test_messages_let_go_of_their_tensors_when_they_are_over(machine):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "letting go", None)
+    me, size = group.rank(), group.size()
+    array, received = np.ones(3, np.float32), torch.zeros(3)
+    sent, memory = torch.from_numpy(array), weakref.ref(array)
+    del array
+    for _ in range(2):
+        works = [group.send([sent], (me + 1) % size, 0), group.recv([received], (me - 1) % size, 0)]
+        for work in works:
+            work.wait()
+        sent = torch.ones(3)
+        del works, work
+    gc.collect()
+    assert memory() is None and received.tolist() == [1, 1, 1]
+    group.shutdown()
+
+
+def test_the_future_of_a_call_that_others_do_not_make_ends_in_time(machine, comm):
+    if comm.size == 1:
+        return
+    group = RmaProcessGroup(machine.segments, machine.ranks, "late futures", 0.3)
+    x = torch.ones(3)
+    if comm.rank == 0:
+        work = group.allreduce([x])
+        with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 0.3 s for rank.* in all_reduce\(sum\) of"):
+            work.get_future().wait()
+    comm.Barrier()
+    if comm.rank:
+        work = group.allreduce([x])
+    work.wait(timedelta(seconds=20))
+    assert x.tolist() == [comm.size] * 3
+    group.shutdown()
+
+
+def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "ends in flight", None)
+    x, y, on_node = torch.ones(3), torch.ones(4), group._rounds is not None
+    if comm.rank == 0:
+        work = group.allreduce([x])
+        group.shutdown()
+    comm.Barrier()
+    if comm.rank:
+        work = group.allreduce([x])
+        if on_node:
+            work.wait()
+    comm.Barrier()
+    if comm.rank == 0 and comm.size > 1 and on_node:
+        # The others are through with it, this rank is not.
+        assert "process group ends in flight" in machine.segments.stats().owners
+        assert not work._operation.done
+    # In the same memory and on the same communicator, if these were free.
+    after = RmaProcessGroup(machine.segments, machine.ranks, "after it", None)
+    after.allreduce([y]).wait(timedelta(seconds=20))
+    work.wait(timedelta(seconds=20))
+    assert x.tolist() == [comm.size] * 3 and y.tolist() == [comm.size] * 4
+    comm.Barrier()
+    for one in (group, after):
+        one.shutdown()
+
+
+def test_an_interruption_is_raised_where_it_came_and_ends_the_group(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "interrupted", None)
+    interrupted = []
+
+    def script():
+        while not interrupted:
+            yield
+        raise KeyboardInterrupt
+
+    operation = group._lines.append(Operation(script, lambda: WaitReason((), "for nobody"), None))
+    # As by a signal, which never comes to another thread.
+    with machine.segments.segment.lock:
+        interrupted.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            machine.segments.progress()
+    assert isinstance(operation.error, KeyboardInterrupt)
+    with pytest.raises(ProtocolError, match="was interrupted by KeyboardInterrupt"):
+        group.barrier()
+    comm.Barrier()
+    group.shutdown()
