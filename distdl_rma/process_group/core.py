@@ -58,7 +58,7 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
         # The latest works on one element, see Reductions.
-        self._counts: deque[Work] = deque(maxlen=4)
+        self._counts: deque[Work] = deque(maxlen=64)
 
     def _begin(
         self,

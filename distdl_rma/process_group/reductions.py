@@ -30,20 +30,20 @@ class Reductions(GroupCore):
         if quick is not None and self._coalescing is None and _is_plain(tensor):
             known = quick.known(tensor, op)
             if known is None:
+                # What is refused is refused here, in the same words as tensors that are not plain.
+                work = self._all_reduce("all_reduce", [tensor], op)
                 self._learn(quick, tensor, op)
-            else:
-                hurry = not getattr(opts, "asyncOp", True)
-                begun = quick.run(known, tensor, hurry)
-                if begun is True and hurry:
-                    return _OVER
-                if begun is not False:
-                    operation = done() if begun is True else begun
-                    return self._held(GroupWork(self._lines, operation, tensors, self._timeout), tensor)
+                return self._held(work, tensor)
+            hurry = not getattr(opts, "asyncOp", True)
+            begun = quick.run(known, tensor, hurry)
+            if begun is True and hurry:
+                return _OVER
+            if begun is not False:
+                operation = done() if begun is True else begun
+                return self._held(GroupWork(self._lines, operation, tensors, self._timeout), tensor)
         return self._held(self._all_reduce("all_reduce", [tensor], op), tensor)
 
-    @of_all
     def _learn(self, quick: QuickReductions, tensor: Tensor, op: Any) -> None:
-        check([tensor], self._who("all_reduce"))
         reducer = self._reducer(op, tensor.dtype)
         quick.learn(tensor, op, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
 

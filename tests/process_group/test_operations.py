@@ -7,8 +7,9 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
-from distdl_rma.errors import ExchangeTimeout, ProtocolError
+from distdl_rma.errors import ExchangeTimeout, ProtocolError, ShapeError
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.process_group.operations import Operation
 from distdl_rma.segments.waiting.header import WaitReason
@@ -74,6 +75,17 @@ def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
     comm.Barrier()
     for one in (group, after):
         one.shutdown()
+
+
+def test_a_call_that_all_refuse_leaves_the_group_as_it_was_whatever_their_tensors_look_like(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "refusing", None)
+    x = torch.ones(2, 3, dtype=torch.int32)
+    with pytest.raises(ShapeError, match="an average of"):
+        group.allreduce([x.t() if comm.rank else x], ReduceOp.AVG)
+    group.allreduce([x]).wait()
+    assert (x == comm.size).all()
+    comm.Barrier()
+    group.shutdown()
 
 
 def test_an_interruption_is_raised_where_it_came_and_ends_the_group(machine, comm):
