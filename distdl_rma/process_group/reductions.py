@@ -157,9 +157,10 @@ class _Over(_Work):  # type: ignore[misc]
 
 
 _OVER = _Over()
+_PLAIN = Tensor, torch.nn.Parameter
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # Its elements lie one behind the other, as they are.
-    strided = tensor.is_cpu and tensor.layout is torch.strided
+    # Its elements lie one behind the other, as they are. Of other types they may lie elsewhere.
+    strided = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
     return strided and tensor.is_contiguous() and not (tensor.is_complex() or tensor.is_neg())

@@ -22,7 +22,8 @@ _FOREIGN |= {kind for kind in vars(torch).values() if isinstance(kind, torch.dty
 class Flat:
     """A tensor as a flat array of its ``elements``, in their order, and its way back where that is a copy.
 
-    Floats of 16 bits are words of 16 bits.
+    Floats of 16 bits are words of 16 bits. ``UnsupportedError`` for tensors that have no such memory, as a
+    DTensor, whose part is ``to_local()``.
     """
 
     __slots__ = ("_copied", "_tensor", "elements")
@@ -35,7 +36,11 @@ class Flat:
         words = self._copied
         if words.dtype in _FOREIGN:
             words = words.view(_WORDS[words.itemsize])
-        self.elements: Array = words.numpy().reshape(-1)
+        try:
+            self.elements: Array = words.numpy().reshape(-1)
+        except (RuntimeError, TypeError) as error:
+            what = f"a {type(tensor).__name__} of {tensor.dtype}"
+            raise UnsupportedError(f"tensors of elements in memory are taken, got {what}: {error}") from error
 
     @property
     def bytes(self) -> Array:

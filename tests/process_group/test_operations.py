@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
-from distdl_rma.errors import ExchangeTimeout, ProtocolError, ShapeError
+from distdl_rma.errors import ExchangeTimeout, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.process_group.operations import Operation
 from distdl_rma.segments.waiting.header import WaitReason
@@ -84,6 +86,22 @@ def test_a_call_that_all_refuse_leaves_the_group_as_it_was_whatever_their_tensor
         group.allreduce([x.t() if comm.rank else x], ReduceOp.AVG)
     group.allreduce([x]).wait()
     assert (x == comm.size).all()
+    comm.Barrier()
+    group.shutdown()
+
+
+def test_tensors_whose_elements_lie_elsewhere_are_unwrapped_or_refused(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "wrapped", None)
+    # Known by now, so that the next ones need not be looked at.
+    for _ in range(2):
+        group.allreduce([torch.ones(4)]).wait()
+    x = torch.ones(4)
+    group.allreduce([AsyncCollectiveTensor(x)]).wait()
+    assert x.tolist() == [comm.size] * 4
+    with pytest.raises(UnsupportedError, match=r"got a TwoTensor of torch\.float32"):
+        group.allreduce([TwoTensor(torch.ones(4), torch.ones(4))])
+    group.allreduce([x]).wait()
+    assert x.tolist() == [comm.size**2] * 4
     comm.Barrier()
     group.shutdown()
 
