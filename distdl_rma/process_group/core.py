@@ -142,7 +142,7 @@ def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any
     def call(group: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(group, *args, **kwargs)
-        except DistdlError as error:
+        except Exception as error:
             group.refuse(method.__name__, error)
             raise
 

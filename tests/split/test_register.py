@@ -21,12 +21,15 @@ def test_rules_of_a_users_own(P_world):
 
     register(Mine, doubled)
     register(
-        torch.special.spherical_bessel_j0, lambda function, x: SplitTensor.from_local(function(x.to_local()), x.partition)
+        torch.special.spherical_bessel_j0,
+        lambda function, x: SplitTensor.from_local(function(x.to_local()), x.partition),
     )
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     s = shard(P_x, x)
     torch.testing.assert_close(Mine()(s).full_tensor(), x * 2)
-    torch.testing.assert_close(torch.special.spherical_bessel_j0(s).full_tensor(), torch.special.spherical_bessel_j0(x))
+    torch.testing.assert_close(
+        torch.special.spherical_bessel_j0(s).full_tensor(), torch.special.spherical_bessel_j0(x)
+    )
 
 
 def test_what_has_no_rule_is_refused():
