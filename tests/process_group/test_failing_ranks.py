@@ -68,7 +68,8 @@ ranks = []
 for rank in range(2):
     names = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     env = os.environ | {name: str(value) for name, value in names.items()}
-    ranks.append(subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env, stderr=subprocess.PIPE, text=True))
+    script = [sys.executable, "-c", sys.argv[1]]
+    ranks.append(subprocess.Popen(script, env=env, stderr=subprocess.PIPE, text=True))
 # One after the other: two that write to the same pipe cut each other's lines.
 sys.stderr.write("".join(rank.communicate()[1] for rank in ranks))
 sys.exit(sum(rank.returncode != 0 for rank in ranks))
