@@ -12,12 +12,12 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from distdl_rma.errors import DistdlError
-from distdl_rma.process_group.between_nodes import WideCollectives
-from distdl_rma.process_group.on_node import NodeCollectives
+from distdl_rma.process_group.collectives.between_nodes import WideCollectives
+from distdl_rma.process_group.collectives.on_node import NodeCollectives
+from distdl_rma.process_group.collectives.reducers import Reducer, reducer_of
+from distdl_rma.process_group.collectives.rounds import Call, Rounds
 from distdl_rma.process_group.operations import Lines, Operation, Script
 from distdl_rma.process_group.quick import QuickReductions
-from distdl_rma.process_group.reducers import Reducer, reducer_of
-from distdl_rma.process_group.rounds import Call, Rounds
 from distdl_rma.process_group.tensors import Flat, facts
 from distdl_rma.process_group.work import GroupWork
 from distdl_rma.segments.manager import SegmentManager

@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl_rma.process_group.collectives.reducers import Reducer
+from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Call, Rounds
 from distdl_rma.process_group.operations import Lines, Operation, Script
-from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.process_group.rounds import Call, Rounds
 
 Array = NDArray[Any]
 
-# Up to so many bytes everyone reduces everything itself, in one round.
-WHOLE_BYTES = 64 << 10
 # How a vector is reduced of which every rank takes a share.
 Shares = Callable[[Array, Reducer], Script]
 # Looks at the others' words before the wait becomes a patient one, and before others may have the core.

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
-from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.process_group.rounds import Call
+from distdl_rma.process_group.collectives.reducers import Reducer
+from distdl_rma.process_group.collectives.rounds import Call
 from distdl_rma.segments.messages import Messages, Test
 from distdl_rma.segments.waiting.header import WaitReason
 

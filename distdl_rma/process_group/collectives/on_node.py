@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
-from distdl_rma.process_group.quick import WHOLE_BYTES
-from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.process_group.rounds import Rounds
+from distdl_rma.process_group.collectives.reducers import Reducer
+from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Rounds
 
 Array = NDArray[Any]
 Script = Iterator[None]

@@ -16,6 +16,8 @@ from distdl_rma.segments.waiting.header import WaitReason, clip
 
 Array = NDArray[Any]
 
+# Up to so many bytes everyone reduces everything itself, in one round.
+WHOLE_BYTES = 64 << 10
 _PARITIES = 2
 _TEXT_BYTES = 256
 # What a rank shows the others in one round at most: a rank that shares its core with others waits for them in
