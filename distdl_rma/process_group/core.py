@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from distdl_rma.errors import DistdlError
 from distdl_rma.process_group.collectives.between_nodes import WideCollectives
+from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer, reducer_of
-from distdl_rma.process_group.collectives.rounds import Call, Rounds
+from distdl_rma.process_group.collectives.rounds import Rounds
 from distdl_rma.process_group.operations import Lines, Operation, Script
 from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.tensors import Flat, facts
@@ -50,8 +51,8 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._caller: Rounds | WideCollectives
         self._quick: QuickReductions | None = None
         if self._rounds is not None:
-            self._way, self._caller = NodeCollectives(self._rounds), self._rounds
-            self._quick = QuickReductions(self._rounds, self._lines, self._way.all_reduce)
+            self._caller, self._way = self._rounds, (way := NodeCollectives(self._rounds))
+            self._quick = QuickReductions(self._rounds, self._lines, way)
         else:
             self._way = self._caller = WideCollectives(self._messages, self._me, name)
         self._calls: dict[Hashable, Call] = {}
@@ -104,7 +105,7 @@ class GroupCore(_Base):  # type: ignore[misc]
             if len(self._calls) >= _KEPT:
                 self._calls.clear()
             text = f"{what} of {facts(tensors)}" if tensors else what
-            call = self._calls[key] = Call.of(text, key)
+            call = self._calls[key] = Call(text, key)
         return call
 
     def _reducer(self, op: Any, dtype: torch.dtype) -> Reducer:

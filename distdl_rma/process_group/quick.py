@@ -1,81 +1,93 @@
-"""All-reduces in as few steps as can be: nothing is looked up twice, and small ones need no script."""
+"""All-reduces in as few steps as can be: what calls need is prepared once, and small ones need no script."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl_rma.process_group.collectives.calls import Call
+from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Call, Rounds
+from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Rounds
 from distdl_rma.process_group.operations import Lines, Operation, Script
 
 Array = NDArray[Any]
+Bytes = memoryview
 
-# How a vector is reduced of which every rank takes a share.
-Shares = Callable[[Array, Reducer], Script]
 # Looks at the others' words before the wait becomes a patient one, and before others may have the core.
 _LOOKS, _SPINS = 500, 60
 _KEPT = 512
 
 
 class Quick(NamedTuple):
-    """A kind of calls: their words, and for even and odd rounds this rank's slot and everyone's.
+    """Calls on one tensor's memory, and for even and odd rounds: this rank's slot, and the reduction.
 
-    No slots are kept for vectors that everyone reduces a share of.
+    Longer vectors, of which everyone reduces a share, have a ``script`` instead.
     """
 
     call: Call
-    reducer: Reducer
-    mine: tuple[Array, ...]
-    rows: tuple[list[Array], ...]
+    data: Bytes
+    mine: tuple[Bytes, ...]
+    reduce: tuple[Callable[[], object], ...]
+    script: Callable[[], Script] | None
 
 
 class QuickReductions:
     """Carries out all-reduces of contiguous tensors on one node, where no other collective is under way."""
 
-    def __init__(self, rounds: Rounds, lines: Lines, shares: Shares) -> None:
-        self._rounds, self._lines, self._shares = rounds, lines, shares
+    def __init__(self, rounds: Rounds, lines: Lines, way: NodeCollectives) -> None:
+        self._rounds, self._lines, self._way = rounds, lines, way
         self._lock = rounds.manager.segment.lock
         self._most = min(WHOLE_BYTES, rounds.slot_bytes)
-        self._patience = range(_LOOKS if rounds.manager.waiter.spins else 1), range(1)
-        # By type, number of elements and operation.
+        self._patience = range(1), range(_LOOKS if rounds.manager.waiter.spins else 1)
+        # By address, number of elements, type and operation: never used without a tensor that is there.
         self._known: dict[Hashable, Quick] = {}
-        # By address and kind: never used without a tensor that has its memory there.
-        self._arrays: dict[Hashable, Array] = {}
 
-    def known(self, tensor: torch.Tensor, op: Any) -> Quick | None:
-        """What is known of calls of this kind."""
-        return self._known.get((tensor.dtype, tensor.numel(), op))
+    def known(self, tensor: torch.Tensor, op: Hashable) -> Quick | None:
+        """What is known of calls on the memory of a contiguous tensor."""
+        return self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
 
-    def learn(self, tensor: torch.Tensor, op: Any, call: Call, reducer: Reducer) -> None:
-        """Keep what calls of this kind need, if they are small enough."""
+    def learn(self, tensor: torch.Tensor, op: Hashable, call: Call, reducer: Reducer) -> None:
+        """Keep what calls on this memory need."""
         count = tensor.numel()
         if not count:
             return
         if len(self._known) >= _KEPT:
             self._known.clear()
-        slots = self._rounds.views(reducer.storage).shown if count * tensor.itemsize <= self._most else []
-        rows = tuple([slot[k][:count] for slot in slots] for k in range(2))
-        mine = tuple(some[self._rounds.me] for some in rows if some)
-        self._known[tensor.dtype, count, op] = Quick(call, reducer, mine, rows)
+        memory = memoryview((ctypes.c_char * (count * tensor.itemsize)).from_address(tensor.data_ptr()))
+        x = np.frombuffer(memory, reducer.storage)
+        if x.nbytes <= self._most:
+            quick = self._whole(call, x, reducer)
+        else:
+            quick = Quick(call, memory, (), (), partial(self._way.all_reduce, x, reducer))
+        self._known[tensor.data_ptr(), count, tensor.dtype, op] = quick
+
+    def _whole(self, call: Call, x: Array, reducer: Reducer) -> Quick:
+        me, slots = self._rounds.me, self._rounds.slots(reducer.storage)
+        rows = [[slot[parity][: x.size] for slot in slots] for parity in range(2)]
+        mine = tuple(some[me].data.cast("B") for some in rows)
+        for some in rows:
+            some[me] = x
+        return Quick(call, x.data.cast("B"), mine, tuple(reducer.bound(some, x) for some in rows), None)
 
     def run(self, quick: Quick, tensor: torch.Tensor, hurry: bool) -> Operation | bool:
         """Reduce in place; True if that is over, False if it cannot begin now, or what remains of it."""
-        x, rounds = self._array(tensor, quick.reducer), self._rounds
+        rounds, lines = self._rounds, self._lines
         with self._lock:
-            if not (self._lines.ready and rounds.free(rounds.number + 1)):
+            if not (lines.ready and rounds.free(rounds.number + 1)):
                 return False
             rounds.call = quick.call
             try:
-                rest = (self._whole if quick.mine else self._in_shares)(quick, x, hurry)
+                rest = (self._at_once if quick.script is None else self._in_shares)(quick, hurry)
             except BaseException as error:
-                self._lines.break_off(error)
+                lines.break_off(error)
                 raise
             if rest is None:
                 return True
@@ -85,17 +97,17 @@ class QuickReductions:
                 # Until here its memory is used.
                 tensor.numel()
 
-            return self._lines.append(Operation(script, rounds.waiting, None))
+            return lines.append(Operation(script, rounds.waiting, None))
 
-    def _whole(self, quick: Quick, x: Array, hurry: bool) -> Script | None:
+    def _at_once(self, quick: Quick, hurry: bool) -> Script | None:
         rounds = self._rounds
         rounds.number = number = rounds.number + 1
-        rows = quick.rows[number & 1]
-        quick.mine[number & 1][...] = x
+        quick.mine[number & 1][:] = quick.data
         rounds.announce(number, True)
-        for look in self._patience[not hurry]:
-            if rounds.all_shown(number):
-                quick.reducer.reduce(rows, x)
+        shown = rounds.all_shown
+        for look in self._patience[hurry]:
+            if shown(number):
+                quick.reduce[number & 1]()
                 rounds.read(number)
                 return None
             if look > _SPINS:
@@ -103,15 +115,16 @@ class QuickReductions:
 
         def rest() -> Script:
             yield from rounds.seen(number)
-            quick.reducer.reduce(rows, x)
+            quick.reduce[number & 1]()
             rounds.read(number)
 
         return rest()
 
-    def _in_shares(self, quick: Quick, x: Array, hurry: bool) -> Script | None:
-        script, rounds = self._shares(x, quick.reducer), self._rounds
+    def _in_shares(self, quick: Quick, hurry: bool) -> Script | None:
+        script: Iterator[None] = quick.script()  # type: ignore[misc]
+        rounds = self._rounds
         looks, number = 0, rounds.number
-        while looks < len(self._patience[not hurry]):
+        while looks < len(self._patience[hurry]):
             for _ in script:
                 break
             else:
@@ -121,14 +134,3 @@ class QuickReductions:
             if looks > _SPINS:
                 os.sched_yield()
         return script
-
-    def _array(self, tensor: torch.Tensor, reducer: Reducer) -> Array:
-        # Three times as fast as asking the tensor for it.
-        key = tensor.data_ptr(), tensor.numel(), reducer.storage
-        array = self._arrays.get(key)
-        if array is None:
-            if len(self._arrays) >= _KEPT:
-                self._arrays.clear()
-            memory = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
-            array = self._arrays[key] = np.frombuffer(memoryview(memory), reducer.storage)
-        return array

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import Work
+from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from distdl_rma.errors import ShapeError
+from distdl_rma.process_group.collectives.reducers import OPERATIONS
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, op_of, root_of
 from distdl_rma.process_group.operations import Script, done
 from distdl_rma.process_group.quick import QuickReductions
@@ -25,15 +26,17 @@ class Reductions(GroupCore):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Reduce a tensor in place on all ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        tensor, op = single(tensors, "all_reduce"), op_of(opts)
+        tensor = tensors[0] if len(tensors) == 1 else single(tensors, "all_reduce")
         quick = self._quick
         if quick is not None and self._coalescing is None and _is_plain(tensor):
+            op = _number_of(opts)
             known = quick.known(tensor, op)
             if known is None:
                 # What is refused is refused here, in the same words as tensors that are not plain.
-                work = self._all_reduce("all_reduce", [tensor], op)
-                self._learn(quick, tensor, op)
+                work = self._all_reduce("all_reduce", [tensor], op_of(opts))
+                self._learn(quick, tensor, op, op_of(opts))
                 return self._held(work, tensor)
+            # Of a call that nobody else waits for torch does without the work.
             hurry = not getattr(opts, "asyncOp", True)
             begun = quick.run(known, tensor, hurry)
             if begun is True and hurry:
@@ -41,11 +44,11 @@ class Reductions(GroupCore):
             if begun is not False:
                 operation = done() if begun is True else begun
                 return self._held(GroupWork(self._lines, operation, tensors, self._timeout), tensor)
-        return self._held(self._all_reduce("all_reduce", [tensor], op), tensor)
+        return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
 
-    def _learn(self, quick: QuickReductions, tensor: Tensor, op: Any) -> None:
+    def _learn(self, quick: QuickReductions, tensor: Tensor, number: Hashable, op: Any) -> None:
         reducer = self._reducer(op, tensor.dtype)
-        quick.learn(tensor, op, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
+        quick.learn(tensor, number, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
 
     def _held(self, work: Work, tensor: Tensor) -> Work:
         # DDP hands the work that counts who has joined on to C++, where it would wait for ever once nobody
@@ -164,3 +167,15 @@ def _is_plain(tensor: Tensor) -> bool:
     # Its elements lie one behind the other, as they are. Of other types they may lie elsewhere.
     strided = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
     return strided and tensor.is_contiguous() and not (tensor.is_complex() or tensor.is_neg())
+
+
+# Of these the hash is the number of the operation, and quicker to be had than the operation.
+_HASHED = [hash(ReduceOp(op)) for op in OPERATIONS] == [op.value for op in OPERATIONS]
+
+
+def _number_of(opts: Any) -> Hashable:
+    """What stands for the reduction that options ask for, and for no other."""
+    if _HASHED and type(opts) is AllreduceOptions:
+        return hash(opts.reduceOp)
+    op: Hashable = op_of(opts)
+    return op

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
+from distdl_rma.process_group.collectives.calls import DIGEST_BYTES, SAID_BYTES, Call, text_said
 from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import Call
 from distdl_rma.segments.messages import Messages, Test
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -19,7 +19,6 @@ Script = Iterator[None]
 
 # Bytes of all ranks in one turn of a long vector: what is taken beside the tensors.
 _TURN_BYTES = 8 << 20
-_TEXT_BYTES = 256
 _BYTE = np.dtype(np.uint8)
 
 
@@ -33,7 +32,7 @@ class WideCollectives:
     def __init__(self, messages: Messages, me: int, name: str) -> None:
         self._messages, self.ranks, self.name = messages, messages.ranks, name
         self.size, self.me = len(self.ranks), me
-        self.call = Call.of("nothing")
+        self.call = Call("nothing")
 
     def waiting(self) -> WaitReason:
         """Which ranks are waited for, as far as this one knows."""
@@ -137,25 +136,25 @@ class WideCollectives:
 
     def _agree(self, numbers: Sequence[int]) -> Generator[None, None, Array]:
         # What every rank calls, and numbers of each; the same on all ranks, or an error on all.
-        mine = np.array([self.call.print, *numbers], np.int64)
-        table = np.empty((self.size, 1 + 2 * self.size), np.int64)
-        row = np.zeros(table.shape[1], np.int64)
-        row[: mine.size] = mine
+        width = DIGEST_BYTES // 8
+        row = np.zeros(width + 2 * self.size, np.int64)
+        row[:width] = np.frombuffer(self.call.digest, np.int64)
+        row[width : width + len(numbers)] = numbers
+        table = np.empty((self.size, row.size), np.int64)
         yield from _over(self._messages.gather_all(row, table.reshape(-1), [row.nbytes] * self.size))
-        if (table[:, 0] != self.call.print).any():
-            text = np.zeros(_TEXT_BYTES, _BYTE)
-            text[: len(self.call.encoded)] = np.frombuffer(self.call.encoded, _BYTE)
-            texts = np.empty((self.size, _TEXT_BYTES), _BYTE)
-            counts = [_TEXT_BYTES] * self.size
-            yield from _over(self._messages.gather_all(text, texts.reshape(-1), counts))
-            other = int(np.argmax(table[:, 0] != self.call.print))
-            theirs = texts[other].tobytes().partition(b"\0")[0].decode(errors="replace")
+        others = (table[:, :width] != row[:width]).any(1)
+        if others.any():
+            said = np.zeros(SAID_BYTES, _BYTE)
+            said[: len(self.call.said)] = np.frombuffer(self.call.said, _BYTE)
+            all_said = np.empty((self.size, SAID_BYTES), _BYTE)
+            yield from _over(self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size))
+            other = int(np.argmax(others))
             raise MismatchError(
                 f"group {self.name!r}: rank {self.ranks[self.me]} calls {self.call.text}, but rank"
-                f" {self.ranks[other]} calls {theirs}: all ranks of a group make the same calls in the same"
-                " order, with tensors of the same sizes and types"
+                f" {self.ranks[other]} calls {text_said(all_said[other].tobytes())}: all ranks of a group"
+                " make the same calls in the same order, with tensors of the same sizes and types"
             )
-        return table[:, 1:]
+        return table[:, width:]
 
 
 def _over(test: Test) -> Script:

@@ -15,6 +15,9 @@ from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Rounds
 Array = NDArray[Any]
 Script = Iterator[None]
 
+# What a rank shows another one in a round at most of what is reduced: most of it stays in the caches.
+_PIECE_BYTES = 1 << 20
+
 
 class NodeCollectives:
     """Scripts of collectives, which yield as long as they have to wait; one at a time.
@@ -26,6 +29,11 @@ class NodeCollectives:
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
+        # Who shares its core with others waits for them in each round.
+        self._piece = rounds.slot_bytes if rounds.manager.segment.crowded else _PIECE_BYTES
+        # In whose slot lies what the rank of a position makes: in its own, where it shows nothing to itself.
+        # Of two ranks, in place of what the other one showed to it, which is in the cache already.
+        self.places = [1, 0] if self.size == 2 else list(range(self.size))
 
     def barrier(self) -> Script:
         """Wait for all."""
@@ -52,7 +60,7 @@ class NodeCollectives:
         rounds, count = self._rounds, x.size
         yield from rounds.opened()
         number = rounds.number
-        parity, slots = number & 1, rounds.views(x.dtype).shown
+        parity, slots = number & 1, rounds.slots(x.dtype)
         slots[self.me][parity][:count] = x
         rounds.announce(number, True)
         yield from rounds.seen(number)
@@ -63,10 +71,10 @@ class NodeCollectives:
         rounds.read(number)
 
     def _reduce_shares(self, x: Array, reducer: Reducer, root: int | None) -> Script:
-        """Every rank reduces a share of each round's chunk, and shows what became of it."""
+        """Every rank reduces a share of each round's chunk, and puts what became of it into a slot."""
         rounds, me, size = self._rounds, self.me, self.size
-        views = rounds.views(x.dtype)
-        most = rounds.slot_bytes // x.itemsize // size
+        slots = rounds.slots(x.dtype)
+        most = min(rounds.slot_bytes // size, self._piece) // x.itemsize
         turns = -(-x.size // (most * size))
         share = -(-x.size // (turns * size))
         numbers: list[int] = []
@@ -75,37 +83,40 @@ class NodeCollectives:
             begin = (turn * size + position) * share
             return x[begin : begin + share]
 
+        def made(number: int, position: int) -> Array:
+            return slots[self.places[position]][number & 1][position * share : (position + 1) * share]
+
         for turn in range(turns + 1):
             if turn < turns:
                 yield from rounds.opened()
                 numbers.append(rounds.number)
-                slot = views.shown[me][rounds.number & 1]
+                slot = slots[me][rounds.number & 1]
                 for position in rounds.others:
                     shown = part(turn, position)
                     slot[position * share : position * share + shown.size] = shown
                 rounds.announce(rounds.number, turn == 0)
             if turn:
                 number, before = numbers[turn - 1], turn - 1
-                parity = number & 1
                 yield from rounds.seen(number)
                 mine = part(before, me)
                 begin, end = me * share, me * share + mine.size
-                rows = [slot[parity][begin:end] for slot in views.shown]
+                rows = [slot[number & 1][begin:end] for slot in slots]
                 rows[me] = mine
-                result = views.reduced[me][parity][: mine.size]
+                result = made(number, me)[: mine.size]
                 reducer.reduce(rows, result)
-                rounds.read(number)
+                rounds.made(number)
                 if root in (None, me):
                     mine[...] = result
-                    yield from rounds.all_read(number)
+                    yield from rounds.all_made(number)
                     for position in rounds.others:
                         target = part(before, position)
-                        target[...] = views.reduced[position][parity][: target.size]
+                        target[...] = made(number, position)[: target.size]
+                rounds.read(number)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
         rounds, me, size = self._rounds, self.me, self.size
-        views = rounds.views(out.dtype)
+        slots = rounds.slots(out.dtype)
         most = rounds.slot_bytes // out.itemsize // size
         turns = max(1, -(-max(part.size for part in parts) // most))
         numbers: list[int] = []
@@ -113,7 +124,7 @@ class NodeCollectives:
             if turn < turns:
                 yield from rounds.opened()
                 numbers.append(rounds.number)
-                slot = views.shown[me][rounds.number & 1]
+                slot = slots[me][rounds.number & 1]
                 for position in rounds.others:
                     shown = parts[position][turn * most : (turn + 1) * most]
                     slot[position * most : position * most + shown.size] = shown
@@ -123,7 +134,7 @@ class NodeCollectives:
                 yield from rounds.seen(number)
                 target = out[begin : begin + most]
                 first, last = me * most, me * most + target.size
-                rows = [slot[number & 1][first:last] for slot in views.shown]
+                rows = [slot[number & 1][first:last] for slot in slots]
                 rows[me] = parts[me][begin : begin + most]
                 reducer.reduce(rows, target)
                 rounds.read(number)
@@ -133,7 +144,7 @@ class NodeCollectives:
     ) -> Script:
         """Give what ranks have to all that want it: ``sizes`` of each, this rank's, and where each goes."""
         rounds, me = self._rounds, self.me
-        slots, most = rounds.views(np.dtype(np.uint8)).shown, rounds.slot_bytes
+        slots, most = rounds.slots(np.dtype(np.uint8)), rounds.slot_bytes
         turns = max(1, -(-max(sizes) // most))
         numbers: list[int] = []
         for turn in range(turns + 1):
@@ -160,7 +171,7 @@ class NodeCollectives:
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
         rounds, me, size = self._rounds, self.me, self.size
-        slots, most = rounds.views(np.dtype(np.uint8)).shown, rounds.slot_bytes // size // 8 * 8
+        slots, most = rounds.slots(np.dtype(np.uint8)), rounds.slot_bytes // size // 8 * 8
         yield from rounds.opened()
         number = rounds.number
         lengths = rounds.numbers(number, me)

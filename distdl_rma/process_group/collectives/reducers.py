@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ Array = NDArray[Any]
 # Elements reduced at a time where there are more than two rows: all of them stay in the cache.
 _BLOCK = 32 << 10
 _Kind = Any
-_OPERATIONS: dict[_Kind, tuple[str, Callable[..., Any], Callable[..., Any] | None]] = {
+OPERATIONS: dict[_Kind, tuple[str, Callable[..., Any], Callable[..., Any] | None]] = {
     ReduceOp.SUM: ("sum", np.add, torch.add),
     ReduceOp.AVG: ("avg", np.add, torch.add),
     ReduceOp.PRODUCT: ("product", np.multiply, torch.mul),
@@ -57,7 +58,7 @@ class Reducer:
     """
 
     def __init__(self, op: _Kind, dtype: torch.dtype, ranks: int) -> None:
-        self.name, self._ufunc, self._function = _OPERATIONS[op]
+        self.name, self._ufunc, self._function = OPERATIONS[op]
         self.dtype, self.storage = dtype, np.dtype(_STORAGE[dtype])
         self._divisor = ranks if self.name == "avg" and ranks > 1 else 0
         self._short = dtype in _SHORT_FLOATS
@@ -72,6 +73,12 @@ class Reducer:
             self._two(rows[0], rows[1], out=out)
         else:
             self._quietly(rows, out)
+
+    def bound(self, rows: Sequence[Array], out: Array) -> Callable[[], object]:
+        """The same, to be called again and again."""
+        if self._plain and len(rows) == 2:
+            return partial(self._two, rows[0], rows[1], out)
+        return partial(self._quietly, rows, out)
 
     def _reduce(self, rows: Sequence[Array], out: Array) -> None:
         step = out.size if len(rows) <= 2 else _BLOCK
@@ -121,12 +128,12 @@ def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int) -> Reducer:
 
     ``ShapeError`` or ``UnsupportedError`` if it has no exact meaning.
     """
-    if op not in _OPERATIONS:
-        known = [name for name, *_ in _OPERATIONS.values()]
+    if op not in OPERATIONS:
+        known = [name for name, *_ in OPERATIONS.values()]
         raise UnsupportedError(f"a reduction is one of {known}, got {op}")
     if dtype not in _STORAGE:
         raise UnsupportedError(f"tensors of {dtype} cannot be reduced")
-    name = _OPERATIONS[op][0]
+    name = OPERATIONS[op][0]
     inexact = dtype.is_floating_point or dtype.is_complex
     if name == "avg" and not inexact:
         raise ShapeError(f"an average of {dtype} is not exact: use sum, or a floating type")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.process_group.collectives.calls import DIGEST_BYTES, SAID_BYTES, Call, Kinds, text_said
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.header import WaitReason, clip
+from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]
 
@@ -25,48 +26,20 @@ _TEXT_BYTES = 256
 _SLOT_BYTES = 4 << 20
 _SHARE_OF_SEGMENT = 512
 _PAGE = 4096
-# A word that announces a round: its number, then a part of the fingerprint of what is called.
-_PRINT_BITS = 24
-_PRINT = (1 << _PRINT_BITS) - 1
-
-
-class Call(NamedTuple):
-    """What a rank calls, alike on all ranks of the group: as a text, and as the end of a word."""
-
-    text: str
-    encoded: bytes
-    print: int
-
-    @classmethod
-    def of(cls, text: str, *facts: object) -> Call:
-        """Call that reads so in messages; ``facts``, more than can be read, are alike on all ranks too."""
-        return cls(text, clip(text, _TEXT_BYTES - 1) + b"\0", fingerprint(text, *facts) & _PRINT)
-
-    @classmethod
-    def refused(cls, what: str, error: BaseException) -> Call:
-        """In place of a call that a rank refuses, whatever its reason: the same where all refuse it."""
-        return cls.of(f"nothing, since it refuses {error}")._replace(
-            print=fingerprint("refused", what) & _PRINT
-        )
-
-
-class Views(NamedTuple):
-    """Memory of all ranks by position, twice each, for even and odd rounds, as elements of one type."""
-
-    shown: list[tuple[Array, Array]]
-    reduced: list[tuple[Array, Array]]
+# A word that announces a round: its number, then that of the kind of call.
+_KIND_BITS = 16
 
 
 class Rounds:
     """Memory of the ranks of a group, and how far each of them is.
 
     In a round every rank shows something in its slot of the round's parity, says so to all, reads what the
-    others show, and says that it has read. A slot is written again two rounds later, once all have read it.
-    What is reduced lies beside the slots: it is written again two rounds later as well, by a rank that knows
-    from the others' next word that they are through with it.
+    others show, and says that it is through with it. Between the two, what it has made of some of it may lie
+    in a slot, and it says that as well. A slot is written again two rounds later, once all are through.
 
-    The word that announces a round carries a fingerprint of what its rank calls: who sees another one raises
-    ``MismatchError``, on all ranks, since all ranks see the first word of a call of all.
+    The word that announces a round has the number of the kind of call that its rank makes: who sees another
+    one raises ``MismatchError``, on all ranks, since all ranks see the first word of a call of all. Of a kind
+    that has no number yet they compare what identifies it.
 
     Collective over ``ranks`` to construct, blocking.
     """
@@ -76,13 +49,11 @@ class Rounds:
         self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
         room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
         self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
-        self._table = _PARITIES * (_TEXT_BYTES + 16 * self.size + 64)
+        self._table = SAID_BYTES + 16 * self.size
         self._table += -self._table % 64
-        # What one rank reduces is a part of a slot.
-        self._reduced_bytes = -(-self.slot_bytes // self.size // 64) * 64
-        nbytes = self._table + _PARITIES * (self.slot_bytes + self._reduced_bytes)
+        nbytes = _PARITIES * (self._table + self.slot_bytes)
         label = f"process group {name}"
-        self.memory = manager.get_segment_buffer(nbytes, 3 * self.size, label)
+        self.memory = manager.get_segment_buffer(nbytes, 4 * self.size, label)
         others = [rank for rank in self.ranks if rank != manager.rank]
         remotes = {}
         if others:
@@ -95,116 +66,122 @@ class Rounds:
         self._memories = [memory for memory in memories if memory is not None]
         self._mine = self._memories[self.me].data
         size, me = self.size, self.me
-        # Words that this rank reads, and those of others that it writes: of even rounds, of odd ones, read.
+        # Words that this rank reads, and those of others that it writes: how far they are with showing, in
+        # even and odd rounds, with reading, and with what they make of it.
         self.words = self.memory.flags
         self.others = [at for at in range(size) if at != me]
         flags = [remote.flags for remote in everyone]
         self.peer_words = [words for at in self.others if (words := flags[at]) is not None]
-        self.ready_at = tuple([(at, k * size + at) for at in self.others] for k in range(_PARITIES))
-        self.read_at = [2 * size + at for at in self.others]
-        self.my_ready, self.my_read = (me, size + me), 2 * size + me
+        self._shown_at = tuple([k * size + at for at in self.others] for k in range(_PARITIES))
+        self._read_at = [2 * size + at for at in self.others]
+        self._made_at = [3 * size + at for at in self.others]
+        self._my_shown, self._my_read, self._my_made = (me, size + me), 2 * size + me, 3 * size + me
         self._tables = [
-            [m[k * self._table // 2 :][: self._table // 2] for k in range(_PARITIES)] for m in self._memories
+            [m[k * self._table :][: self._table] for k in range(_PARITIES)] for m in self._memories
         ]
-        self._views: dict[np.dtype[Any], Views] = {}
+        self._slots: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self.number = 0
-        self.call = Call.of("nothing")
+        self.call = Call("nothing")
+        self._kinds = Kinds()
+        # Of the call that is under way: its first round, the number of its kind, and what was said of the
+        # calls before. All ranks are through with all rounds up to ``_past``.
+        self._first = self._kind = self._past = 0
+        self._said: list[Call | None] = [None] * _PARITIES
         self._late: tuple[int, ...] = ()
 
-    def views(self, dtype: np.dtype[Any]) -> Views:
-        """Everyone's slots as arrays of a type; kept."""
-        found = self._views.get(dtype)
+    def slots(self, dtype: np.dtype[Any]) -> list[tuple[Array, Array]]:
+        """Everyone's slots, of even and of odd rounds, as arrays of a type; kept."""
+        found = self._slots.get(dtype)
         if found is None:
-            sizes = [self.slot_bytes] * _PARITIES + [self._reduced_bytes] * _PARITIES
-            ends = list(accumulate(sizes, initial=self._table))
+            ends = [_PARITIES * self._table + k * self.slot_bytes for k in range(_PARITIES + 1)]
             places = list(pairwise(ends))
             cut = [[memory[a:b].view(dtype) for a, b in places] for memory in self._memories]
-            found = Views([(c[0], c[1]) for c in cut], [(c[2], c[3]) for c in cut])
-            self._views[dtype] = found
+            found = self._slots[dtype] = [(even, odd) for even, odd in cut]
         return found
 
     def numbers(self, number: int, position: int) -> Array:
         """Integers, two for each rank, that a rank shows in a round beside its data."""
-        begin = _TEXT_BYTES
         table = self._tables[position][number & 1]
-        found: Array = table[begin : begin + 16 * self.size].view(np.int64)
+        found: Array = table[SAID_BYTES : SAID_BYTES + 16 * self.size].view(np.int64)
         return found
 
     def free(self, number: int) -> bool:
         """Whether all ranks are through with the round two before; then the slots can be written."""
-        words, before = self.words, number - _PARITIES
-        for at in self.read_at:  # noqa: SIM110
-            if words[at] < before:
-                return False
+        before = number - _PARITIES
+        if before > self._past:
+            words = self.words
+            for at in self._read_at:
+                if words[at] < before:
+                    return False
         return True
 
     def opened(self) -> Iterator[None]:
         """Wait until the next round can begin, and begin it."""
         number = self.number + 1
         while not self.free(number):
-            words, before = self.words, number - _PARITIES
-            self._late = tuple(self.ranks[at - 2 * self.size] for at in self.read_at if words[at] < before)
+            self._wait_for(self._read_at, number - _PARITIES)
             yield
         self.number = number
 
     def announce(self, number: int, first: bool) -> None:
-        """Tell all ranks that this one shows what it shows in a round."""
+        """Tell all ranks that this one shows what it shows in a round, the first of a call or another."""
+        parity = number & 1
         if first:
-            begin = (number & 1) * self._table // 2
-            encoded = self.call.encoded
-            self._mine[begin : begin + len(encoded)] = encoded
-        word, value = self.my_ready[number & 1], number << _PRINT_BITS | self.call.print
+            call = self.call
+            self._first, self._kind = number, self._kinds.number_of(call)
+            if self._said[parity] is not call:
+                begin = parity * self._table
+                self._mine[begin : begin + len(call.said)] = call.said
+                self._said[parity] = call
+        word, value = self._my_shown[parity], number << _KIND_BITS | self._kind
         self._fence()
         for words in self.peer_words:
             words[word] = value
 
-    def shown(self, number: int, position: int) -> bool:
-        """Whether a rank shows what it has for a round; ``MismatchError`` if that is of another call."""
-        word = self.words[(number & 1) * self.size + position]
-        if word == number << _PRINT_BITS | self.call.print:
-            return True
-        if word >> _PRINT_BITS >= number:
-            raise self._mismatch(number, position)
-        return False
-
     def all_shown(self, number: int) -> bool:
-        """Whether all ranks do."""
-        words, value = self.words, number << _PRINT_BITS | self.call.print
-        for position, at in self.ready_at[number & 1]:
-            if words[at] != value and not self.shown(number, position):
-                return False
+        """Whether all ranks show what they have for a round; ``MismatchError`` if that is of another call."""
+        words, value = self.words, number << _KIND_BITS | self._kind
+        for at in self._shown_at[number & 1]:
+            word = words[at]
+            if word != value:
+                if word >> _KIND_BITS < number:
+                    return False
+                raise self._mismatch(number, at)
         self._acquire()
+        if number == self._first:
+            if not self._kind:
+                self._compare(number)
+            self._past = number - 1
         return True
 
-    def seen(self, number: int, positions: Sequence[int] | None = None) -> Iterator[None]:
-        """Wait until some ranks, all of them if None, show what they have for a round."""
-        asked = self.others if positions is None else [at for at in positions if at != self.me]
-        while True:
-            late = [at for at in asked if not self.shown(number, at)]
-            if not late:
-                break
-            self._late = tuple(self.ranks[at] for at in late)
+    def seen(self, number: int) -> Iterator[None]:
+        """Wait until all ranks show what they have for a round."""
+        while not self.all_shown(number):
+            self._wait_for(self._shown_at[number & 1], number << _KIND_BITS)
             yield
-            asked = late
-        self._acquire()
 
-    def read(self, number: int) -> None:
-        """Tell all ranks that this one has read what they showed in a round."""
+    def made(self, number: int) -> None:
+        """Tell all ranks that what this one makes of a round can be read."""
         self._fence()
-        word = self.my_read
+        word = self._my_made
         for words in self.peer_words:
             words[word] = number
 
-    def all_read(self, number: int) -> Iterator[None]:
-        """Wait until all ranks have read a round, and what they reduced in it can be read."""
+    def all_made(self, number: int) -> Iterator[None]:
+        """Wait until what all ranks make of a round can be read."""
         words = self.words
-        late = [at for at in self.read_at if words[at] < number]
-        while late:
-            self._late = tuple(self.ranks[at - 2 * self.size] for at in late)
+        while any(words[at] < number for at in self._made_at):
+            self._wait_for(self._made_at, number)
             yield
-            late = [at for at in late if words[at] < number]
         self._acquire()
+
+    def read(self, number: int) -> None:
+        """Tell all ranks that this one is through with a round: it reads nothing more of it."""
+        self._fence()
+        word = self._my_read
+        for words in self.peer_words:
+            words[word] = number
 
     def waiting(self) -> WaitReason:
         """Which ranks the round waits for."""
@@ -212,13 +189,26 @@ class Rounds:
         return WaitReason(self._late, what, "did every rank make the same calls?")
 
     def idle(self) -> bool:
-        """Whether no rank writes here any more: all have read the last round of this one."""
+        """Whether no rank writes here any more, or reads: all are through with the last round of this one."""
         words, number = self.words, self.number
-        return all(words[at] >= number for at in self.read_at)
+        return all(words[at] >= number for at in self._read_at)
 
-    def _mismatch(self, number: int, position: int) -> MismatchError:
-        table = self._tables[position][number & 1]
-        theirs = table[:_TEXT_BYTES].tobytes().partition(b"\0")[0].decode(errors="replace")
+    def _wait_for(self, places: Sequence[int], value: int) -> None:
+        words = self.words
+        self._late = tuple(self.ranks[at % self.size] for at in places if words[at] < value)
+
+    def _compare(self, number: int) -> None:
+        # Of a kind without a number what was said decides. Who finds that it agrees with all others knows
+        # that these agree with each other.
+        for at in self._shown_at[number & 1]:
+            theirs = self._tables[at % self.size][number & 1][:DIGEST_BYTES].tobytes()
+            if theirs != self.call.digest:
+                raise self._mismatch(number, at)
+        self._kinds.agree(self.call)
+
+    def _mismatch(self, number: int, at: int) -> MismatchError:
+        position = at % self.size
+        theirs = text_said(self._tables[position][number & 1].tobytes())
         return MismatchError(
             f"group {self.name!r}: rank {self.ranks[self.me]} calls {self.call.text}, but rank"
             f" {self.ranks[position]} calls {theirs}: all ranks of a group make the same calls in the same"
