@@ -123,17 +123,20 @@ class SegmentBuffer:
         ranks = self._peers if senders is None else self._known(senders)
         if first == stop:
             raise ArgumentError(f"buffer {self.owner!r}: a wait for none of its notifications would not end")
-        found: list[int] = []
+        lowest = self._find(first, stop)
+        if lowest is None:
+            found: list[int] = []
 
-        def any_set() -> bool:
-            lowest = self._find(first, stop)
-            found.extend(() if lowest is None else (lowest,))
-            return lowest is not None
+            def any_set() -> bool:
+                lowest = self._find(first, stop)
+                found.extend(() if lowest is None else (lowest,))
+                return lowest is not None
 
-        if not any_set():
             self._context.waiter.until(any_set, lambda: self._reason(first, stop, ranks), timeout)
-        self._segment.acquire()
-        return found[0]
+            lowest = found[0]
+        if self._acquire is not None:
+            self._acquire()
+        return lowest
 
     def notify_reset(self, index: int) -> int:
         """Take a notification back; return the value that it had, 0 if it was not set.
@@ -144,7 +147,8 @@ class SegmentBuffer:
         if word == self._reset_words[index]:
             return 0
         self._reset_words[index] = word
-        self._segment.acquire()
+        if self._acquire is not None:
+            self._acquire()
         return word >> NOTIFICATION_BITS
 
     def notify_wait(
@@ -181,9 +185,15 @@ class SegmentBuffer:
         return word >> NOTIFICATION_BITS
 
     def _find(self, first: int, stop: int) -> int | None:
-        pending = self._array[first:stop] != self._reset[first:stop]
-        lowest = int(pending.argmax()) if stop > first else 0
-        return first + lowest if stop > first and pending[lowest] else None
+        if stop == first:
+            return None
+        # Of all of them without slices, which would cost as much as the comparison.
+        words, reset = self._array, self._reset
+        if stop - first < self.notifications:
+            words, reset = words[first:stop], reset[first:stop]
+        pending = words != reset
+        lowest = int(pending.argmax())
+        return first + lowest if pending[lowest] else None
 
     def _range(self, first: int, count: int | None) -> tuple[int, int]:
         try:

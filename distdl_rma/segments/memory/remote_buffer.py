@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from operator import index as as_int
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,6 +23,11 @@ from distdl_rma.segments.waiting.header import WaitReason
 NOTIFICATION_BITS = 31
 _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
+# One copy of more than about half of a core's own cache takes longer than several of so many bytes.
+_PIECE_NBYTES = 512 << 10
+# What no integer of 64 bits reaches; operations on these.
+_MORE = 1 << 63
+_SUM, _REPLACE, _NO_OP = MPI.SUM, MPI.REPLACE, MPI.NO_OP
 
 _Memory = TypeVar("_Memory", memoryview, NDArray[Any])
 
@@ -87,8 +92,12 @@ class RemoteBuffer:
             raise self._memory.outside(offset, nbytes)
         if self._context.closed:
             self._memory.check_open()
-        if self._bytes is not None:
-            self._bytes[offset : offset + nbytes] = source
+        near = self._bytes
+        if near is not None:
+            if nbytes > _PIECE_NBYTES:
+                _copy_in_pieces(near, offset, source)
+            else:
+                near[offset : offset + nbytes] = source
         elif nbytes:
             sent = np.frombuffer(source, np.uint8)
             sent = sent.copy() if queue is None else sent
@@ -148,7 +157,10 @@ class RemoteBuffer:
             raise self._memory.outside(offset, nbytes)
         if self._context.closed:
             self._memory.check_open()
-        near[offset : offset + nbytes] = source
+        if nbytes > _PIECE_NBYTES:
+            _copy_in_pieces(near, offset, source)
+        else:
+            near[offset : offset + nbytes] = source
         if self._fence is not None:
             self._fence()
         self._near_words[index] = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE  # type: ignore[index]
@@ -220,18 +232,20 @@ class RemoteBuffer:
 
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to the integer, and return what it was. The sum wraps around."""
-        operand = _int64(value)
-        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.SUM, operand)
+        # As below, but without a call for what is usual: MPI's own part takes no longer than a few of them.
+        number = value if value.__class__ is int and -_MORE <= value < _MORE else _int64(value)
+        return self._fetch(_SUM, self._word_at(offset, timeout), number)
 
     def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set the integer to ``desired`` if it is ``expected``; return what it was: that if it was set."""
         old, new = _int64(expected), _int64(desired)
-        return self._atomics.compare_swap(self.peer, self._word_at(offset, timeout), old, new)
+        begin = self._memory.begin
+        return self._atomics.compare_swap(self.peer, begin + self._word_at(offset, timeout), old, new)
 
     def atomic_swap(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Set the integer, and return what it was."""
-        operand = _int64(value)
-        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.REPLACE, operand)
+        number = _int64(value)
+        return self._fetch(_REPLACE, self._word_at(offset, timeout), number)
 
     def atomic_store(self, offset: int, value: int, timeout: float | None = None) -> None:
         """Set the integer; it is set on return."""
@@ -239,10 +253,14 @@ class RemoteBuffer:
 
     def atomic_load(self, offset: int, timeout: float | None = None) -> int:
         """Return the integer."""
-        return self._atomics.fetch(self.peer, self._word_at(offset, timeout), MPI.NO_OP, 0)
+        return self._fetch(_NO_OP, self._word_at(offset, timeout), 0)
+
+    @cached_property
+    def _fetch(self) -> Callable[[MPI.Op, int, int], int]:
+        return self._atomics.fetching(self.peer, self._memory.begin)
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
-        # Where in the peer's segment, once the peer is known to answer.
+        # Where in the buffer, once the peer is known to answer.
         if timeout is not None:
             check_timeout(timeout)
         if self._context.closed:
@@ -258,7 +276,7 @@ class RemoteBuffer:
         if responding is not None:
             reason = WaitReason((self.peer,), "to answer before an atomic operation")
             self._context.waiter.until(responding(self.peer), lambda: reason, timeout)
-        return self._memory.begin + offset
+        return offset
 
     # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
 
@@ -331,6 +349,12 @@ class RemoteBuffer:
 
 def _int64(value: int) -> int:
     number = as_int(value)
-    if not -(1 << 63) <= number < 1 << 63:
+    if not -_MORE <= number < _MORE:
         raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number
+
+
+def _copy_in_pieces(near: memoryview, offset: int, source: memoryview) -> None:
+    for begin in range(0, len(source), _PIECE_NBYTES):
+        piece = source[begin : begin + _PIECE_NBYTES]
+        near[offset + begin : offset + begin + len(piece)] = piece

@@ -175,15 +175,26 @@ class Atomics:
 
         return answered
 
-    def fetch(self, rank: int, offset: int, op: MPI.Op, value: int) -> int:
-        """Change the word by ``MPI.SUM`` or ``MPI.REPLACE``, or leave it by ``MPI.NO_OP``."""
-        target, begin = self._positions[rank]
+    def fetching(self, rank: int, begin: int) -> Callable[[MPI.Op, int, int], int]:
+        """What changes a word of one rank, at an offset from ``begin`` on; returns what the word was before.
+
+        By ``MPI.SUM`` or ``MPI.REPLACE`` with a number, or not at all, by ``MPI.NO_OP``. It holds all that it
+        needs: looking that up each time would take as long as a word in shared memory.
+        """
+        target, base = self._positions[rank]
+        base += begin
         operand, _, before = self._specs
-        with self._lock:
-            self._operand[0] = value
-            self._window.Fetch_and_op(operand, before, target, begin + offset, op)
-            self._window.Flush(target)
-            return self._before[0]
+        given, found, lock = self._operand, self._before, self._lock
+        fetch_and_op, flush = self._window.Fetch_and_op, self._window.Flush
+
+        def fetch(op: MPI.Op, offset: int, value: int) -> int:
+            with lock:
+                given[0] = value
+                fetch_and_op(operand, before, target, base + offset, op)
+                flush(target)
+                return found[0]
+
+        return fetch
 
     def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
         """Set the word to ``desired`` if it is ``expected``."""

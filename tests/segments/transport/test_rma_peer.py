@@ -162,8 +162,9 @@ def atomics(window, immediate=True):
 def test_each_operation_changes_one_word_of_one_segment_and_returns_what_was_there():
     window = Words()
     there = atomics(window)
-    assert there.fetch(5, 8, MPI.SUM, 3) == 0 and there.fetch(5, 8, MPI.SUM, -1) == 3
-    assert there.fetch(5, 8, MPI.REPLACE, 9) == 2 and there.fetch(5, 8, MPI.NO_OP, 0) == 9
+    fetch = there.fetching(5, 4)
+    assert fetch(MPI.SUM, 4, 3) == 0 and fetch(MPI.SUM, 4, -1) == 3
+    assert fetch(MPI.REPLACE, 4, 9) == 2 and fetch(MPI.NO_OP, 4, 0) == 9
     assert there.compare_swap(5, 8, 1, 4) == 9 and there.compare_swap(5, 8, 9, 4) == 9
     # Its segment begins two words into the window.
     assert window.words[1].tolist() == [0, 0, 0, 4, 0, 0, 0, 0] and not window.words[0].any()
