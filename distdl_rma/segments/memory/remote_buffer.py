@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import partial
 from operator import index as as_int
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -25,8 +25,8 @@ _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
 # One copy of more than about half of a core's own cache takes longer than several of so many bytes.
 _PIECE_NBYTES = 512 << 10
-# What no integer of 64 bits reaches; operations on these.
-_MORE = 1 << 63
+# Integers of 64 bits, and operations on them.
+_LEAST, _LARGEST = -(1 << 63), (1 << 63) - 1
 _SUM, _REPLACE, _NO_OP = MPI.SUM, MPI.REPLACE, MPI.NO_OP
 
 _Memory = TypeVar("_Memory", memoryview, NDArray[Any])
@@ -70,6 +70,9 @@ class RemoteBuffer:
         self._memory = RemoteMemory(context, peer, location.offset, location.nbytes)
         self._context, self._link, self._atomics = context, self._memory.link, context.segment.atomics
         self._counters, self._sequence = context.counters, context.sequence
+        self._fetch = self._atomics.fetching(peer, location.offset)
+        # Offsets of integers that can be changed without asking the peer first.
+        self._words_at_hand = range(0, 0 if self._atomics.responding else location.nbytes - 7, 8)
         # Where the peer's memory can be reached, puts are assignments to it, and so are notifications.
         near = self._memory.near
         self._bytes = None if near is None else near.data
@@ -232,8 +235,16 @@ class RemoteBuffer:
 
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to the integer, and return what it was. The sum wraps around."""
-        # As below, but without a call for what is usual: MPI's own part takes no longer than a few of them.
-        number = value if value.__class__ is int and -_MORE <= value < _MORE else _int64(value)
+        # As below, but without calls for what is usual: MPI's own part takes no longer than a few of them.
+        at_hand = offset.__class__ is int and offset in self._words_at_hand
+        if at_hand and timeout is None and not self._context.closed:
+            try:
+                return self._fetch(_SUM, offset, value)
+            except (TypeError, ValueError):
+                # No integer of 64 bits; nothing was changed.
+                _int64(value)
+                raise
+        number = _int64(value)
         return self._fetch(_SUM, self._word_at(offset, timeout), number)
 
     def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
@@ -254,10 +265,6 @@ class RemoteBuffer:
     def atomic_load(self, offset: int, timeout: float | None = None) -> int:
         """Return the integer."""
         return self._fetch(_NO_OP, self._word_at(offset, timeout), 0)
-
-    @cached_property
-    def _fetch(self) -> Callable[[MPI.Op, int, int], int]:
-        return self._atomics.fetching(self.peer, self._memory.begin)
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
         # Where in the buffer, once the peer is known to answer.
@@ -349,7 +356,7 @@ class RemoteBuffer:
 
 def _int64(value: int) -> int:
     number = as_int(value)
-    if not -_MORE <= number < _MORE:
+    if not _LEAST <= number <= _LARGEST:
         raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -131,6 +131,21 @@ def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Reque
         kind.Free()
 
 
+class _OperationMemory(NamedTuple):
+    """What an operation is given and finds, and both as MPI takes them soonest."""
+
+    given: memoryview
+    found: memoryview
+    operand: list[Any]
+    before: list[Any]
+
+    @classmethod
+    def new(cls) -> _OperationMemory:
+        """One that nobody uses."""
+        given, found = (np.zeros(1, np.int64).data for _ in range(2))
+        return cls(given, found, [given, MPI.INT64_T], [found, MPI.INT64_T])
+
+
 class Atomics:
     """Operations on one word at a byte offset of a rank's segment; each returns what the word was before.
 
@@ -154,7 +169,10 @@ class Atomics:
         # Test of whether a rank answers; None where no answer is needed.
         self.responding = None if immediate else self._responding
         self._asked: list[tuple[MPI.Request, object]] = []
-        # What an operation hands in, compares with and gets back, as MPI takes it soonest. Needs the lock.
+        # Others may call MPI meanwhile, and nothing of theirs has to move on for this.
+        self._together = immediate and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._spare: list[_OperationMemory] = []
+        # What an exchange hands in, compares with and gets back. Needs the lock.
         words = [np.zeros(1, np.int64).data for _ in range(3)]
         self._operand, self._expected, self._before = words
         self._specs = [[word, MPI.INT64_T] for word in words]
@@ -183,18 +201,32 @@ class Atomics:
         """
         target, base = self._positions[rank]
         base += begin
-        operand, _, before = self._specs
-        given, found, lock = self._operand, self._before, self._lock
-        fetch_and_op, flush = self._window.Fetch_and_op, self._window.Flush
+        fetch_and_op, flush, lock, spare = (
+            self._window.Fetch_and_op,
+            self._window.Flush,
+            self._lock,
+            self._spare,
+        )
 
         def fetch(op: MPI.Op, offset: int, value: int) -> int:
-            with lock:
-                given[0] = value
-                fetch_and_op(operand, before, target, base + offset, op)
-                flush(target)
-                return found[0]
+            # No two threads get the same memory, so that only MPI may want them one after the other.
+            try:
+                memory = spare.pop()
+            except IndexError:
+                memory = _OperationMemory.new()
+            given, found, operand, before = memory
+            given[0] = value
+            fetch_and_op(operand, before, target, base + offset, op)
+            flush(target)
+            word = found[0]
+            spare.append(memory)
+            return word
 
-        return fetch
+        def fetch_alone(op: MPI.Op, offset: int, value: int) -> int:
+            with lock:
+                return fetch(op, offset, value)
+
+        return fetch if self._together else fetch_alone
 
     def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
         """Set the word to ``desired`` if it is ``expected``."""
