@@ -99,6 +99,7 @@ class Distributed:
             )
         if self._sync is None:
             self._sync = GradientSync(self._model(), self.machine, **self._options)
+            self._sync.alike_on = (self.grid if isinstance(self.grid, Partition) else self.machine).ranks
         return self._sync
 
     @property

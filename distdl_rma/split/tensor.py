@@ -18,7 +18,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import ENOUGH
+from distdl_rma.ops.core.autograd import ENOUGH, come_by_blocks
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
@@ -51,6 +51,7 @@ class SplitTensor(torch.Tensor):
     _local: torch.Tensor
     _layout: Decomposition
     _copy_of: tuple[torch.Tensor, int] | None
+    _shown = False
 
     @staticmethod
     def __new__(
@@ -127,15 +128,23 @@ class SplitTensor(torch.Tensor):
         return bool(self._layout.cut_dims)
 
     def to_local(self) -> torch.Tensor:
-        """This rank's block, in the graph; not a copy."""
-        return self._local
+        """This rank's block, in the graph; not a copy.
+
+        A backward from what is computed of it is that of this rank's own loss.
+        """
+        local = self._local
+        if local.grad_fn is not None and not self._shown:
+            self._shown = True
+            with _NO_SUBCLASS():
+                local.register_hook(come_by_blocks)
+        return local
 
     def full_tensor(self) -> torch.Tensor:
         """All of it on every rank, a plain tensor in the graph; blocking.
 
-        Every rank is to use it alike: its gradient is taken from each rank's own use. What has parameters
-        should not come behind it, since a gradient would count once for each rank; ``redistribute()`` is for
-        that.
+        Every rank is to use it alike: its gradient is taken from each rank's own use. Parameters that are in
+        front of it too should not come behind it, since that would count once for each rank;
+        ``redistribute()`` is for that.
         """
         return gathered(self.redistribute()._local)
 

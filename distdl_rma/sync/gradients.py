@@ -18,7 +18,7 @@ from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, Unsupport
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import asked, synchronise, uncompiled
+from distdl_rma.ops.core.autograd import alike_so_far, asked, synchronise, uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets
 from distdl_rma.sync.claims import synchronised
@@ -91,6 +91,8 @@ class GradientSync(Uncopyable):
         # Parameters that no other rank holds.
         self._alone: list[GradientSlot] = []
         self._norms = GradientNorms(self._machine)
+        # Ranks on which plain tensors are alike, if this one is that of a model on split tensors.
+        self.alike_on: tuple[int, ...] = ()
         # What the running backward will end with; dead if it failed.
         self._ending: Callable[[], object] = lambda: None
         # Gradients of the running backward that were computed, and have not come to .grad yet.
@@ -308,11 +310,11 @@ class GradientSync(Uncopyable):
         return gradient / slot.kind.divisor if slot.kind.divisor > 1 else gradient
 
     @uncompiled
-    def _computed(self, slot: GradientSlot, _gradient: torch.Tensor) -> None:
+    def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
         # Runs with the gradient of this backward complete and not yet accumulated.
         self._check_open()
         if self._asked_for(slot):
-            return
+            return None
         gradient = slot.parameter.grad
         if slot.parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
@@ -328,7 +330,7 @@ class GradientSync(Uncopyable):
                     " be added to; call optimizer.zero_grad() first"
                 )
             slot.local = True
-            return
+            return self._once(slot, computed)
         self._begin()
         if slot.ready:
             raise ProtocolError(
@@ -340,6 +342,14 @@ class GradientSync(Uncopyable):
             # Summed already, or the loop's own: kept aside, so that only what is new is summed.
             slot.base = gradient.clone()
             slot.parameter.grad = None
+        return self._once(slot, computed)
+
+    def _once(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
+        # Of a loss that no split tensor is in, each rank has the whole gradient: the first contributes it.
+        if not self.alike_on or not alike_so_far():
+            return None
+        first = next((rank for rank in self.alike_on if rank in slot.kind.ranks), self._machine.rank)
+        return None if first == self._machine.rank else torch.zeros_like(computed)
 
     @uncompiled
     def _accumulated(self, bucket: Bucket, slot: GradientSlot, _parameter: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from distdl_rma import UnsupportedError, distribute
 from distdl_rma.split import SplitTensor
 from tests.model.against_alone import whole
-from tests.model.training import STEPS, alike, both, inputs, loop, loss_of, made
+from tests.model.training import STEPS, alike, both, inputs, loop, loss_of, made, split_as
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
@@ -141,11 +141,6 @@ def test_learnable_tensors_of_nobody(comm):
         return torch.cat([each.grad.flatten() for each in leaves if each.grad is not None])
 
     both(act)
-
-
-def split_as(model, x):
-    """The input as a model of split tensors gets it, or as it is."""
-    return model.distributed.cut(x) if hasattr(model, "distributed") else x
 
 
 def test_what_is_computed_of_parameters_and_of_others_is_refused(comm):

@@ -1,5 +1,7 @@
 """Training loops of distributed models, as users write them, beside the model alone."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from distdl_rma import UnsupportedError, distribute
 from distdl_rma.sync import DistributedGradScaler
 from tests.model.against_alone import whole
-from tests.model.training import STEPS, Net, both, inputs, loop, loss_of, made
+from tests.model.training import STEPS, Net, both, inputs, loop, loss_of, made, split_as
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
@@ -204,3 +206,74 @@ def test_optimizers_and_schedulers(comm, name):
         return torch.tensor(optimizer.param_groups[0]["lr"])
 
     both(act, tolerance=1e-7 if "Adagrad" in name or "RMS" in name else 1e-9)
+
+
+def test_losses_of_plain_tensors(comm):
+    # A term of the parameters that goes backward by itself, before, after or together with another loss.
+    def act(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss, term = loss_of(model(inputs(step))), sum(p.square().sum() for p in model.parameters())
+            if step < 2:
+                for each in (loss, term)[:: 1 - 2 * step]:
+                    each.backward()
+            else:
+                torch.autograd.backward([term, loss][:: 5 - 2 * step])
+            optimizer.step()
+        return whole(loss)
+
+    both(act, grids=[{"H": -1}])
+
+
+def test_gradients_of_plain_terms_that_are_asked_for(comm):
+    def act(model):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        ends = loss_of(model(inputs())), model.scale.square().sum()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(ends, parameters)])
+
+    both(act, grids=[{"H": -1}])
+
+
+def test_a_model_that_is_given_nothing_to_cut(comm):
+    # Words, whose embedding is not cut either; and what becomes an image in the model.
+    def make():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(7, 16), nn.Unflatten(2, (1, 4, 4)), nn.Flatten(2), nn.Linear(16, 3))
+
+    def act(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = getattr(model, "distributed", None)
+        for step in range(4):
+            optimizer.zero_grad()
+            words = torch.arange(10).view(2, 5) % 7
+            if handle is not None and step == 2:
+                with handle.no_sync():
+                    model(words).square().mean().backward()
+            elif step == 2:
+                model(words).square().mean().backward()
+            (model(words) - step).square().mean().backward()
+            optimizer.step()
+
+    both(act, lambda: make().double(), grids=[{"N": -1}])
+
+
+def test_a_head_behind_all_of_a_tensor(comm):
+    def act(model):
+        for step in range(2):
+            y = whole(model.norm(model.stem(split_as(model, inputs(step))))).mean((2, 3))
+            F.mse_loss(model.head(y), torch.ones(2, 4, dtype=y.dtype)).backward()
+
+    both(act, grids=[{"H": -1}])
+
+
+def test_a_loss_of_the_own_block_is_one_of_its_rank(comm):
+    torch.manual_seed(3)
+    alone = nn.Conv2d(3, 2, 3, padding=1).double()
+    split = distribute(copy.deepcopy(alone), {"H": -1})
+    alone(inputs()).square().sum().backward()
+    y = split(inputs())
+    assert y.to_local() is y.to_local()
+    (y.to_local().square().sum()).backward()
+    torch.testing.assert_close(split.weight.grad, alone.weight.grad, atol=1e-9, rtol=1e-9)
+    split.distributed.close()

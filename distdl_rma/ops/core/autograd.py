@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -106,6 +107,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
+        come_by_blocks()
         try:
             return backward(ctx, *gradients) if _compiles() is None else _apart(backward, ctx, *gradients)
         except Exception as error:
@@ -181,6 +183,36 @@ def asking(ranks: tuple[int, ...]) -> Iterator[None]:
 def asked() -> tuple[int, ...] | None:
     """Ranks that sum what the running backward was asked for; None if gradients go to ``.grad``."""
     return _asked[-1] if _asked else None
+
+
+class _Backward(threading.local):
+    # How many backwards from split tensors run here, and the last that came by blocks, by torch's number.
+    depth = 0
+    by_blocks = -1
+
+
+_backward = _Backward()
+_number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+@contextmanager
+def from_split_tensor() -> Iterator[None]:
+    """Context of a backward that begins at a split tensor."""
+    _backward.depth += 1
+    try:
+        yield
+    finally:
+        _backward.depth -= 1
+
+
+def come_by_blocks(_gradient: torch.Tensor | None = None) -> None:
+    """Note that the running backward has come by what each rank has a block of."""
+    _backward.by_blocks = _number_of_backward()
+
+
+def alike_so_far() -> bool:
+    """Whether the running backward began at a plain tensor, and came by nothing but plain ones until now."""
+    return not _backward.depth and _backward.by_blocks != _number_of_backward()
 
 
 class GradientNeeds(NamedTuple):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import asking
+from distdl_rma.ops.core.autograd import asking, from_split_tensor
+from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
-from distdl_rma.split.plain import contributes
+from distdl_rma.split.plain import beside, contributes
 from distdl_rma.split.site import site_of
 from distdl_rma.split.table import rule
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor
 
@@ -93,7 +96,8 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = (others[0] if others else None) if "gradient" not in kwargs else kwargs.pop("gradient")
     given = _cut_alike(given, x)
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
-    composed(func, local_of(x), given, *others[1:], **kwargs)
+    with from_split_tensor():
+        composed(func, local_of(x), given, *others[1:], **kwargs)
 
 
 @rule("gradient", torch.autograd.grad)
@@ -106,7 +110,7 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     if given is not None:
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_alike(g, y) for g, y in zip(given, outputs, strict=True)]
-    ends, roots = mapped(_block_of, list(outputs)), mapped(_block_of, list(inputs))
+    ends, roots = _roots(outputs, partition), mapped(_block_of, list(inputs))
     # Before the graph is gone that tells.
     later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
     with asking(partition.ranks):
@@ -129,11 +133,19 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """As ``backward`` of each, in one pass."""
     (ends,) = args
     given, inputs = kwargs.pop("grad_tensors", None), kwargs.pop("inputs", None)
+    partition = common_partition(func, tensors_in(ends, given, inputs))
     if given is not None:
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_alike(g, y) for g, y in zip(given, ends, strict=True)]
     inputs = None if inputs is None else mapped(_block_of, list(inputs))
-    composed(func, mapped(_block_of, list(ends)), given, inputs=inputs, **kwargs)
+    with from_split_tensor():
+        composed(func, _roots(ends, partition), given, inputs=inputs, **kwargs)
+
+
+def _roots(ends: Sequence[torch.Tensor], partition: Partition) -> list[torch.Tensor]:
+    # What is plain, such as a term of parameters, all ranks compute alike: it counts once.
+    everywhere = lay.replicated(partition, ())
+    return [local_of(x) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends]
 
 
 def _block_of(x: torch.Tensor) -> torch.Tensor:
