@@ -12,7 +12,7 @@ from torch import nn
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.placement import as_whole, one_copy
+from distdl_rma.layers.core.placement import as_whole
 from distdl_rma.ops.set_up_transfer import gather_whole
 
 
@@ -60,7 +60,7 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
             raise PartitionError(f"rank {rank} is none of the ranks {machine.ranks} of the model's machine")
         takers = takers.create_partition_inclusive([machine.ranks.index(rank)])
     for key, blocks in sorted(scattered.items()):
-        state[key] = gather_whole(machine, one_copy(blocks), takers, state[key], f"state of {key!r}")
+        state[key] = gather_whole(machine, blocks.one_copy(), takers, state[key], f"state of {key!r}")
     return state if takers.active else {}
 
 

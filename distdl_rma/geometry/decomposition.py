@@ -171,6 +171,11 @@ class Decomposition:
             if not common.empty:
                 yield rank, common
 
+    def one_copy(self) -> Decomposition:
+        """The same boxes, each on the first of the ranks that have it only."""
+        spare = {grid: 0 for grid, axis in enumerate(self.axes) if axis is None}
+        return replace(self, partition=self.partition.slab(spare))
+
     def with_splits(self, splits: Mapping[int, Split]) -> Decomposition:
         """Decomposition with the splits of some tensor dimensions replaced."""
         return replace(self, splits=tuple(splits.get(d, split) for d, split in enumerate(self.splits)))

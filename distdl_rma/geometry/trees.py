@@ -24,7 +24,8 @@ NodeOf = Callable[[int], int]
 
 # One rank of a tree over nodes receives from so many others at most.
 _FAN = 32
-# Each turn of a dissemination makes what is known so many times as much.
+# Each turn of a dissemination makes what is known so many times as much; teams of ranks that are alone on
+# their nodes are of so many.
 _WIDTH = 4
 # Vectors of so few elements go to everybody on a node at once: one step instead of two.
 _SHORT = 4096
@@ -91,23 +92,43 @@ def all_reduction(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: i
     Two ranks, or a few with a short vector, send all that they have. Otherwise every rank of a node sums a
     share, the ranks with the same share on different nodes sum theirs likewise, and all is handed back. A
     group of ranks 0 to 2 on one node and 3 to 5 on another has three shares: ranks 0 and 3 sum the first
-    third, each of what its node has, then a half of that third each, of what both nodes have.
+    third, each of what its node has, then a half of that third each, of what both nodes have. Of more nodes
+    than a rank should talk to, a few do so first, and those with the same share of theirs after that.
     """
-    nodes = [grouped(group, node_of) for group in groups]
-    alone = all(len(teams) == 1 for teams in nodes)
+    one_node = all(len(grouped(group, node_of)) == 1 for group in groups)
     size = max(map(len, groups))
-    if size <= 2 or (alone and size <= _FEW and max(lengths) <= _SHORT):
+    if size <= 2 or (one_node and size <= _FEW and max(lengths) <= _SHORT):
         whole = copies(groups, lengths, me)
         return [(whole, whole)]
-    holders = [share_holders(teams) for teams in nodes]
-    of_teams = _repeated(lengths, nodes)
-    stages = [(copies(_joined(nodes), of_teams, me), shares(_joined(holders), of_teams, me))]
-    if not alone:
-        same_share = tuple(chain.from_iterable(zip(*held, strict=True) for held in holders))
-        cut = (Balanced(n, len(held[0])).lengths for n, held in zip(lengths, holders, strict=True))
-        of_shares = list(chain.from_iterable(cut))
-        stages.append((copies(same_share, of_shares, me), shares(same_share, of_shares, me)))
+    stages = _to_shares(groups, lengths, node_of, me)
     return [*stages, *reversed_stages(stages)]
+
+
+def teams_of(group: Sequence[int], node_of: NodeOf) -> Groups:
+    """Ranks that share what they have before they talk to others: those of a node, or a few of many nodes.
+
+    One team, the group itself, where nothing is gained by others.
+    """
+    nodes = grouped(group, node_of)
+    if len(nodes) == 1 or len(nodes) < len(group):
+        return nodes
+    if len(group) <= _FAN:
+        return (tuple(group),)
+    cut = Balanced(len(group), max(1, len(group) // _WIDTH))
+    return tuple(tuple(group[slice(*cut.interval(team))]) for team in range(cut.parts))
+
+
+def _to_shares(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: int) -> list[Stage]:
+    # Until every rank has a share of its own of the sum of its group.
+    if max(map(len, groups)) == 1:
+        return []
+    teams = [teams_of(group, node_of) for group in groups]
+    holders = [share_holders(found) for found in teams]
+    of_teams = _repeated(lengths, teams)
+    stage = copies(_joined(teams), of_teams, me), shares(_joined(holders), of_teams, me)
+    same_share = tuple(chain.from_iterable(zip(*held, strict=True) for held in holders))
+    cut = (Balanced(n, len(held[0])).lengths for n, held in zip(lengths, holders, strict=True))
+    return [stage, *_to_shares(same_share, list(chain.from_iterable(cut)), node_of, me)]
 
 
 def _flat(groups: Groups, split: Split, me: int) -> Decomposition:

@@ -14,8 +14,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.ops.core.movement import CallSite, movement_or_none
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import GatherComputeScatter
+from distdl_rma.ops.core.staged import movement_or_none
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 INDICES = (torch.int64, torch.int32)

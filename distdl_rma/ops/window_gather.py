@@ -11,7 +11,8 @@ from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import InnerSplit, Stencil
 from distdl_rma.geometry.intervals import Split
-from distdl_rma.ops.core.movement import CallSite, movement_or_none
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import movement_or_none
 
 # How torch calls the ways to make up padding.
 MODES = ("zeros", "constant", "reflect", "replicate", "circular")

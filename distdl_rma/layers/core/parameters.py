@@ -13,11 +13,11 @@ from torch import nn
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.layers.core.placement import Placement, one_copy
+from distdl_rma.layers.core.placement import Placement
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import first_derivative
-from distdl_rma.ops.core.movement import CallSite, Movement
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -49,7 +49,10 @@ class Parameters:
         holders = (place.store.holders(rank) for place in self.placements.values())
         self.holders = max(holders, key=len, default=()) or (rank,)
         self._travels = {key: p.use for key, p in self.placements.items() if p.use is not None}
-        self._movements: dict[tuple[str, torch.dtype], Movement] = {}
+        # One of the copies travels, the others stay.
+        self._givers = {key: self.placements[key].store.one_copy() for key in self._travels}
+        self._sends = {key: not givers.box(rank).empty for key, givers in self._givers.items()}
+        self._movements: dict[tuple[str, torch.dtype], Moves] = {}
         # The dtype of a layer may change, and so may what its user's callback says.
         self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
         self._own_answer: tuple[int, ...] | None = None
@@ -75,8 +78,7 @@ class Parameters:
         requests = {}
         for key, use in self._travels.items():
             movement, values = self._movement(key, used[key].dtype, use), used[key]
-            # One of the copies travels, the others stay.
-            sent = values.flatten()[:0] if movement.forward.exchange.own.empty else values
+            sent = values if self._sends[key] else values.flatten()[:0]
             requests[key] = movement.start(sent, values.requires_grad)
         return used | {key: request.movement.wait(request) for key, request in requests.items()}
 
@@ -177,12 +179,10 @@ class Parameters:
                 stacklevel=2,
             )
 
-    def _movement(self, key: str, dtype: torch.dtype, use: Decomposition) -> Movement:
+    def _movement(self, key: str, dtype: torch.dtype, use: Decomposition) -> Moves:
         movement = self._movements.get((key, dtype))
         if movement is None:
-            machine, name = self.site
-            exchange = Exchange(machine.rank, one_copy(self.placements[key].store), use)
-            movement = Movement(machine, exchange, dtype, f"{name} ({key})")
+            movement = movement_between(self.site, self._givers[key], use, dtype, key)
             self._movements[key, dtype] = movement
         return movement
 

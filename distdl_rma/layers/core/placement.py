@@ -48,7 +48,7 @@ def whole_placement(
 
 def block_placement(blocks: Decomposition, pattern: str) -> Placement:
     """Parameter in blocks: on all ranks that use a block, or on the first of them and sent to the others."""
-    return Placement(blocks) if pattern == "replicated" else Placement(one_copy(blocks), blocks)
+    return Placement(blocks) if pattern == "replicated" else Placement(blocks.one_copy(), blocks)
 
 
 def register(
@@ -122,12 +122,6 @@ def as_whole(layer: nn.Module, stores: Mapping[str, Decomposition]) -> Iterator[
 def _tensor_of(layer: nn.Module, key: str) -> torch.Tensor | None:
     found = layer._parameters.get(key)
     return layer._buffers.get(key) if found is None else found
-
-
-def one_copy(store: Decomposition) -> Decomposition:
-    """The same boxes, each on the first of the ranks that keep it only."""
-    spare = {d: 0 for d, axis in enumerate(store.axes) if axis is None}
-    return Decomposition(store.partition.slab(spare), store.splits, store.axes)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.convolution import GridConvolution
 from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import tied
-from distdl_rma.ops.core.movement import CallSite, movement_or_none
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import movement_or_none
 
 
 class TransposedConvolution(GridConvolution):

@@ -17,8 +17,9 @@ from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, tied
-from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
+from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.operation import Agreed, Agreement, GatherComputeScatter
+from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, result, sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 
@@ -130,7 +131,7 @@ class Convolution(GridConvolution):
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
         self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
 
-    def movements(self) -> tuple[Movement | None, ...]:
+    def movements(self) -> tuple[Moves | None, ...]:
         """The halo, or all that is read; and the output."""
         return self._halo if self.overlaps else self.gather, self.scatter
 

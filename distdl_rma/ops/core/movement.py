@@ -241,25 +241,12 @@ class Movement:
         self._finalizer()
 
 
-def movement_or_none(
-    site: CallSite,
-    source: Decomposition,
-    target: Decomposition,
-    dtype: torch.dtype,
-    what: str,
-    images: tuple[tuple[int, ...], ...] = (),
-) -> Movement | None:
-    """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
-    exchange = Exchange(site.machine.rank, source, target, images=images)
-    return None if exchange.idle else Movement(site.machine, exchange, dtype, f"{site.name} ({what})")
-
-
 def movements_through(
     site: CallSite, stages: Sequence[tuple[Decomposition, Decomposition]], dtype: torch.dtype
 ) -> list[Movement]:
     """Movements that follow one another, from sources to targets.
 
-    Unlike ``movement_or_none`` these are there where a rank keeps what it has, too: its result is memory of
+    These are there where a rank keeps what it has, too: its result is memory of
     its own, and in the graph when any rank needs a gradient.
     """
     machine, name = site

@@ -9,7 +9,8 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds, idle
-from distdl_rma.ops.core.movement import CallSite, Movement
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import Moves
 from distdl_rma.ops.core.tensors import no_autocast
 
 
@@ -31,7 +32,7 @@ class Operation:
         """
         raise NotImplementedError
 
-    def movements(self) -> Sequence[Movement | None]:
+    def movements(self) -> Sequence[Moves | None]:
         """All that moves; None where this rank has no part of it."""
         return ()
 
@@ -78,8 +79,8 @@ class GatherComputeScatter(Operation):
     """
 
     output: Decomposition
-    gather: Movement | None = None
-    scatter: Movement | None = None
+    gather: Moves | None = None
+    scatter: Moves | None = None
 
     def __init__(self, site: CallSite, reads: bool, works: bool, output: Decomposition) -> None:
         self.site, self.reads, self.works, self.output = site, reads, works, output
@@ -104,7 +105,7 @@ class GatherComputeScatter(Operation):
         with machine.trace.span("local", name):
             return self.compute(x, **weights)
 
-    def movements(self) -> tuple[Movement | None, ...]:
+    def movements(self) -> tuple[Moves | None, ...]:
         """Both."""
         return self.gather, self.scatter
 

@@ -12,8 +12,9 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, uncompiled
-from distdl_rma.ops.core.movement import CallSite, movement_or_none
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import GatherComputeScatter
+from distdl_rma.ops.core.staged import movement_or_none
 from distdl_rma.ops.linear.linear_grid import LinearGrid
 from distdl_rma.ops.linear.zero_linear import ShardedMatrix, zero_linear
 

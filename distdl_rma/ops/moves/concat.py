@@ -11,8 +11,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Section
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
+from distdl_rma.ops.core.staged import Moves, movement_or_none
 
 CHANNELS = 1
 
@@ -39,7 +40,7 @@ class Concat(Operation):
         if keep_batch:
             target = target.with_splits({0: sources[0].splits[0]})
         self.output, offset = target, 0
-        self._movements: list[Movement | None] = []
+        self._movements: list[Moves | None] = []
         self._shapes: list[tuple[int, ...]] = []
         for at, (source, dtype) in enumerate(zip(sources, dtypes, strict=True)):
             channels = Section(target.splits[CHANNELS], offset, source.shape[CHANNELS])
@@ -48,7 +49,7 @@ class Concat(Operation):
             self._movements.append(movement_or_none(site, source, part, dtype, f"input {at}"))
             self._shapes.append(part.box(site.machine.rank).shape)
 
-    def movements(self) -> list[Movement | None]:
+    def movements(self) -> list[Moves | None]:
         """One for each input."""
         return self._movements
 

@@ -10,8 +10,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.movement import CallSite, Movement, movements_through
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
+from distdl_rma.ops.core.staged import Moves, movement_between
 
 
 class StagedMove(Operation):
@@ -23,7 +24,7 @@ class StagedMove(Operation):
 
     def __init__(
         self,
-        movements: Sequence[Movement],
+        movements: Sequence[Moves],
         dtype: torch.dtype,
         output: Decomposition | None,
         flat: tuple[int, ...] | None = None,
@@ -39,7 +40,7 @@ class StagedMove(Operation):
         y = y.to(self.dtype)
         return y if self._flat is None else y.reshape(self._flat)
 
-    def movements(self) -> tuple[Movement, ...]:
+    def movements(self) -> tuple[Moves, ...]:
         """The stages."""
         return self._stages
 
@@ -48,7 +49,7 @@ def redistribution(
     site: CallSite, source: Decomposition, target: Decomposition, dtype: torch.dtype
 ) -> StagedMove:
     """From any blocks to any others; what several ranks own is summed, what several need is copied."""
-    return StagedMove(movements_through(site, [(source, target)], dtype), dtype, target)
+    return StagedMove([movement_between(site, source, target, dtype)], dtype, target)
 
 
 def repartition(site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype) -> StagedMove:

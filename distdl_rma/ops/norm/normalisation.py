@@ -16,8 +16,9 @@ from torch import Tensor
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds, anchor, idle
-from distdl_rma.ops.core.movement import CallSite, Movement, movement_or_none
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
+from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_array, as_tensor, sum_dtype
 from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, NormPlan, Pair
 from distdl_rma.ops.norm.rows import Array
@@ -84,7 +85,7 @@ class KeptValues:
             kept = Decomposition(line, store.splits, store.axes)
             self._ends = kept, kept.with_splits(dict(enumerate(splits)))
         self.as_kept = self._part is None and self._ends is None
-        self._movements: dict[tuple[str, torch.dtype], Movement | None] = {}
+        self._movements: dict[tuple[str, torch.dtype], Moves | None] = {}
 
     def to_input(self, key: str, values: Tensor) -> Tensor:
         """Values, by name, cut as the input is; differentiable, blocking where they travel."""
@@ -112,7 +113,7 @@ class KeptValues:
             if movement is not None:
                 movement.connect()
 
-    def _movement(self, key: str, dtype: torch.dtype) -> Movement | None:
+    def _movement(self, key: str, dtype: torch.dtype) -> Moves | None:
         if self._ends is None:
             return None
         if (key, dtype) not in self._movements:

@@ -12,7 +12,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import TableWindow
-from distdl_rma.ops.core.movement import movement_or_none
+from distdl_rma.ops.core.staged import movement_or_none
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.windows.window_operation import WindowOperation
 

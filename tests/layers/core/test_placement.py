@@ -15,7 +15,6 @@ from distdl_rma.layers.core.placement import (
     cut,
     lasting,
     linear_values,
-    one_copy,
     register,
 )
 
@@ -51,7 +50,7 @@ def test_copies_are_where_the_box_is_the_same(at):
 def test_one_copy_covers_the_tensor_exactly_once(at):
     counts = torch.zeros(7, 5)
     for store in everywhere(at).values():
-        single = one_copy(store)
+        single = store.one_copy()
         if single.partition.active:
             counts[single.slices()] += 1
             assert single.partition.me == store.holders(store.partition.me)[0]
@@ -107,7 +106,7 @@ def test_blocks_are_on_all_their_users_or_on_the_first():
     store = list(stores(4))[1]
     assert block_placement(store, "replicated") == Placement(store)
     rooted = block_placement(store, "root")
-    assert rooted.use == store and rooted.store == one_copy(store)
+    assert rooted.use == store and rooted.store == store.one_copy()
 
 
 def test_what_was_made_in_inference_mode_can_be_trained():

@@ -6,8 +6,9 @@ import torch
 from distdl_rma import Machine
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.movement import CallSite, movement_or_none
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Agreed, GatherComputeScatter
+from distdl_rma.ops.core.staged import movement_or_none
 
 pytestmark = pytest.mark.mpi
 

@@ -1,0 +1,213 @@
+"""Movements between decompositions as operations make them: at once, or in stages over nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.gathering import FlatStages, Step, steps
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.ops.core.movement import CallSite, Movement, Request
+from distdl_rma.ops.core.tensors import sum_dtype
+
+# A part of a movement in stages: a local result of a local tensor, and whether any rank needs a gradient.
+Part = Callable[[torch.Tensor, bool], torch.Tensor]
+
+
+class Moves(Protocol):
+    """What a movement can do, whether it is one exchange or several."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of what goes in and comes out."""
+
+    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Any:
+        """Put a local tensor on its way."""
+
+    def wait(self, request: Any) -> torch.Tensor:
+        """Local result; blocking."""
+
+    def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
+        """Both."""
+
+    def connect(self) -> None:
+        """Exchange addresses; blocking."""
+
+    def close(self) -> None:
+        """Give the memory back; local."""
+
+
+def movement_between(
+    site: CallSite,
+    source: Decomposition,
+    target: Decomposition,
+    dtype: torch.dtype,
+    what: str = "",
+    images: tuple[tuple[int, ...], ...] = (),
+) -> Moves:
+    """Movement between two decompositions; local to make.
+
+    Where copies go to ranks of several nodes, or are summed from there, it takes stages: each element
+    comes to a node once, and no rank sends to all of the others. Sums are then those of the nodes first.
+    """
+    machine, name = site
+    name = f"{name} ({what})" if what else name
+    if (source.copied_along or target.copied_along) and len(nodes := machine.segments.segment.nodes) > 1:
+        node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
+        staged = StagedMovement(
+            CallSite(machine, name), steps(source, target, node_of.__getitem__, machine.rank), dtype, images
+        )
+        if staged.moves:
+            return staged
+    return Movement(machine, Exchange(machine.rank, source, target, images=images), dtype, name)
+
+
+def movement_or_none(
+    site: CallSite,
+    source: Decomposition,
+    target: Decomposition,
+    dtype: torch.dtype,
+    what: str,
+    images: tuple[tuple[int, ...], ...] = (),
+) -> Moves | None:
+    """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
+    if Exchange(site.machine.rank, source, target, images=images).idle:
+        return None
+    return movement_between(site, source, target, dtype, what, images)
+
+
+class StagedRequest(NamedTuple):
+    """A movement in stages whose first exchange is under way."""
+
+    movement: StagedMovement
+    first: Request
+    needs_grad: bool
+
+
+class StagedMovement:
+    """Exchanges that follow one another, as one movement: with the interface of :class:`Movement`.
+
+    Short types travel in the type that they are summed in: sums of sums are rounded once, at the end.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        found: Sequence[Step],
+        dtype: torch.dtype,
+        images: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        self.dtype, self._wide, self._site = dtype, sum_dtype(dtype), site
+        self._made: list[Movement] = []
+        parts: list[Part] = [
+            part for number, step in enumerate(found) for part in self._parts_of(number, step, images)
+        ]
+        # The first exchange of this rank may be under way while it does something else.
+        self._first = next((at for at, part in enumerate(parts) if isinstance(part, Movement)), len(parts))
+        self._parts = parts
+
+    def start(self, x: torch.Tensor, needs_grad: bool = False) -> StagedRequest:
+        """Put the pieces of ``x`` on their way to the first stage; does not wait for the transfer."""
+        y = self._through(x.to(self._wide) if x.numel() else x, self._parts[: self._first], needs_grad)
+        return StagedRequest(self, self._made[0].start(y, needs_grad), needs_grad)
+
+    def wait(self, request: StagedRequest) -> torch.Tensor:
+        """Local result; blocking, and the other stages with it."""
+        y = self._made[0].wait(request.first)
+        return self._through(y, self._parts[self._first + 1 :], request.needs_grad).to(self.dtype)
+
+    def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
+        """Start and wait."""
+        y = x.to(self._wide) if x.numel() else x
+        return self._through(y, self._parts, needs_grad).to(self.dtype)
+
+    @property
+    def moves(self) -> bool:
+        """Whether this rank has a part of it."""
+        return bool(self._made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of segment that the movement holds now."""
+        return sum(movement.nbytes for movement in self._made)
+
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours of all stages; blocking."""
+        for movement in self._made:
+            movement.connect()
+
+    def close(self) -> None:
+        """Give the memory back when no peer writes to it any more; local."""
+        for movement in self._made:
+            movement.close()
+
+    def _through(self, y: torch.Tensor, parts: Sequence[Part], needs_grad: bool) -> torch.Tensor:
+        for part in parts:
+            y = part(y, needs_grad)
+        return y
+
+    def _parts_of(self, number: int, step: Step, images: tuple[tuple[int, ...], ...]) -> Iterator[Part]:
+        if not isinstance(step, FlatStages):
+            yield from self._exchange(f"step {number}", *step, images)
+            return
+        yield _Places(step.own, step.gives).pack
+        for at, stage in enumerate(step.stages):
+            yield from self._exchange(f"step {number}, stage {at}", *stage)
+        yield _Places(step.need, step.takes).unpack
+
+    def _exchange(
+        self,
+        what: str,
+        source: Decomposition,
+        target: Decomposition,
+        images: tuple[tuple[int, ...], ...] = (),
+    ) -> Iterator[Movement]:
+        machine, name = self._site
+        exchange = Exchange(machine.rank, source, target, images=images)
+        if not exchange.idle:
+            self._made.append(Movement(machine, exchange, self._wide, f"{name} ({what})"))
+            yield self._made[-1]
+
+
+class _Places:
+    # Where the boxes of a flat vector, one behind the other, are in a tensor that they fill.
+    def __init__(self, whole: Box, boxes: tuple[Box, ...]) -> None:
+        filled = [box for box in boxes if not box.empty]
+        self.shape, self.volumes = whole.shape, [box.volume for box in filled]
+        self.slices = [box.slices(whole) for box in filled]
+        self.trivial = filled in ([], [whole])
+
+    def pack(self, x: torch.Tensor, _needs_grad: bool) -> torch.Tensor:
+        y: torch.Tensor = x.reshape(-1) if self.trivial else _Place.apply(x, self, True)
+        return y
+
+    def unpack(self, x: torch.Tensor, _needs_grad: bool) -> torch.Tensor:
+        # What has no elements may have come in any shape.
+        y: torch.Tensor = x.reshape(self.shape) if self.trivial else _Place.apply(x, self, False)
+        return y
+
+    def placed(self, x: torch.Tensor, pack: bool) -> torch.Tensor:
+        if pack:
+            return torch.cat([x[where].reshape(-1) for where in self.slices])
+        y = x.new_empty(self.shape)
+        for where, part in zip(self.slices, x.split(self.volumes), strict=True):
+            place = y[where]
+            place.copy_(part.view(place.shape))
+        return y
+
+
+class _Place(OperatorFunction):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: _Places, pack: bool) -> torch.Tensor:
+        ctx.places, ctx.pack = places, pack
+        return places.placed(x, pack)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.places.placed(gradient, not ctx.pack), None, None
