@@ -121,7 +121,8 @@ class Bucket:
         """Make sure that a gradient lies in the active buffer; return whether it was the last one."""
         gradient, place = slot.parameter.grad, self._places()[0][slot.number]
         if gradient is not None:
-            if gradient.data_ptr() == place.data_ptr():
+            # Only what a layer was offered lies there.
+            if slot.offered and gradient.data_ptr() == place.data_ptr():
                 self.in_place_nbytes += slot.nbytes
             else:
                 place.copy_(gradient)

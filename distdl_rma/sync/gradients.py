@@ -312,14 +312,16 @@ class GradientSync(Uncopyable):
     @uncompiled
     def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
         # Runs with the gradient of this backward complete and not yet accumulated.
-        self._check_open()
-        if self._asked_for(slot):
+        if self._closed:
+            self._check_open()
+        if asked() is not None and self._asked_for(slot):
             return None
-        gradient = slot.parameter.grad
-        if slot.parameter.dtype != slot.kind.dtype:
+        parameter = slot.parameter
+        gradient = parameter.grad
+        if parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
                 f"{self._label(slot)!r} was {slot.kind.dtype} when its GradientSync was made"
-                f" and is now {slot.parameter.dtype}; make a new one"
+                f" and is now {parameter.dtype}; make a new one"
             )
         if gradient is None:
             slot.local = False
@@ -331,7 +333,8 @@ class GradientSync(Uncopyable):
                 )
             slot.local = True
             return self._once(slot, computed)
-        self._begin()
+        if not self._in_backward or self._ending() is None:
+            self._begin()
         if slot.ready:
             raise ProtocolError(
                 f"the gradient of {self._label(slot)!r} came twice in one backward:"
@@ -359,7 +362,9 @@ class GradientSync(Uncopyable):
         if bucket.put(slot):
             _profiled(f"GradientSync: start {bucket.name}", bucket.start)
         # What travels advances while backward computes the next gradients.
-        self._machine.segments.progress()
+        segments = self._machine.segments
+        if segments.waiter.under_way:
+            segments.progress()
 
     @uncompiled
     def _finish(self) -> None:

@@ -63,6 +63,16 @@ _SUM_DTYPES: dict[torch.dtype, torch.dtype] = {
 SMALLEST_NBYTES = 1 << 18
 # What is kept for later at most, in bytes of this process.
 IDLE_NBYTES = 1 << 28
+# Types that numpy has too.
+_ALIKE: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
 
 
 def numpy_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
@@ -154,6 +164,13 @@ def _fresh(nbytes: int) -> _Block:
     return np.empty(nbytes, np.uint8)
 
 
+class _Loan(weakref.ref[NDArray[Any]]):
+    # What torch holds of a block that is lent: with its last tensor it dies. ``finalize`` does more, and
+    # takes several times as long.
+    __slots__ = ("block",)
+    block: _Block
+
+
 class ResultPool:
     """Blocks of memory, kept from when the last tensor in them dies until one of the same size is made.
 
@@ -171,6 +188,8 @@ class ResultPool:
         self._limit, self._make, self._drop, self._smallest = limit, take, drop, smallest
         self._idle: OrderedDict[int, list[_Block]] = OrderedDict()
         self.idle_nbytes = 0
+        # By the ``id`` of the block.
+        self._lent: dict[int, _Loan] = {}
         # Blocks that came back, and whose turn it is to put them where they belong.
         self._returned: deque[_Block] = deque()
         self._lock = threading.Lock()
@@ -180,10 +199,13 @@ class ResultPool:
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < self._smallest:
             return torch.empty(tuple(shape), dtype=dtype)
-        block = self._take(nbytes)
+        block, alike = self._take(nbytes), _ALIKE.get(dtype)
         # torch keeps this view for as long as any tensor lies in it, and nobody else has it.
-        lent: Any = block[:]
-        weakref.finalize(lent, self._give_back, block).atexit = False
+        lent = block[:] if alike is None else np.ndarray(shape, alike, block)
+        loan = self._lent[id(block)] = _Loan(lent, self._ended)
+        loan.block = block
+        if alike is not None:
+            return torch.from_numpy(lent)
         # No view of another tensor: autograd lets only such be changed in place.
         storage, extents = torch.from_numpy(lent).untyped_storage(), torch.Size(shape)
         strides = [prod(extents[d + 1 :]) for d in range(len(extents))]
@@ -196,6 +218,10 @@ class ResultPool:
             self.idle_nbytes -= 0 if block is None else nbytes
         self._sort()
         return self._make(nbytes) if block is None else block
+
+    def _ended(self, loan: Any) -> None:
+        del self._lent[id(loan.block)]
+        self._give_back(loan.block)
 
     def _give_back(self, block: _Block) -> None:
         # Runs wherever a tensor dies: on any thread, and in the middle of another call of the pool.

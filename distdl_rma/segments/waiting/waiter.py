@@ -114,6 +114,11 @@ class Waiter:
             if looked:
                 watch.done()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether ``progress`` may have steps to take: some were deferred, or ranks are on other nodes."""
+        return bool(self._steps) or self._segment.has_remote
+
     def progress(self) -> None:
         """Take all steps that can be taken at once, and raise if a rank failed; does not block."""
         self.advance()
