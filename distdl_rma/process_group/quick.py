@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +26,10 @@ _KEPT = 512
 
 
 class Quick(NamedTuple):
-    """Calls on one tensor's memory, and for even and odd rounds: this rank's slot, and the reduction.
+    """Calls on one tensor's memory: what they are, and how they are carried out.
 
-    Longer vectors, of which everyone reduces a share, have a ``script`` instead.
+    Either small ones, with this rank's slot and the reduction in even and odd rounds, or those that have a
+    ``script``.
     """
 
     call: Call
@@ -46,6 +46,7 @@ class QuickReductions:
         self._rounds, self._lines, self._way = rounds, lines, way
         self._lock = rounds.manager.segment.lock
         self._most = min(WHOLE_BYTES, rounds.slot_bytes)
+        # If nobody waits, and if somebody does.
         self._patience = range(1), range(_LOOKS if rounds.manager.waiter.spins else 1)
         # By address, number of elements, type and operation: never used without a tensor that is there.
         self._known: dict[Hashable, Quick] = {}
@@ -57,7 +58,7 @@ class QuickReductions:
     def learn(self, tensor: torch.Tensor, op: Hashable, call: Call, reducer: Reducer) -> None:
         """Keep what calls on this memory need."""
         count = tensor.numel()
-        if not count:
+        if not count or tensor.is_complex():
             return
         if len(self._known) >= _KEPT:
             self._known.clear()
@@ -66,7 +67,7 @@ class QuickReductions:
         if x.nbytes <= self._most:
             quick = self._whole(call, x, reducer)
         else:
-            quick = Quick(call, memory, (), (), partial(self._way.all_reduce, x, reducer))
+            quick = Quick(call, memory, (), (), self._way.shares(x, reducer))
         self._known[tensor.data_ptr(), count, tensor.dtype, op] = quick
 
     def _whole(self, call: Call, x: Array, reducer: Reducer) -> Quick:
@@ -85,7 +86,7 @@ class QuickReductions:
                 return False
             rounds.call = quick.call
             try:
-                rest = (self._at_once if quick.script is None else self._in_shares)(quick, hurry)
+                rest = (self._at_once if quick.script is None else self._by_script)(quick, hurry)
             except BaseException as error:
                 lines.break_off(error)
                 raise
@@ -120,11 +121,11 @@ class QuickReductions:
 
         return rest()
 
-    def _in_shares(self, quick: Quick, hurry: bool) -> Script | None:
+    def _by_script(self, quick: Quick, hurry: bool) -> Script | None:
         script: Iterator[None] = quick.script()  # type: ignore[misc]
-        rounds = self._rounds
-        looks, number = 0, rounds.number
-        while looks < len(self._patience[hurry]):
+        rounds, looks, number = self._rounds, 0, 0
+        patience = len(self._patience[hurry])
+        while looks < patience:
             for _ in script:
                 break
             else:

@@ -160,13 +160,14 @@ class _Over(_Work):  # type: ignore[misc]
 
 
 _OVER = _Over()
-_PLAIN = Tensor, torch.nn.Parameter
+_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # Its elements lie one behind the other, as they are. Of other types they may lie elsewhere.
-    strided = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
-    return strided and tensor.is_contiguous() and not (tensor.is_complex() or tensor.is_neg())
+    # Its elements lie one behind the other, as they are. Of other types they may lie elsewhere; those of
+    # complex numbers that are to be conjugated are not known to what is quick.
+    strided = type(tensor) in _PLAIN and tensor.layout is _STRIDED and tensor.is_cpu
+    return strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
 # Of these the hash is the number of the operation, and quicker to be had than the operation.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,15 @@ Script = Iterator[None]
 
 # What a rank shows another one in a round at most of what is reduced: most of it stays in the caches.
 _PIECE_BYTES = 1 << 20
+
+
+class Cut(NamedTuple):
+    """A vector in the parts of all ranks: pairs of where a copy goes, and from where."""
+
+    show: list[tuple[memoryview, memoryview]]
+    reduce: Callable[[], object]
+    own: tuple[memoryview, memoryview]
+    take: list[tuple[memoryview, memoryview]]
 
 
 class NodeCollectives:
@@ -68,6 +78,56 @@ class NodeCollectives:
             rows = [slot[parity][:count] for slot in slots]
             rows[self.me] = x
             reducer.reduce(rows, x)
+        rounds.read(number)
+
+    def shares(self, x: Array, reducer: Reducer) -> Callable[[], Script]:
+        """Scripts that reduce a long vector in place, on all ranks; for calls that come again.
+
+        What fits into one round is cut into its parts here.
+        """
+        most = min(self._rounds.slot_bytes // self.size, self._piece) // x.itemsize * self.size
+        if x.size > most:
+            return partial(self._reduce_shares, x, reducer, None)
+        return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
+
+    def _cut(self, x: Array, reducer: Reducer, parity: int) -> Cut:
+        me, size, slots = self.me, self.size, self._rounds.slots(x.dtype)
+        share = -(-x.size // size)
+        parts = [x[at * share : (at + 1) * share] for at in range(size)]
+
+        def place(position: int, part: int) -> Array:
+            return slots[position][parity][part * share :][: parts[part].size]
+
+        made = [place(self.places[at], at) for at in range(size)]
+        rows = [parts[me] if at == me else place(at, me) for at in range(size)]
+        others = self._rounds.others
+        return Cut(
+            [(_bytes(place(me, at)), _bytes(parts[at])) for at in others],
+            reducer.bound(rows, made[me]),
+            (_bytes(parts[me]), _bytes(made[me])),
+            [(_bytes(parts[at]), _bytes(made[at])) for at in others],
+        )
+
+    def _reduce_in_one_round(self, cuts: Sequence[Cut]) -> Script:
+        rounds = self._rounds
+        if not rounds.free(rounds.number + 1):
+            yield from rounds.opened()
+        else:
+            rounds.number += 1
+        number = rounds.number
+        cut = cuts[number & 1]
+        for slot, part in cut.show:
+            slot[:] = part
+        rounds.announce(number, True)
+        if not rounds.all_shown(number):
+            yield from rounds.seen(number)
+        cut.reduce()
+        rounds.made(number)
+        mine, result = cut.own
+        mine[:] = result
+        yield from rounds.all_made(number)
+        for part, result in cut.take:
+            part[:] = result
         rounds.read(number)
 
     def _reduce_shares(self, x: Array, reducer: Reducer, root: int | None) -> Script:
@@ -216,6 +276,10 @@ class NodeCollectives:
                 f" {sent[source, target]} bytes for rank {ranks[target]}, which expects"
                 f" {wanted[source, target]}"
             )
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.data.cast("B") if array.size else memoryview(b"")
 
 
 def _same_memory(a: Array, b: Array) -> bool:
