@@ -24,9 +24,8 @@ import torch
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.ops.core.movement import Movement
+from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.split import layout as lay
@@ -152,14 +151,12 @@ class _Way:
     ) -> None:
         self.site, self.source, self.target, self.dtype, self.what = site, source, target, dtype, what
         self._forth = self._movement(source, target, what)
-        self._back: Movement | None = None
+        self._back: Moves | None = None
 
-    def _movement(self, source: Decomposition, target: Decomposition, what: str) -> Movement | None:
+    def _movement(self, source: Decomposition, target: Decomposition, what: str) -> Moves | None:
         if lay.holds(source, target):
             return None
-        machine = self.site.machine
-        exchange = Exchange(machine.rank, lay.owners(source), target)
-        return Movement(machine, exchange, self.dtype, f"{self.site.name} ({what})")
+        return movement_between(self.site.call_site, lay.owners(source), target, self.dtype, what)
 
     @property
     def moves(self) -> bool:
@@ -175,10 +172,10 @@ class _Way:
         return self._moved(self._back, self.target, self.source, gradient)
 
     def _moved(
-        self, movement: Movement | None, source: Decomposition, target: Decomposition, x: torch.Tensor
+        self, movement: Moves | None, source: Decomposition, target: Decomposition, x: torch.Tensor
     ) -> torch.Tensor:
         if movement is not None:
-            return movement.forwards.arrive(*movement.forwards.depart(x))
+            return movement.move(x)
         rank = self.site.machine.rank
         return x[target.box(rank).slices(source.box(rank))].clone()
 

@@ -227,6 +227,14 @@ class Movement:
         y: torch.Tensor = _Move.apply(x, root, Request(self, x))
         return y
 
+    def move(self, x: torch.Tensor) -> torch.Tensor:
+        """Local result, outside of autograd; blocking."""
+        return self.forwards.arrive(*self.forwards.depart(x))
+
+    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Move one local tensor after another, outside of autograd; as :meth:`OneWay.stream`."""
+        return self.forwards.stream(parts)
+
     def connect(self) -> None:
         """Exchange addresses with the neighbours for both directions, if that is not done yet; blocking."""
         self.forward.connect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +34,16 @@ class Moves(Protocol):
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
         """Both."""
+
+    def move(self, x: torch.Tensor) -> torch.Tensor:
+        """The same outside of autograd."""
+
+    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Move one local tensor after another, outside of autograd."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of segment that it holds now."""
 
     def connect(self) -> None:
         """Exchange addresses; blocking."""
@@ -125,6 +135,15 @@ class StagedMovement:
         """Start and wait."""
         y = x.to(self._wide) if x.numel() else x
         return self._through(y, self._parts, needs_grad).to(self.dtype)
+
+    def move(self, x: torch.Tensor) -> torch.Tensor:
+        """Local result, outside of autograd; blocking."""
+        with torch.no_grad():
+            return self(x)
+
+    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Local results of one tensor after another, in order, outside of autograd; blocking."""
+        return map(self.move, parts)
 
     @property
     def moves(self) -> bool:

@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative
-from distdl_rma.ops.core.movement import CallSite, Movement, OneWay
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, ROWS, LinearGrid
 from distdl_rma.ops.set_up_transfer import PASS_NBYTES
 
@@ -33,7 +33,8 @@ class ShardedMatrix:
 
     def __init__(self, site: CallSite, group: Partition, shape: tuple[int, int], dim: int) -> None:
         self.site, self.group, self.shape, self.dim = site, group, shape, dim
-        self._movements: dict[torch.dtype, Movement] = {}
+        # To gather, and to scatter.
+        self._movements: dict[tuple[torch.dtype, bool], Moves] = {}
 
     @classmethod
     def of(cls, site: CallSite, grid: LinearGrid, dim: int) -> ShardedMatrix | None:
@@ -53,18 +54,20 @@ class ShardedMatrix:
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole matrix, in memory of its own; collective over the group, blocking."""
-        return self._move(shard, self._movement(shard.dtype).forwards)
+        return self._move(shard, self.shape[self.dim], scatter=False)
 
     def reduce_scatter(self, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the sum of the ranks' matrices; collective over the group, blocking."""
-        return self._move(matrix, self._movement(matrix.dtype).backwards)
+        begin, end = Balanced(self.shape[self.dim], self.group.size).interval(self.group.rank or 0)
+        return self._move(matrix, end - begin, scatter=True)
 
-    def _move(self, x: torch.Tensor, way: OneWay) -> torch.Tensor:
+    def _move(self, x: torch.Tensor, extent: int, *, scatter: bool) -> torch.Tensor:
         shape = list(self.shape)
-        shape[self.dim] = way.channel.exchange.need.shape[self.dim]
+        shape[self.dim] = extent
         y, across = x.new_empty(shape), 1 - self.dim
         height, starts = self._stripes(x.dtype)
-        stripes = way.stream(x.narrow(across, start, height) for start in starts)
+        movement = self._movement(x.dtype, scatter)
+        stripes = movement.stream(x.narrow(across, start, height) for start in starts)
         for start, stripe in zip(starts, stripes, strict=True):
             y.narrow(across, start, height).copy_(stripe)
         return y
@@ -80,16 +83,18 @@ class ShardedMatrix:
         height = -(-extent // count)
         return height, [min(start, extent - height) for start in range(0, extent, height)]
 
-    def _movement(self, dtype: torch.dtype) -> Movement:
-        movement = self._movements.get(dtype)
+    def _movement(self, dtype: torch.dtype, scatter: bool) -> Moves:
+        movement = self._movements.get((dtype, scatter))
         if movement is None:
             stripe = list(self.shape)
             stripe[1 - self.dim] = self._stripes(dtype)[0]
             cut = [Balanced(n, self.group.size if d == self.dim else 1) for d, n in enumerate(stripe)]
             source = Decomposition(self.group, tuple(cut), (self.dim,))
-            machine, name = self.site
-            exchange = Exchange(machine.rank, source, Decomposition.replicated(self.group, stripe))
-            movement = self._movements[dtype] = Movement(machine, exchange, dtype, name)
+            ends = source, Decomposition.replicated(self.group, stripe)
+            movement = movement_between(
+                self.site, *(ends[::-1] if scatter else ends), dtype, "scatter" if scatter else ""
+            )
+            self._movements[dtype, scatter] = movement
         return movement
 
 
