@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from operator import index as as_int
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -16,7 +18,7 @@ from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_off
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.memory.remote_memory import RemoteArray, RemoteMemory
 from distdl_rma.segments.options import check_timeout
-from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.transport.rma_peer import SHORT_RUN_BYTES, ByteRuns, Bytes
 from distdl_rma.segments.waiting.header import WaitReason
 
 # A notification's word: value, then a number that differs from that of the one before.
@@ -110,9 +112,15 @@ class RemoteBuffer:
         counters.bytes_put += nbytes
 
     def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
-        """Put several arrays, each given with its offset; all are checked before data moves."""
+        """Put several arrays, each given with its offset; all are checked before data moves.
+
+        To another node the short ones travel together, packed.
+        """
         check_queue(queue, "put_list")
-        for source, offset in self._inside(parts, "put_list", as_bytes):
+        checked = self._inside(parts, "put_list", as_bytes)
+        if self._bytes is None:
+            checked = self._put_short_ones(checked, queue)
+        for source, offset in checked:
             self.put(source, offset, queue)
 
     def notify(self, index: int, value: int = 1, *, last: bool = False) -> None:
@@ -349,6 +357,26 @@ class RemoteBuffer:
         for memory, offset in checked:
             self._memory.inside(offset, memory.nbytes, what)
         return checked
+
+    def _put_short_ones(
+        self, parts: list[tuple[memoryview, int]], queue: Queue | None
+    ) -> list[tuple[memoryview, int]]:
+        # All at once; returns what remains to be put.
+        short = [(offset, source) for source, offset in parts if 0 < len(source) <= SHORT_RUN_BYTES]
+        short.sort(key=itemgetter(0))
+        begin = self._memory.begin
+        places = [(begin + offset, len(source)) for offset, source in short]
+        # MPI takes no overlapping ones, and puts to one place have no order here anyway.
+        overlap = any(there + nbytes > after for (there, nbytes), (after, _) in pairwise(places))
+        if len(short) < 2 or overlap:
+            return parts
+        if self._context.closed:
+            self._memory.check_open()
+        packed = np.frombuffer(b"".join(source for _, source in short), np.uint8)
+        self._memory.put(ByteRuns.together(places), packed, queue)
+        self._counters.puts += len(short)
+        self._counters.bytes_put += len(packed)
+        return [part for part in parts if not 0 < len(part[0]) <= SHORT_RUN_BYTES]
 
     def __repr__(self) -> str:
         return f"RemoteBuffer(of rank {self.peer}, {self.nbytes} bytes, {self.notifications} notifications)"

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from distdl_rma.errors import ClosedError, ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset, as_values
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
-from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.transport.rma_peer import SHORT_RUN_BYTES, ByteRuns, Bytes
 from distdl_rma.segments.waiting.header import WaitReason
 
 
@@ -89,9 +89,9 @@ class RemoteMemory:
             return
         # After a timeout nobody looks at the queue that is made here, and the targets are left alone.
         posted = Queue(self.context, "get") if queue is None else queue
-        for fetch in far:
-            landing, finish = _landing(fetch)
-            posted.post(self.peer, self.link.get(fetch.runs, landing, keep=True), landing, finish)
+        for runs, fetches_of_it in _short_ones_together(far):
+            landing, finish = _landing(fetches_of_it)
+            posted.post(self.peer, self.link.get(runs, landing, keep=True), landing, finish)
         if queue is None:
             total = sum(fetch.runs.total for fetch in far)
             reason = WaitReason((self.peer,), f"to answer a get of {total} bytes")
@@ -105,7 +105,7 @@ class RemoteMemory:
             return
         self.counters.gets += 1
         self.counters.bytes_got += fetch.runs.total
-        landing, finish = _landing(fetch)
+        landing, finish = _landing([fetch])
 
         def filled() -> None:
             finish()
@@ -114,12 +114,27 @@ class RemoteMemory:
         self.link.get(fetch.runs, landing, keep=True, then=filled)
 
 
-def _landing(fetch: Fetch) -> tuple[Bytes, Callable[[], None]]:
-    # Memory that the link keeps while a get is under way, whatever becomes of the target, and what copies it.
-    landing, target = np.empty(fetch.runs.total, np.uint8), fetch.target
+def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[Fetch]]]:
+    # What is got at once, and by which of them.
+    short = [f for f in fetches if len(f.runs.offsets) == 1 and f.runs.nbytes <= SHORT_RUN_BYTES]
+    if len(short) < 2:
+        return [(fetch.runs, [fetch]) for fetch in fetches]
+    # In the order of their places: MPI counts from the first one.
+    short.sort(key=lambda fetch: fetch.runs.offsets)
+    runs = ByteRuns.together([(fetch.runs.offsets[0], fetch.runs.nbytes) for fetch in short])
+    together = set(map(id, short))
+    return [(runs, short), *((fetch.runs, [fetch]) for fetch in fetches if id(fetch) not in together)]
+
+
+def _landing(fetches: Sequence[Fetch]) -> tuple[Bytes, Callable[[], None]]:
+    # Memory that the link keeps while a get is under way, whatever becomes of targets, and what copies it.
+    landing = np.empty(sum(fetch.runs.total for fetch in fetches), np.uint8)
 
     def finish() -> None:
-        target[...] = landing.view(target.dtype).reshape(target.shape)
+        end = 0
+        for fetch in fetches:
+            begin, end, target = end, end + fetch.runs.total, fetch.target
+            target[...] = landing[begin:end].view(target.dtype).reshape(target.shape)
 
     return landing, finish
 

@@ -26,16 +26,16 @@ class SharedLink:
 
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Copy bytes into the peer's segment; complete on return."""
-        for i, offset in enumerate(runs.offsets):
-            self._memory[offset : offset + runs.nbytes] = data[i * runs.nbytes : (i + 1) * runs.nbytes]
+        for offset, part in runs.packed():
+            self._memory[offset : offset + part.stop - part.start] = data[part]
         return []
 
     def get(
         self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
     ) -> list[MPI.Request]:
         """Copy bytes out of the peer's segment; complete on return."""
-        for i, offset in enumerate(runs.offsets):
-            out[i * runs.nbytes : (i + 1) * runs.nbytes] = self._memory[offset : offset + runs.nbytes]
+        for offset, part in runs.packed():
+            out[part] = self._memory[offset : offset + part.stop - part.start]
         if then is not None:
             then()
         return []

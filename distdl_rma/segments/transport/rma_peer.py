@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ Bytes = NDArray[np.uint8]
 
 # From so many bytes on, a contiguous run is a transfer of its own instead of a part of an MPI datatype.
 _LONG_RUN_BYTES = 64 << 10
+# Up to so many bytes, parts of a list travel together: packing them takes less than a transfer each.
+SHORT_RUN_BYTES = 2 << 10
 # Answers before a flush, with nothing begun between them: what it waits for may come behind the first.
 # Where others begin something all the time, it follows after so many questions.
 _ANSWERS, _MOST_QUESTIONS = 2, 5
@@ -24,15 +27,32 @@ _ANSWERS, _MOST_QUESTIONS = 2, 5
 
 @dataclass(frozen=True)
 class ByteRuns:
-    """Equally long stretches of contiguous bytes in a segment: where each begins, and how long all are."""
+    """Stretches of contiguous bytes in a segment: where each begins, and how long all are.
+
+    Where they are not equally long, ``lengths`` are those of each, and ``nbytes`` is the largest.
+    """
 
     offsets: tuple[int, ...]
     nbytes: int
+    lengths: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
         """Bytes of all stretches."""
-        return len(self.offsets) * self.nbytes
+        return sum(self.lengths) if self.lengths else len(self.offsets) * self.nbytes
+
+    def packed(self) -> Iterator[tuple[int, slice]]:
+        """Each stretch's offset, and where it is when they lie one behind the other."""
+        end = 0
+        for offset, nbytes in zip(self.offsets, self.lengths or repeat(self.nbytes), strict=False):
+            end += nbytes
+            yield offset, slice(end - nbytes, end)
+
+    @staticmethod
+    def together(parts: Sequence[tuple[int, int]]) -> ByteRuns:
+        """Those with such offsets and lengths, at least one."""
+        offsets, lengths = zip(*parts, strict=True)
+        return ByteRuns(offsets, max(lengths), lengths)
 
 
 class RmaPeer:
@@ -116,13 +136,16 @@ def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Reque
     if not runs.total:
         return []
     if len(runs.offsets) == 1 or runs.nbytes >= _LONG_RUN_BYTES:
-        size = runs.nbytes
         return [
-            call([data[i * size : (i + 1) * size], MPI.BYTE], (offset, size, MPI.BYTE))
-            for i, offset in enumerate(runs.offsets)
+            call([data[part], MPI.BYTE], (offset, part.stop - part.start, MPI.BYTE))
+            for offset, part in runs.packed()
         ]
     first = runs.offsets[0]
-    kind = MPI.BYTE.Create_hindexed_block(runs.nbytes, [offset - first for offset in runs.offsets])
+    begins = [offset - first for offset in runs.offsets]
+    if runs.lengths:
+        kind = MPI.BYTE.Create_hindexed(runs.lengths, begins)
+    else:
+        kind = MPI.BYTE.Create_hindexed_block(runs.nbytes, begins)
     kind.Commit()
     try:
         return [call([data, MPI.BYTE], (first, 1, kind))]

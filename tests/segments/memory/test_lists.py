@@ -1,6 +1,7 @@
 """Lists of puts and gets, gets that notify their own rank, flushes of several peers, and what buffers say."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -29,6 +30,69 @@ def test_a_list_of_gets_fills_all_its_arrays(meet, machine, comm, queued):
     assert outs[3][0] == wanted[99]
     assert (counters.gets - gets, counters.bytes_got - nbytes) == (4, 8 * 17)
     comm.Barrier()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_lists_of_short_and_long_parts_arrive_and_are_got_again(meet, machine, comm, seed):
+    rng = np.random.default_rng([seed, comm.rank])
+    buffer, remotes = meet(1 << 17, 1)
+    peer = (comm.rank + 1) % comm.size
+    wanted = np.zeros(1 << 17, np.uint8)
+    cuts = np.sort(rng.choice(1 << 17, 40, replace=False)).tolist()
+    # Gaps between them, or none; one is empty, some are longer than what is packed.
+    places = [(low, high - int(rng.integers(0, 2)) * (high - low) // 2) for low, high in pairwise(cuts)]
+    places += [(5, 5)]
+    rng.shuffle(places)
+    parts = [(rng.integers(1, 255, high - low).astype(np.uint8), low) for low, high in places]
+    for part, low in parts:
+        wanted[low : low + len(part)] = part
+    queue = machine.segments.queue() if seed == 2 else None
+    puts = machine.segments.counters.puts
+    remotes[peer].put_list_notify(parts, 0, queue=queue)
+    assert machine.segments.counters.puts - puts == len(parts)
+    buffer.notify_wait(0)
+    got = comm.sendrecv(wanted, peer, source=(comm.rank - 1) % comm.size)
+    assert (buffer.array == got).all()
+    outs = [(np.empty_like(part), low) for part, low in parts] + [(np.empty(7, np.int8), cuts[0] + 1)]
+    remotes[peer].get_list(outs)
+    assert all((out.view(np.uint8) == wanted[low : low + out.nbytes]).all() for out, low in outs)
+    if queue is not None:
+        queue.wait()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_short_parts_of_a_list_to_another_node_travel_together(comm):
+    with Machine(comm, transport="remote", segment_size="2MiB") as machine:
+        buffer = machine.segments.get_segment_buffer(1 << 16, 1)
+        peer = (comm.rank + 1) % comm.size
+        remote = buffer.exchange(dict.fromkeys(range(comm.size), ()))[peer]
+        wire = machine.segments.segment.link(peer)._rma
+        short = [(np.full(8, at, np.uint8), 16 * at) for at in range(100)]
+
+        def begun(move):
+            # The engine has nothing to ask meanwhile.
+            remote.flush()
+            with machine.segments.segment.lock:
+                before = wire.begun
+                move()
+                return wire.begun - before
+
+        buffer.array[:] = 0
+        comm.Barrier()
+        assert begun(lambda: remote.put_list(short)) == 1
+        assert begun(lambda: remote.put_list([*short, (np.full(4096, 7, np.uint8), 8192)])) == 2
+        # Parts that overlap are left to themselves.
+        assert begun(lambda: remote.put_list([(b"12345678", 2000), (b"12345678", 2004)])) == 2
+        queue = machine.segments.queue()
+        outs = [(np.zeros(8, np.uint8), 16 * at) for at in range(100)]
+        assert begun(lambda: remote.get_list(outs, queue)) == 1
+        queue.wait()
+        assert all((out == at).all() for at, (out, _) in enumerate(outs))
+        remote.flush()
+        comm.Barrier()
+        assert (buffer.array[8192:12288] == 7).all()
+        comm.Barrier()
 
 
 def test_lists_are_checked_before_anything_moves(meet, machine, comm):

@@ -54,6 +54,14 @@ def put(wire, nbytes=8):
     return wire.put(ByteRuns((0,), nbytes), np.ones(nbytes, np.uint8))[0]
 
 
+def test_stretches_lie_one_behind_the_other_when_they_are_packed():
+    even, uneven = ByteRuns((5, 0), 3), ByteRuns.together([(5, 1), (0, 3), (9, 0)])
+    assert even.total == 6 and list(even.packed()) == [(5, slice(0, 3)), (0, slice(3, 6))]
+    assert uneven.total == 4 and uneven.nbytes == 3
+    assert list(uneven.packed()) == [(5, slice(0, 1)), (0, slice(1, 4)), (9, slice(4, 4))]
+    assert list(ByteRuns((), 3).packed()) == []
+
+
 def test_nothing_is_asked_for_what_is_known_to_be_there(window, wire):
     assert wire.arrived(0) and not window.gets and not window.flushes
 
