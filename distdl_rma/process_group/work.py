@@ -90,11 +90,27 @@ class GroupWork(_Work):  # type: ignore[misc]
 def _settle(future: torch.futures.Future[Any], tensors: Any, error: BaseException | None) -> None:
     if error is None:
         future.set_result(tensors)
-    elif isinstance(error, Exception):
-        future.set_exception(error)
-    else:
+        return
+    if not isinstance(error, Exception):
         # A future takes no KeyboardInterrupt.
-        future.set_exception(ProtocolError(f"the operation was interrupted by {error!r}"))
+        error = ProtocolError(f"the operation was interrupted by {error!r}")
+    failure = _Failure(error)
+    future._set_unwrap_func(failure.raised)  # type: ignore[attr-defined]
+    future.set_result(failure)
+
+
+class _Failure:
+    # The result of a future that failed. torch's set_exception has the error itself there: of that
+    # DistributedDataParallel, which looks into a result for tensors, takes the first, and crashes.
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def raised(self, _result: object) -> None:
+        raise self._error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Which is how it looks into it.
+        raise self._error
 
 
 class _Pending(NamedTuple):

@@ -56,6 +56,26 @@ told(lambda: dist.all_reduce(torch.ones(1000), async_op=True).wait())
         ), out
 
 
+def test_a_killed_rank_ends_the_backward_of_ddp_on_all_others():
+    body = """
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+for step in range(2):
+    loss = model(torch.ones(1, 2)).sum()
+    if step and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        # The reducer passes on the text.
+        print(rank, "was told:", error, flush=True)
+os._exit(0)
+"""
+    _, out, err = run(3, body, preamble=PREAMBLE, survive=True, DISTDL_RMA_TIMEOUT="20")
+    for rank in (0, 2):
+        assert re.search(rf"{rank} was told: .*PeerFailedError: rank 1 failed: it is silent", out), (out, err)
+
+
 def test_ranks_that_torchrun_started_without_mpi_are_told_how_to_start():
     # Two ranks, as torchrun starts them.
     script = "import torch.distributed as dist, distdl_rma; dist.init_process_group('rma')"
