@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.distributed import is_initialized
 from torch.distributed.constants import default_pg_timeout
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine, launched
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.segments.collectives.assembly import gather_words
+from distdl_rma.segments.waiting.header import namespace
 
 _HOW = (
     "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python"
@@ -35,6 +37,8 @@ _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 # Machines of groups of some ranks, where there is none of all; kept for the next group of these.
 _machines: dict[tuple[int, ...], Machine] = {}
+# Open files of rank 0.
+_nameless: list[int] = []
 
 
 def create(options: Any) -> RmaProcessGroup:
@@ -97,11 +101,16 @@ def _store(timeout: timedelta) -> Store:
     segments = Machine.on().segments
     rank, size = launched()
     if len(segments.segment.nodes) == 1:
-        mine = f"{tempfile.gettempdir()}/distdl_rma-{os.getpid()}-{time.monotonic_ns()}" if rank == 0 else ""
-        # The last rank to leave the file removes it, unless the program ends first.
-        if mine:
-            atexit.register(Path(mine).unlink, missing_ok=True)
-        file = FileStore(gather_words(segments, mine, "rendezvous of torch")[0], size)
+        mine = [namespace(), *(_files() if rank == 0 else ())]
+        told = gather_words(segments, mine, "rendezvous of torch")
+        nameless, named = told[0][1:]
+        processes = {each[0] for each in told.values()}
+        # A process has the number that others know where all of them are in one namespace.
+        known = nameless and len(processes) == 1 and 0 not in processes
+        if rank == 0 and not known:
+            # The last rank to leave the file removes it, unless the program ends first.
+            atexit.register(Path(named).unlink, missing_ok=True)
+        file = FileStore(nameless if known else named, size)
         file.set_timeout(timeout)
         return file
     store, words = None, None
@@ -114,6 +123,18 @@ def _store(timeout: timedelta) -> Store:
     return TCPStore(
         _reached(addresses, port), port, size, is_master=False, timeout=timeout, wait_for_workers=False
     )
+
+
+def _files() -> list[str]:
+    # One without a name, which is gone with this process however it ends, if there can be one; one with.
+    own, nameless = os.getpid(), ""
+    with suppress(OSError, AttributeError):
+        _nameless.append(os.memfd_create("distdl_rma rendezvous"))
+        nameless = f"/proc/{own}/fd/{_nameless[-1]}"
+    # The others are of groups that were destroyed, unless a program makes several stores itself.
+    while len(_nameless) > 1 and not is_initialized():
+        os.close(_nameless.pop(0))
+    return [nameless, f"{tempfile.gettempdir()}/distdl_rma-{own}-{time.monotonic_ns()}"]
 
 
 def _addresses() -> list[str]:

@@ -95,7 +95,7 @@ def _settle(future: torch.futures.Future[Any], tensors: Any, error: BaseExceptio
         # A future takes no KeyboardInterrupt.
         error = ProtocolError(f"the operation was interrupted by {error!r}")
     failure = _Failure(error)
-    future._set_unwrap_func(failure.raised)  # type: ignore[attr-defined]
+    future._set_unwrap_func(failure.raised)
     future.set_result(failure)
 
 

@@ -100,6 +100,13 @@ except (PeerFailedError, RuntimeError) as error:
     assert time.monotonic() - begin < 60
 
 
+def test_a_killed_job_leaves_no_file(tmp_path):
+    body = "dist.all_reduce(torch.ones(10)); rank or os.kill(os.getpid(), 9); dist.barrier()"
+    code, _, err = run(2, "import os\n" + body, TMPDIR=str(tmp_path))
+    assert code != 0
+    assert not [each for each in tmp_path.iterdir() if "distdl" in each.name], err
+
+
 @pytest.mark.parametrize("who", ["False", "rank == 1"])
 def test_a_job_ends_without_a_destroy(who):
     body = f"""
