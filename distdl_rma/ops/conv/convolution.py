@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, tied
 from distdl_rma.ops.core.movement import CallSite, Movement
@@ -23,6 +24,8 @@ from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, result, sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 
+# Gradients of larger blocks are computed in pieces, of about so many bytes for each thread.
+_LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 19
 # Puts the gradient of "weight" or "bias" where it is wanted, and returns it.
 Fill = Callable[[str, Tensor], Tensor]
 
@@ -128,6 +131,7 @@ class Convolution(GridConvolution):
             Box((batches, (0, int(not self._empty)), *outputs)),
             workers.groups,
         )
+        self._pieces = self._in_pieces()
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
         self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
 
@@ -208,6 +212,26 @@ class Convolution(GridConvolution):
                     part[here] = block[there]
             pieces.append(as_words(part))
         return channel.start(pieces)
+
+    def local_adjoint(
+        self, gradient: Tensor, x: Tensor, block: Tensor, needs: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of own data, and of the weight by them; None where these add nothing."""
+        core = self.parts.core
+        if core is None:
+            return None, None
+        gradient = gradient[core.place]
+        if self._pieces:
+            return adjoint_of_pieces(self._pieces, gradient, x, block, needs)
+        return core.convolve_adjoint(gradient, x, block, needs)
+
+    def _in_pieces(self) -> tuple[Patch, ...]:
+        core = self.parts.core
+        # Sums of short types would be rounded once per piece.
+        if core is None or self._sum_dtype != self.dtype:
+            return ()
+        nbytes = max(core.data.volume, prod(self._shape)) * self.dtype.itemsize // torch.get_num_threads()
+        return core.cut(nbytes // _PIECE_NBYTES) if nbytes >= _LARGE_NBYTES else ()
 
     def add_adjoint(self, gradient: Tensor, epoch: int) -> Tensor:
         """Add what the readers of this rank's data send back; blocking."""
@@ -346,9 +370,8 @@ class _HaloSchedule(OperatorFunction):
             epoch = operation.start_adjoint([edge for edge, _ in rim])
         d_x = d_weight = d_bias = None
         mark("local")
-        if parts.core is not None:
-            own = gradient[parts.core.place]
-            d_x, d_weight = parts.core.convolve_adjoint(own, x, block, (needs_x, needs_weight))
+        if needs_x or needs_weight:
+            d_x, d_weight = operation.local_adjoint(gradient, x, block, (needs_x, needs_weight))
         if needs_bias:
             d_bias = operation.fill_bias(bias, gradient, ctx.fill)
         if needs_weight:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -148,6 +150,46 @@ class Patch:
         outer = torch.zeros_like(block)
         outer[self.crop] = inner
         return outer, taps
+
+    def cut(self, count: int) -> tuple[Patch, ...]:
+        """Patches of so many pieces of its data, or fewer; none where pieces do not make up the whole.
+
+        Along the first dimension that is long enough: what two neighbours both compute is little then.
+        """
+        dims = [d for d in range(len(self.data.bounds)) if d != 1]
+        most = [min(count, self._most_pieces(d)) for d in dims]
+        count, d = max(most), dims[most.index(max(most))]
+        low, high = self.data.bounds[d]
+        ends = [low + (high - low) * n // max(1, count) for n in range(count + 1)]
+        boxes = [self.data.replace(d, *bounds) for bounds in pairwise(ends)]
+        found = [Patch.of(self.stencil, box, self.outputs, self.held, self.groups) for box in boxes]
+        pieces = tuple(p for p in found if p is not None and p.taps == self.taps and p.inside == p.data)
+        return pieces if 1 < len(pieces) == count else ()
+
+    def _most_pieces(self, d: int) -> int:
+        # Eight windows a piece; instances are independent of each other.
+        low, high = self.data.bounds[d]
+        return (high - low) // (8 * self.stencil.windows[d].span) if d else high - low
+
+
+def adjoint_of_pieces(
+    pieces: Sequence[Patch], gradient: Tensor, block: Tensor, weight: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same as :meth:`Patch.convolve_adjoint` of the patch that was cut into them, in little memory.
+
+    Torch orders a tensor's elements anew for its kernels, and back: of all of a large one that takes more
+    memory than the step has at any other time, mostly fresh pages, which take longer than the order itself.
+    """
+    outer, total = torch.empty_like(block) if needs[0] else None, None
+    for piece in pieces:
+        part, taps = convolution_adjoint(
+            gradient[piece.place], piece._operand(block), weight[piece.weight], piece._steps, needs
+        )
+        if outer is not None and part is not None:
+            whole = piece.native_padding is not None
+            outer[piece.crop] = part if whole else part[piece.inside.slices(piece.region)]
+        total = taps if total is None or taps is None else total.add_(taps)
+    return outer, total
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Stencil
+from distdl_rma.ops.conv import convolution
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT, ConvolutionOptions, WorkerGrid, can_overlap
 from distdl_rma.ops.core.autograd import GradientNeeds
@@ -83,6 +84,31 @@ def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form, kept):
     else:
         total = torch.from_numpy(sum(comm.allgather(whole_gradient(mine["weight"], blocks, weight).numpy())))
         agree(total / 2, weight.grad, "weight gradient")
+
+
+@pytest.mark.mpi
+def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
+    monkeypatch.setattr(convolution, "_LARGE_NBYTES", 1 << 10)
+    monkeypatch.setattr(convolution, "_PIECE_NBYTES", 1 << 10)
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    workers = WorkerGrid(
+        P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size, 1)), OUT, 1, WEIGHT
+    )
+    torch.manual_seed(0)
+    shapes = (1, 4, 60 * P_world.size, 3), WEIGHT
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    source = Decomposition.balanced(P_x, x.shape)
+    options = ConvolutionOptions(STENCIL, workers, in_place=True)
+    operation = Convolution(CallSite(Machine.of(P_world), "large"), options, source, P_x, torch.float64)
+    assert len(operation._pieces) == 2
+    y = F.conv2d(x, weight, padding=1)
+    d_y = torch.randn_like(y)
+    y.backward(d_y)
+    local, mine = part(source, x).requires_grad_(), weight.detach().clone().requires_grad_()
+    operation(NEEDS, local, weight=mine).backward(part(operation.output, d_y))
+    agree(local.grad, part(source, x.grad), "input gradient")
+    total = torch.from_numpy(sum(comm.allgather(mine.grad.numpy())))
+    agree(total, weight.grad, "weight gradient")
 
 
 def whole_gradient(mine, blocks, weight):
