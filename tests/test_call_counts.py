@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
 MOST = {
     "convolution": (Calls(60, 43), Calls(36, 28)),
     "convolution of 512x512": (Calls(66, 49), Calls(51, 34)),
-    "instance norm": (Calls(54, 61), Calls(52, 38)),
-    "batch norm": (Calls(64, 77), Calls(52, 42)),
+    "instance norm": (Calls(47, 50), Calls(49, 31)),
+    "batch norm": (Calls(59, 62), Calls(51, 31)),
     "max pool 2x2": (Calls(24, 21), Calls(0, 0)),
     "max pool 3x3": (Calls(57, 48), Calls(34, 26)),
-    "linear": (Calls(44, 33), Calls(0, 0)),
+    "linear": (Calls(41, 29), Calls(0, 0)),
     "relu": (Calls(10, 16), Calls(0, 0)),
 }
 

@@ -107,6 +107,25 @@ class SplitTensor(torch.Tensor):
             )
         return cls(local, layout)
 
+    # Modules ask for these all the time: past torch, which would ask the table.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """That of the whole tensor."""
+        return torch.Size(self._layout.shape)
+
+    def dim(self) -> int:
+        """Number of its dimensions."""
+        return len(self._layout.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """That of the whole tensor, or its extent in a dimension."""
+        shape = self._layout.shape
+        if dim is None:
+            return torch.Size(shape)
+        if -len(shape) <= dim < len(shape):
+            return shape[dim]
+        raise IndexError(f"Dimension out of range: the tensor has {len(shape)} dimensions, got {dim}")
+
     @property
     def decomposition(self) -> Decomposition:
         """Which box of the tensor each rank has."""

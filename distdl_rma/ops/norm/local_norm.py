@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.tensors import result_like
-from distdl_rma.ops.norm.rows import Array
+from distdl_rma.ops.norm.rows import Array, without_fp_errors
 from distdl_rma.ops.norm.statistics import LocalRun, Statistics
 
 # Puts the gradient of a parameter, by name, where it is wanted.
@@ -39,8 +39,7 @@ class LocalNorm(OperatorFunction):
     """
 
     @staticmethod
-    # What is infinite or no number is a result as any other.
-    @np.errstate(all="ignore")
+    @without_fp_errors
     def forward(
         ctx: Any,
         x: Tensor,
@@ -56,7 +55,7 @@ class LocalNorm(OperatorFunction):
         statistics, eps = plan.statistics, plan.eps
         mark = statistics.trace.marks(statistics.name)
         wide, shifted = x if x.dtype == plan.wide else x.to(plan.wide), None
-        by: list[Tensor] = []
+        by: Sequence[Tensor] = ()
         if constants is None:
             mean, variance, shifted, by = statistics.of(wide, mark)
             if update is not None:
@@ -65,12 +64,13 @@ class LocalNorm(OperatorFunction):
             mean, variance = constants
         mark("scale")
         y = result_like(wide) if shifted is None else shifted
-        scalings = []
-        for at, run in enumerate(statistics.runs):
-            shift = by[at] if by else None
-            scaling = _Scaling(run, statistics.centred, mean, variance, eps, weight, shift, plan.wide)
-            scaling.scale(wide if shifted is None else None, bias, y)
-            scalings.append(scaling)
+        x_or_shifted = wide if shifted is None else None
+        scalings = [
+            _Scaling(run, statistics.centred, mean, variance, eps, weight, shift, plan.wide).scale(
+                x_or_shifted, bias, y
+            )
+            for run, shift in zip(statistics.runs, by or (None,) * len(statistics.runs), strict=True)
+        ]
         mark("")
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.machine = plan, statistics.machine
@@ -80,7 +80,7 @@ class LocalNorm(OperatorFunction):
 
     @staticmethod
     @first_derivative
-    @np.errstate(all="ignore")
+    @without_fp_errors
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         """Gradients; blocking where those of the input depend on other ranks."""
         (x, _), plan, statistics = ctx.saved_tensors, ctx.plan, ctx.plan.statistics
@@ -92,7 +92,7 @@ class LocalNorm(OperatorFunction):
         mark("local")
         parts = [_Gradient(scaling, x, d_y) for scaling in ctx.scalings]
         if ctx.depends:
-            pair = np.zeros((2, *statistics.groups.shape))
+            pair = statistics.pair()
             for part in parts:
                 part.write_sums(pair)
             mark("")
@@ -105,14 +105,14 @@ class LocalNorm(OperatorFunction):
         if needs_x:
             d_x = result_like(x)
             for part in parts:
-                part.prepare(d_x, ctx.depends)
+                part.prepare(d_x, ctx.depends, statistics.total)
         mark("")
         if arrive is not None:
-            means = arrive() / statistics.total
+            sums = arrive()
             if d_x is not None:
                 mark("fuse")
                 for part in parts:
-                    part.finish(d_x, means)
+                    part.finish(d_x, sums)
                 mark("")
         if d_x is not None and d_x.dtype != plan.dtype:
             d_x = d_x.to(plan.dtype)
@@ -149,8 +149,11 @@ class _Scaling:
         dtype: torch.dtype,
     ) -> None:
         self.run, self.centred, self.dtype = run, centred, dtype
-        self.inverse = 1 / np.sqrt(run.of_groups(variance) + eps)
-        mean = run.of_groups(mean)
+        if not run.whole:
+            mean, variance = run.of_groups(mean), run.of_groups(variance)
+        inverse = variance + eps
+        np.sqrt(inverse, out=inverse)
+        self.inverse = np.divide(1, inverse, out=inverse)
         self.shift = torch.from_numpy(mean).to(dtype) if shift is None else shift
         self.rest = mean - self.shift.numpy() if centred else mean
         # Elements for elements, or values of float64.
@@ -170,24 +173,25 @@ class _Scaling:
         """Write shifted elements, with mean 0 and times the factor, plus an offset."""
         if self.centred:
             rest = self.rest * self.factor
-            offset = -rest if offset is None else offset - rest
+            offset = np.subtract(0.0 if offset is None else offset, rest, out=rest)
         torch.mul(x, self.rounded_factor, out=out)
         if offset is not None:
             out.add_(self.run.rounded(offset, self.dtype))
 
-    def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
-        """Write the output of the run, where the shifted input is if that is not given."""
+    def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> _Scaling:
+        """Write the output of the run, where the shifted input is if that is not given; return this."""
         run = self.run
         out = run.of(y)
         view = out if x is None else self.shifted(run.of(x), out)
         if not run.elementwise:
             self.standardise(view, out, None if bias is None else run.column_of(bias))
-            return
+            return self
         self.standardise(view, out)
         if self.weight is not None:
             out.mul_(self.weight)
         if bias is not None:
             out.add_(run.of_parameter(bias).to(self.dtype))
+        return self
 
 
 class _Gradient:
@@ -212,9 +216,9 @@ class _Gradient:
             self.elements = self.d_y, xhat.mul_(self.d_y)
             return
         self.total, product = run.uniform.products(self.d_y, self.x, scaling.shift)
-        self.product = (product - scaling.rest * self.total) * scaling.inverse
-        # What is the same in all of a group may be multiplied afterwards.
-        self.scale = scaling.inverse if run.in_group else scaling.factor
+        offset = scaling.rest * self.total
+        np.subtract(product, offset, out=offset)
+        self.product = np.multiply(offset, scaling.inverse, out=offset)
 
     def of_parameter(self, name: str) -> Tensor:
         """Gradient of ``weight`` or ``bias``."""
@@ -244,28 +248,33 @@ class _Gradient:
         else:
             of_g[...], of_product[...] = self.total, self.product
 
-    def prepare(self, d_x: Tensor, depends: bool) -> None:
-        """Write ``x`` without its shift; ``inv * g`` if mean and variance are constants, which is all."""
-        scaling, out = self.scaling, self.run.of(d_x)
+    def prepare(self, d_x: Tensor, depends: bool, total: Array) -> None:
+        """Write ``x`` without its shift; ``inv * g`` if mean and variance are constants, which is all.
+
+        ``total`` are the elements of each group.
+        """
+        run, scaling, out = self.run, self.scaling, self.run.of(d_x)
         if depends:
             scaling.shifted(self.x, out)
+            # What the sums are multiplied by; where the same in all of a group, also what is in them.
+            whole = 1.0 if run.elementwise else scaling.inverse if run.in_group else scaling.factor
+            self.per_sum = whole / run.of_groups(total)
+            self.per_product = -scaling.inverse * self.per_sum
             return
         torch.mul(self.d_y, scaling.rounded_factor, out=out)
         if scaling.weight is not None:
             out.mul_(scaling.weight)
 
-    def finish(self, d_x: Tensor, means: Array) -> None:
-        """Make the gradient of the input of that, of ``d_y``, and of ``mean(g)`` and ``mean(g * xhat)``.
+    def finish(self, d_x: Tensor, sums: Array) -> None:
+        """Make the gradient of the input of that, of ``d_y``, and of the sums of ``g`` and of ``g * xhat``.
 
         ``x - mean = shifted - rest``, so that ``d_x = factor * d_y + slope * shifted - (inv * mean(g) +
         slope * rest)`` with ``slope = -inv**2 * mean(g * xhat)``. Elementwise: the same by ``inv``, which
         comes last, with ``weight`` in the place of the factor.
         """
         run, scaling, out = self.run, self.scaling, self.run.of(d_x)
-        of_g, of_product = map(run.of_groups, means)
-        slope = of_product * -scaling.inverse
-        if self.elements is None:
-            of_g, slope = of_g * self.scale, slope * self.scale
+        of_g, of_product = sums if run.whole else map(run.of_groups, sums)
+        slope = of_product * self.per_product
         torch.mul(out if scaling.centred else self.x, run.rounded(slope, scaling.dtype), out=out)
         if self.elements is None:
             out.addcmul_(self.d_y, scaling.rounded_factor)
@@ -274,6 +283,9 @@ class _Gradient:
         else:
             out.add_(self.d_y)
         if scaling.centred:
-            out.sub_(run.rounded(of_g + scaling.rest * slope, scaling.dtype))
+            offset = of_g * self.per_sum
+            slope *= scaling.rest
+            offset += slope
+            out.sub_(run.rounded(offset, scaling.dtype))
         if self.elements is not None:
             out.mul_(scaling.rounded_factor)

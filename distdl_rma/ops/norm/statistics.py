@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
 
@@ -25,7 +25,7 @@ _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
 
 # Mean and variance of each group, in float64, and what the local tensor became on the way: if centred, with
 # something near to the mean taken off, and for each run what that was.
-Moments = tuple[Array, Array, Tensor | None, list[Tensor]]
+Moments = tuple[Array, Array, Tensor | None, Sequence[Tensor]]
 
 
 class LocalRun:
@@ -37,7 +37,8 @@ class LocalRun:
     """
 
     def __init__(self, run: ChannelRun, axes: NormAxes, local: tuple[int, ...], pair: Array) -> None:
-        self._run, self._whole = run, run.channels is None
+        # All of the local tensor, as everything but groups of channels has it.
+        self._run, self.whole = run, run.channels is None
         self.shape = tuple(run.of(torch.empty(local, device="meta")).shape)
         self.axes, self.elementwise = axes, not axes.uniform
         self.reduced, self.uniform = Rows(self.shape, axes.reduced), Rows(self.shape, axes.uniform)
@@ -49,26 +50,30 @@ class LocalRun:
         # Values per row in the type of the data, for one use at a time.
         self._rounded: tuple[Array, Tensor] | None = None
         # The parameters' own shape, and what is summed for it.
-        self.instances = axes.instances(len(self.shape))
-        self.extents = [self.shape[d] for d in axes.weighted] if self._whole else [-1]
+        self.instances = tuple(d for d in axes.instances(len(self.shape)) if self.shape[d] != 1)
+        self.extents = [self.shape[d] for d in axes.weighted] if self.whole else [-1]
 
     def of(self, tensor: Tensor) -> Tensor:
         """View of the run."""
-        return tensor if self._whole else self._run.of(tensor)
+        return tensor if self.whole else self._run.of(tensor)
 
     def of_groups(self, values: Array) -> Array:
         """The run's part of values per group; a view."""
-        return values if self._whole else self._run.of_groups(values)
+        return values if self.whole else self._run.of_groups(values)
 
     def of_parameter(self, parameter: Tensor) -> Tensor:
         """The run's part of a parameter, shaped to broadcast to the view."""
-        return (parameter if self._whole else self._run.of(parameter, 0)).reshape(self.column)
+        return (parameter if self.whole else self._run.of(parameter, 0)).reshape(self.column)
 
     def column_of(self, parameter: Tensor) -> Array:
         """That as an array."""
-        values = self.of_parameter(parameter.detach())
+        values = parameter.data
         # Of types that numpy does not know, too.
-        return (values if values.dtype in _IN_NUMPY else values.to(torch.float64)).numpy()
+        if values.dtype not in _IN_NUMPY:
+            values = values.to(torch.float64)
+        if not self.whole:
+            values = self._run.of(values, 0)
+        return values.numpy().reshape(self.column)
 
     def rounded(self, values: Array, dtype: torch.dtype) -> Tensor:
         """Values per row in the type of the data; valid until the next call."""
@@ -79,19 +84,26 @@ class LocalRun:
         array[...] = values
         return memory
 
-    def about_local_mean(self, x: Tensor, out: Tensor) -> Tensor:
-        """Tell of the mean and of the squares about it; put the elements, less what is returned, in ``out``.
+    def told(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """Write down what is told to the others; put the elements, less what is returned, in ``out`` if any.
 
         Squares about the local mean: a large mean does not swallow a small variance.
         """
-        view, about = self.of(x), self.of(out)
-        middle = view.sum(self.axes.reduced, True).div_(self.length)
-        torch.sub(view, middle, out=about)
+        if out is None or self.empty:
+            if not self.empty:
+                self.squares[...] = self.reduced.squares(self.of(x))
+            return torch.zeros(self.reduced.shape, dtype=x.dtype)
+        if not self.whole:
+            x, out = self._run.of(x), self._run.of(out)
+        middle = x.mean(self.axes.reduced, True)
+        torch.sub(x, middle, out=out)
         # The sum of what is left makes up for the rounding of the mean. Rounding must not turn the squares of
         # what does not vary at all negative.
-        left = np.divide(self.reduced.sums(about), self.length, dtype=np.float64)
+        rest = self.reduced.sums(out)
+        left = np.divide(rest, self.length, dtype=np.float64)
         np.add(middle.numpy(), left, out=self.mean)
-        np.maximum(self.reduced.squares(about) - self.length * left * left, 0, out=self.squares)
+        squares = np.subtract(self.reduced.squares(out), np.multiply(left, rest, out=left), out=self.squares)
+        np.maximum(squares, 0, out=squares)
         return middle
 
 
@@ -118,6 +130,7 @@ class Statistics:
         self._pair: Array = np.zeros((PAIR, *groups.shape))
         self._row, self._rows = self._pair.reshape(-1), (number, *self._pair.shape)
         self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
+        self._complete = all(run.whole for run in self.runs) and bool(self.runs)
 
     @cached_property
     def _round(self) -> AllPush:
@@ -155,16 +168,10 @@ class Statistics:
         Of a local tensor of a type to compute in, without a graph. ``mark`` is told what is done.
         """
         mark("local")
-        shifted, by = result_like(x) if self.centred else None, []
-        for run in self.runs:
-            if shifted is None:
-                run.squares[...] = run.reduced.squares(run.of(x))
-            elif run.empty:
-                by.append(torch.zeros(run.reduced.shape, dtype=x.dtype))
-            else:
-                by.append(run.about_local_mean(x, shifted))
+        shifted = result_like(x) if self.centred else None
+        by = [run.told(x, shifted) for run in self.runs]
         mean, squares = self._merge(self._pair, mark)
-        return mean, squares / self.total, shifted, by
+        return mean, squares / self.total, shifted, () if shifted is None else by
 
     def _merge(self, pair: Array, mark: Callable[[str], object]) -> tuple[Array, Array]:
         # From the mean of each rank, and the squares about it, to those of all ranks together.
@@ -184,16 +191,34 @@ class Statistics:
         arrive()
         mark("fuse")
         means, squares = rows[:, 0], rows[:, 1]
-        middle = means[0] + np.add.reduce((means - means[0]) * self._shares)
-        apart = means - middle
-        return middle, np.add.reduce(apart * apart * self._counts + squares)
+        first = means[0]
+        apart = means - first
+        middle = first + np.add.reduce(apart * self._shares)
+        np.subtract(means, middle, out=apart)
+        apart *= apart
+        apart *= self._counts
+        apart += squares
+        return middle, np.add.reduce(apart)
+
+    def pair(self) -> Array:
+        """Memory for two values per group to sum, zero where no run of this rank writes any."""
+        if self._alone:
+            return np.zeros(self._pair.shape)
+        pair = self._adjoint.active.reshape(self._pair.shape)
+        if not self._complete:
+            pair[...] = 0
+        return pair
 
     def sum(self, pair: Array) -> Callable[[], Array]:
-        """Start to sum two values per group over the ranks; the call of what is returned waits for them.
+        """Start to sum two values per group, in memory of ``pair()``, over the ranks.
 
-        The sums are valid until the next but one start.
+        The call of what is returned waits for the sums, which are valid until the next but one start.
         """
-        return (lambda: pair) if self._alone else _start(self._adjoint, pair)
+        if self._alone:
+            return lambda: pair
+        sums = self._adjoint
+        sums.start()
+        return lambda: sums.wait().reshape(pair.shape)
 
 
 def _start(sums: Allreduce, values: Array) -> Callable[[], Array]:

@@ -53,7 +53,7 @@ class AllPush:
         self._sources = tuple(_bytes(rows[self._me]) for rows in self.rows)
         self._remote: list[RemoteBuffer] = []
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
-        self._counters = manager.counters
+        self._counters, self._puts = manager.counters, 0
         self._connected = size == 1
         self._closed = False
         self.epoch = 0
@@ -72,6 +72,7 @@ class AllPush:
                 continue
             slots = [remote.direct(np.uint8, self._nbytes, self._slot(k)) for k in range(_PARITIES)]
             self._direct.append((tuple(_bytes(slot) for slot in slots if slot is not None), words))
+        self._puts = len(self._direct)
         self._connected = True
 
     def start(self, row: NDArray[Any]) -> None:
@@ -79,7 +80,8 @@ class AllPush:
         self._check()
         if self.epoch != self._waited:
             raise ProtocolError(f"{self._name!r}: started again before the last epoch was waited for")
-        self.connect()
+        if not self._connected:
+            self.connect()
         self.rows[(self.epoch + 1) & 1][self._me][...] = row
         self.push()
 
@@ -90,15 +92,15 @@ class AllPush:
         for remote in self._remote:
             remote.put_stable(self._slots[parity, me].view(np.uint8), self._slot(parity))
             remote.raise_flag(me, epoch)
-        if self._direct:
+        if self._puts:
             source, fence = self._sources[parity], self._fence
             for slots, words in self._direct:
                 slots[parity][_ALL] = source
                 fence()
                 words[me] = epoch
             counters = self._counters
-            counters.puts += len(self._direct)
-            counters.bytes_put += len(self._direct) * self._nbytes
+            counters.puts += self._puts
+            counters.bytes_put += self._puts * self._nbytes
 
     def arrived(self) -> bool:
         """Whether all vectors have arrived, and this rank's own everywhere; does not block."""

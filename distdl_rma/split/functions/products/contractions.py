@@ -135,7 +135,7 @@ def prepared(
 
 
 def _dims(x: torch.Tensor) -> int:
-    return len(frozen(x))
+    return x.dim()
 
 
 def _batch(count: int) -> list[int]:
