@@ -11,7 +11,17 @@ from pathlib import Path
 
 from benchmarks.scaling.cases import Case
 from benchmarks.scaling.layers import Layer, layers_of
-from benchmarks.scaling.plans import Cluster, Communication, Planned, Sum, Vote, loss, planned
+from benchmarks.scaling.plans import (
+    Cluster,
+    Communication,
+    Planned,
+    Sum,
+    Vote,
+    loss,
+    loss_with_numbers,
+    outcome,
+    planned,
+)
 from benchmarks.traffic import Traffic
 
 __all__ = ["PAGE", "busiest", "calls", "grid_of", "written"]
@@ -55,6 +65,10 @@ def calls() -> dict[str, Callable[[Cluster, int], tuple[Communication, ...]]]:
         "batch norm, backward": lambda cluster, me: plan("BatchNorm", cluster, me).backward,
         "linear layer, rows of the input split": lambda _cluster, _me: (),
         "loss": lambda cluster, _me: (loss(),) * (cluster.size > 1),
+        "loss layer, classes split or `batchmean`": lambda cluster, _me: (
+            loss_with_numbers() if cluster.size > 1 else ()
+        ),
+        "call of a layer, told to ranks that keep copies only": lambda _cluster, _me: (outcome(),),
         "gradients of a bucket of 1 MiB": lambda _cluster, _me: (Sum(GRADIENTS, 4),),
     }
 

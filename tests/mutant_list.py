@@ -239,15 +239,15 @@ _ADJOINTS = [
     Mutant(
         "the backward of a norm does not add up over the ranks",
         "distdl_rma/ops/norm/statistics.py",
-        "return (lambda: pair) if self._alone else _start(self._adjoint, pair)",
-        "return lambda: pair",
+        "        if self._alone:\n            return lambda: pair\n",
+        "        if True:\n            return lambda: pair\n",
         _NORM,
     ),
     Mutant(
         "variances of ranks are merged without what lies between their means",
         "distdl_rma/ops/norm/statistics.py",
-        "np.add.reduce(apart * apart * self._counts + squares)",
-        "np.add.reduce(squares)",
+        "        apart *= self._counts\n",
+        "        apart *= 0\n",
         _NORM,
     ),
     Mutant(

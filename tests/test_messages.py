@@ -11,9 +11,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.scaling.layers import layers_of
-from benchmarks.scaling.plans import Cluster, Vote, planned
+from benchmarks.scaling.plans import Cluster, Vote, loss_with_numbers, outcome, planned
 from distdl_rma import Machine, distribute, shard
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d
+from distdl_rma.layers.core.error_exchange import CallOutcome
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.loss.global_loss import LossSums
 from messages import PAGE, busiest, calls, grid_of, written
 
 COUNTED = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")
@@ -34,8 +37,8 @@ def test_nothing_in_a_step_grows_with_the_ranks_but_by_a_logarithm_of_the_nodes(
         nodes = math.ceil(size / per_node)
         # A sum of one round goes to 31 others at most; two sums load and store the shares of a node.
         assert found.messages <= 31 + 2 * (2 * per_node + 2 * math.ceil(math.log2(nodes)))
-        # Of a sum in one round everyone gets up to 8 KiB.
-        assert found.nbytes <= max(2 * most, 16 << 10)
+        # Of a sum in one round everyone gets up to 8 KiB; in a tree a rank tells 32 others a KiB.
+        assert found.nbytes <= max(2 * most, 32 << 10)
 
 
 def counted(machine, call):
@@ -94,3 +97,16 @@ def test_where_blocks_suffice_nothing_moves(comm):
         with torch.no_grad():
             _, moved = counted(machine, lambda: F.gelu(F.linear(x, weight)) * 2 - 1)
         assert moved == [0] * len(COUNTED)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3, 4)
+def test_what_few_know_of_a_call_is_counted_as_the_plans_say(comm):
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        P_x, grid = machine.partition((comm.size,)), (comm.size,)
+        sums = LossSums(CallSite(machine, "loss"), P_x, "", lambda *_words: ValueError())
+        _, moved = counted(machine, lambda: sums.of_all(1.0, 1.0, "", "", 3, P_x.ranks))
+        assert moved == expected(machine, grid, loss_with_numbers())
+        told = CallOutcome.among(machine, P_x.ranks[:1], P_x.ranks, "layer")
+        _, moved = counted(machine, told.connect)
+        assert moved == expected(machine, grid, (outcome(),))

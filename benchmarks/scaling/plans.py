@@ -14,6 +14,9 @@ from benchmarks.traffic import Traffic, allreduce_traffic, exchange_traffic, vot
 from distdl_rma import Partition, distribute
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.gathering import FlatStages, steps
+from distdl_rma.layers.core import error_exchange
+from distdl_rma.ops.loss import global_loss
 from distdl_rma.ops.norm import statistics
 from distdl_rma.ops.norm.statistic_groups import PAIR
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
@@ -106,7 +109,30 @@ class Vote:
         return vote_traffic(cluster.layout(me))
 
 
-Communication = Movement | Round | Sum
+@dataclass(frozen=True)
+class Told:
+    """So many bytes of the first rank to all others."""
+
+    nbytes: int
+
+    def traffic(self, cluster: Cluster, me: int) -> Traffic:
+        """What a rank puts, and passes on."""
+        total, ranks = Traffic(), cluster.ranks
+        if cluster.size == 1:
+            return total
+        ends = [
+            Decomposition.replicated(Partition(some, (len(some),), me), (self.nbytes,))
+            for some in (ranks[:1], ranks[1:])
+        ]
+        for step in steps(*ends, lambda rank: rank // cluster.per_node, me) or [(ends[0], ends[1])]:
+            for stage in step.stages if isinstance(step, FlatStages) else [step]:
+                traffic = exchange_traffic(Exchange(me, *stage), 1)
+                total.puts += traffic.puts
+                total.bytes_put += traffic.bytes_put
+        return total
+
+
+Communication = Movement | Round | Sum | Vote | Told
 
 
 class Planned(NamedTuple):
@@ -179,6 +205,16 @@ def _bucket(slots: list[_Slot]) -> tuple[list[Layer], Sum]:
 def loss() -> Sum:
     """The sum of the loss over the ranks."""
     return Sum(1, FLOAT)
+
+
+def loss_with_numbers() -> tuple[Communication, ...]:
+    """What a loss layer does whose ranks, at most all, have class indices or batch sizes alike."""
+    return Vote(), Sum(global_loss._TOTALS, DOUBLE)
+
+
+def outcome() -> Told:
+    """What ranks that only keep copies of weights hear of a call."""
+    return Told(error_exchange._OUTCOME_NBYTES)
 
 
 def step_traffic(layers: list[Layer], cluster: Cluster, me: int) -> Traffic:

@@ -6,19 +6,24 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from distdl_rma import errors
 from distdl_rma.errors import DistdlError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange, fingerprint
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.segments.channel import Channel
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import movement_between
+from distdl_rma.ops.core.tensors import as_array, as_tensor
 from distdl_rma.segments.collectives.assembly import gather_words
 
 _PROBLEM_NBYTES, _OUTCOME_NBYTES = 512, 1024
 _PROBLEM, _FACTS = "!", "="
+# What goes in on ranks that hear.
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
@@ -68,8 +73,8 @@ class ErrorExchange:
 class CallOutcome:
     """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
 
-    No row of every rank to every rank: those inside do not wait for those who hear, and who tells only when
-    they are two calls behind. Local to make.
+    No row of every rank to every rank, and over nodes one message to each, by a tree of them: those inside do
+    not wait for those who hear, and who tells only when they are two calls behind. Local to make.
     """
 
     def __init__(self, machine: Machine, teller: int, listeners: Sequence[int], name: str) -> None:
@@ -77,8 +82,8 @@ class CallOutcome:
         root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
         others = Decomposition.replicated(Partition(tuple(listeners), (len(listeners),), rank), shape)
         self._tells = rank == teller
-        self._channel = Channel(machine.segments, Exchange(rank, root, others), np.uint8, f"{name} (outcome)")
-        weakref.finalize(self, self._channel.close)
+        self._way = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
+        weakref.finalize(self, self._way.close)
 
     @classmethod
     def among(
@@ -98,18 +103,24 @@ class CallOutcome:
         return cls(machine, inside[0], listeners, name) if concerned else None
 
     def connect(self) -> None:
-        """Exchange addresses, once; blocking."""
-        self._channel.connect()
+        """Exchange addresses, once, with a message that all is well; blocking."""
+        self.tell()
+        self.hear()
 
     def tell(self, error: DistdlError | None = None) -> None:
         """Say that a call was refused, or that it was not; nothing on ranks that hear."""
         if self._tells:
             text = "" if error is None else f"{type(error).__name__} {error}"
-            self._channel.move(text_row(text, _OUTCOME_NBYTES))
+            self._way.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
 
     def hear(self) -> None:
-        """Wait for what became of the next call, and raise the error that its ranks raise, if they do."""
-        text = row_text(self._channel.move(np.zeros(0, np.uint8)))
+        """Wait for what became of the next call, and raise the error that its ranks raise, if they do.
+
+        Nothing on the rank that tells.
+        """
+        if self._tells:
+            return
+        text = row_text(as_array(self._way.move(_NOTHING)))
         if text:
             kind, _, what = text.partition(" ")
             raise getattr(errors, kind, ShapeError)(what)

@@ -49,8 +49,6 @@ class DistributedLoss(DistributedLayer):
             raise ArgumentError(f"{kind}: reduction is one of {self._reductions}, got {reduction!r}")
         super().__init__(P_x, **given)
         self.P_x, self.reduction = P_x, reduction
-        # Whether each rank tells a number of its own with its sums.
-        self._tells_numbers = reduction == "batchmean"
         self._arguments = tuple(key for key in arguments if key not in self._weights)
         for key, value in arguments.items():
             if key in self._arguments:
@@ -95,7 +93,7 @@ class DistributedLoss(DistributedLayer):
     @cached_property
     def _sums(self) -> LossSums:
         refuse = ErrorExchange(self.machine, self.P_x.ranks, self.name).refuse
-        return LossSums(self.site, self.P_x, self.extra_repr(), refuse, self._tells_numbers)
+        return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
 
     @cached_property
     def _last(self) -> list[GlobalLoss]:

@@ -35,12 +35,12 @@ class _ClassLoss(DistributedLoss):
         if reduction == "none" and P_x.shape[class_dim(P_x.dim)] > 1:
             raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
         super().__init__(P_x, reduction, arguments, **options)
-        self._tells_numbers = P_x.shape[class_dim(P_x.dim)] > 1
+        self._cuts_classes = P_x.shape[class_dim(P_x.dim)] > 1
 
     @cached_property
     def agreement(self) -> ShapeAgreement[ClassLoss] | None:
         """What the ranks tell each other of their tensors where classes are split."""
-        return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._tells_numbers else None
+        return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._cuts_classes else None
 
     def agree(self, input: torch.Tensor, target: torch.Tensor) -> tuple[GlobalLoss, GradientNeeds]:
         """The operation for local shards, and what any rank needs."""

@@ -50,7 +50,7 @@ class ClassLoss(GlobalLoss):
 
     Where a known ``source`` splits the classes, input and probabilities are moved to the ranks that come
     first in that dimension: these take the loss, the others send and wait. Then ``dtypes`` are those of
-    input and target, and the ``sums`` tell a number of each rank: a code of its class indices.
+    input and target, and those that have the same elements vote on a code of their class indices.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class ClassLoss(GlobalLoss):
             Movement(machine, exchange, wide_dtype(dtype), f"{name} ({what})")
             for what, dtype in zip(("input", "target"), dtypes[: 1 + floating], strict=False)
         )
+        if self.target is not None and not floating:
+            self._numbered = self.target.holders(machine.rank)
 
     def movements(self) -> tuple[Movement, ...]:
         """What gathers the input, and probabilities."""
@@ -118,11 +120,10 @@ class ClassLoss(GlobalLoss):
         return 0 if target.is_floating_point() or not self._gathers else crc32(as_words(target).tobytes())
 
     def _divisor(self, totals: Totals) -> float:
-        if len(self._gathers) == 1 and self.target is not None:
-            codes = dict(zip(self.P_x.ranks, totals.numbers, strict=True))
-            for rank, code in codes.items():
+        if self._numbered and self.target is not None:
+            for rank, code in totals.told.items():
                 first = self.target.holders(rank)[0]
-                if code != codes[first]:
+                if code != totals.told[first]:
                     raise ShapeError(
                         f"{self.sums.name!r}: ranks {first} and {rank} have different classes of the same"
                         " elements, and must have the same class indices, but they differ"

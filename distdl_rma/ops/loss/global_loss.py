@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,13 +20,15 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 
 # Sums of 16-bit floats are taken in float32.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-# Sum of the terms, what they count in a mean, ranks that complain, sum and sum of squares of the codes.
-_TOTALS = 5
+# Sum of the terms, what they count in a mean, ranks that complain, sum and sum of squares of the codes; sum
+# of the numbers of groups, and ranks in groups that have different ones.
+_TOTALS = 7
 # Bits of a code: squares of codes add up exactly in float64 on thousands of ranks.
 _CODES = (1 << 20) - 1
 
@@ -44,42 +46,65 @@ class LossOptions(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks: of their terms, and of what these count; and a number of each, if asked for."""
+    """Sums over all ranks: of their terms, of what these count, and of the numbers that groups have alike.
+
+    Where some group has not: the number of each rank, by rank id.
+    """
 
     terms: float
     counted: float
-    numbers: list[float]
+    numbers: float = 0.0
+    told: Mapping[int, int] = {}
 
 
 class LossSums:
     """One allreduce in float64 over the ranks of a partition, for a loss ``built_with`` some arguments.
 
     That ranks pass the same is told by a code of it: P ranks have the same one just if P times the sum of
-    their squares is the square of their sum. With ``numbers`` each rank tells one of its own as well. Local
-    to make; in the first call ranks that differ in the arguments raise ``MismatchError``.
+    their squares is the square of their sum. Some ranks may have to have a number alike: they vote on it
+    first. Local to make; in the first call ranks that differ in the arguments raise ``MismatchError``.
     """
 
-    def __init__(
-        self, site: CallSite, P_x: Partition, built_with: str, refuse: Refuse, numbers: bool = False
-    ) -> None:
-        self.P_x, self.name, self._refuse, self._numbers = P_x, site.name, refuse, numbers
-        title, count = f"{site.name}, {fingerprint(built_with):014x}", _TOTALS + (P_x.size if numbers else 0)
-        self._sums = Allreduce(site.machine.segments, P_x.ranks, count, np.float64, name=title)
+    def __init__(self, site: CallSite, P_x: Partition, built_with: str, refuse: Refuse) -> None:
+        self.P_x, self.name, self._refuse, self._segments = P_x, site.name, refuse, site.machine.segments
+        title = f"{site.name}, {fingerprint(built_with):014x}"
+        self._sums = Allreduce(self._segments, P_x.ranks, _TOTALS, np.float64, name=title)
         weakref.finalize(self, self._sums.close)
+        self._title = f"{site.name} (numbers)"
+        self._code = fingerprint(self._title)
 
-    def of_all(self, terms: float, count: float, number: int, problem: str, alike: str) -> Totals:
-        """Totals of all ranks; blocking. All raise if one has a problem, or what must be alike is not."""
-        code = fingerprint(alike) & _CODES
+    def of_all(
+        self,
+        terms: float,
+        count: float,
+        problem: str,
+        alike: str,
+        number: int = 0,
+        among: Sequence[int] = (),
+    ) -> Totals:
+        """Totals of all ranks; blocking. All raise if one has a problem, or what must be alike is not.
+
+        ``among`` are the ranks, this one included, that are to have the ``number`` alike; none on any rank
+        where there is nothing of the kind.
+        """
+        differs = self._differs(number, bool(problem), among)
+        code, first = fingerprint(alike) & _CODES, tuple(among[:1]) == (self._segments.rank,)
         row = self._sums.active
-        row[:] = 0
-        row[:_TOTALS] = (terms, count, bool(problem), code, code**2)
-        if self._numbers:
-            row[_TOTALS + (self.P_x.rank or 0)] = number
+        row[:] = terms, count, bool(problem), code, code**2, number if first else 0, differs
         self._sums.start()
-        total, counted, problems, codes, squares, *numbers = self._sums.wait().tolist()
+        total, counted, problems, codes, squares, numbers, different = self._sums.wait().tolist()
         if problems or int(squares) * self.P_x.size != int(codes) ** 2:
             raise self._refuse(problem, alike)
-        return Totals(total, counted, numbers)
+        told = gather_words(self._segments, number, self._title, self.P_x.ranks) if different else {}
+        return Totals(total, counted, numbers, told)
+
+    def _differs(self, number: int, has_problem: bool, among: Sequence[int]) -> bool:
+        # Of ranks with a problem nobody knows the number, and all hear of it anyway.
+        if len(among) < 2:
+            return False
+        assembly = Assembly.of(self._segments, among)
+        assembly.start(self._title, self._code, number, has_problem, 0)
+        return not assembly.wait() and not assembly.largest[1]
 
 
 class GlobalLoss(Operation):
@@ -105,6 +130,12 @@ class GlobalLoss(Operation):
         rank = site.machine.rank
         self._counts = known is None or rank in each_once(known).partition
         self._bounds = None if known is None else known.box(rank).bounds
+        # Ranks that are to have a number alike: the size of the batch, of those that share a block of it.
+        self._numbered: tuple[int, ...] = ()
+        if known is None and options.reduction == "batchmean" and self.dims and self.P_x.rank is not None:
+            per_block = self.P_x.size // self.P_x.shape[0]
+            first = self.P_x.rank - self.P_x.rank % per_block
+            self._numbered = self.P_x.ranks[first : first + per_block]
 
     def __call__(
         self, needs: GradientNeeds, input: torch.Tensor, target: torch.Tensor, **weights: torch.Tensor | None
@@ -122,7 +153,8 @@ class GlobalLoss(Operation):
                 problem = str(error) or repr(error)
         alike = "" if problem else self._alike(input, target)
         value = 0.0 if problem or reduction == "none" else float(local.detach())
-        totals = self.sums.of_all(value, count, 0 if problem else self._number(input, target), problem, alike)
+        number = 0 if problem else self._number(input, target)
+        totals = self.sums.of_all(value, count, problem, alike, number, self._numbered)
         if reduction == "none":
             return local.to(result_dtype(input))
         value, scale, count = totals.terms, 1.0, self._divisor(totals)
@@ -189,7 +221,7 @@ class GlobalLoss(Operation):
         return f"{autocast_dtype(input)} and {autocast_dtype(target)}"
 
     def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
-        """What each rank tells all others, if they tell anything: the size of its batch."""
+        """What some ranks are to have alike: the size of the batch."""
         return input.shape[0] if input.dim() else 0
 
     def _divisor(self, totals: Totals) -> float:
@@ -200,16 +232,16 @@ class GlobalLoss(Operation):
             return 1.0
         if self.source is not None:
             return float(self.source.shape[0])
-        # The ranks' batch sizes, each batch block of P_x once.
-        batches, ranks, per_block = totals.numbers, self.P_x.ranks, self.P_x.size // self.P_x.shape[0]
-        for at, size in enumerate(batches):
-            first = at - at % per_block
-            if size != batches[first]:
+        per_block, ranks = self.P_x.size // self.P_x.shape[0], self.P_x.ranks
+        for at, rank in enumerate(ranks if totals.told else ()):
+            first = ranks[at - at % per_block]
+            if totals.told[rank] != totals.told[first]:
                 raise ShapeError(
-                    f"{self.sums.name!r}: ranks {ranks[first]} and {ranks[at]} share a batch block of P_x"
-                    f" {self.P_x.shape} but have batch sizes {batches[first]:g} and {size:g}"
+                    f"{self.sums.name!r}: ranks {first} and {rank} share a batch block of P_x"
+                    f" {self.P_x.shape} but have batch sizes {totals.told[first]} and {totals.told[rank]}"
                 )
-        return sum(batches[::per_block])
+        # Those of the batch blocks, each once.
+        return totals.numbers
 
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         """This rank's part of a weight that is given for the global input, right-aligned."""

@@ -47,6 +47,22 @@ def test_those_outside_raise_what_those_inside_refuse(P_world, comm):
             assert str(caught.value) == str(error)
 
 
+@pytest.mark.mpi(min_size=4)
+def test_other_nodes_are_told_once_and_tell_it_among_themselves(P_world, comm, monkeypatch):
+    machine, ranks = Machine.of(P_world), P_world.ranks
+    monkeypatch.setattr(machine.segments.segment, "nodes", (ranks[:2], ranks[2:]))
+    outcome = CallOutcome.among(machine, ranks[:1], ranks, "it")
+    outcome.connect()
+    puts = machine.segments.counters.puts
+    for words in ("no", "grid"):
+        outcome.tell(ShapeError(words))
+        if comm.rank:
+            with pytest.raises(ShapeError, match=words):
+                outcome.hear()
+    # To the other rank of this node, and to one of the other node, which tells its own.
+    assert machine.segments.counters.puts - puts == 2 * [2, 0, 1, 0][comm.rank]
+
+
 @pytest.mark.mpi
 def test_nobody_is_told_where_all_take_part(P_world):
     assert CallOutcome.among(Machine.of(P_world), P_world.ranks, P_world.ranks, "it") is None

@@ -28,7 +28,7 @@ def loss_of(source, function, dtypes=None, reduction="mean", ignore_index=3):
         CallSite(Machine.of(P_x), "label"),
         LossOptions(function, reduction, {"ignore_index": ignore_index}),
     )
-    return ClassLoss(site, source, options, LossSums(site, P_x, "", refuse, known), dtypes)
+    return ClassLoss(site, source, options, LossSums(site, P_x, "", refuse), dtypes)
 
 
 def test_classes_are_the_second_dimension_or_the_only_one():

@@ -27,13 +27,13 @@ def refuse(problem, alike):
     return ShapeError(f"{problem or 'none'}, {alike}")
 
 
-def sums_of(P_x, name, built_with="", numbers=False):
-    return LossSums(CallSite(Machine.of(P_x), name), P_x, built_with, refuse, numbers)
+def sums_of(P_x, name, built_with=""):
+    return LossSums(CallSite(Machine.of(P_x), name), P_x, built_with, refuse)
 
 
 def loss_of(source, function, name, reduction="mean", **arguments):
     P_x = source.partition if isinstance(source, Decomposition) else source
-    sums, site = sums_of(P_x, name, numbers=reduction == "batchmean"), CallSite(Machine.of(P_x), name)
+    sums, site = sums_of(P_x, name), CallSite(Machine.of(P_x), name)
     return GlobalLoss(site, source, LossOptions(function, reduction, arguments), sums)
 
 
@@ -123,20 +123,34 @@ def test_functions_of_the_loss_have_no_second_derivative(P_world, comm):
 
 
 @pytest.mark.mpi
-def test_terms_and_counts_are_added_and_numbers_are_told(P_world, comm):
-    sums = sums_of(P_world, "sums", numbers=True)
+def test_terms_counts_and_the_numbers_of_groups_are_added(P_world, comm):
+    sums, everyone = sums_of(P_world, "sums"), P_world.ranks
+    groups = everyone[:2], everyone[2:]
+    mine = next(group for group in groups if comm.rank in group)
     for epoch in range(3):
-        totals = sums.of_all(1.5 * comm.rank, 2.0, comm.rank + epoch, "", "float32")
-        everyone = range(comm.size)
-        assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, [rank + epoch for rank in everyone])
+        totals = sums.of_all(1.5 * comm.rank, 2.0, "", "float32", mine[0] + epoch, mine)
+        numbers = sum(group[0] + epoch for group in groups if group)
+        assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_numbers_that_differ_within_a_group_are_told_to_all(P_world, comm):
+    sums, everyone = sums_of(P_world, "numbers"), P_world.ranks
+    mine = everyone[:2] if comm.rank in everyone[:2] else everyone[2:]
+    assert sums.of_all(0.0, 0.0, "", "", comm.rank, mine).told == {rank: rank for rank in everyone}
+    # Of a rank that cannot say a number the others hear what keeps it from that.
+    problem = "it is broken" if comm.rank == 1 else ""
+    with pytest.raises(ShapeError, match=problem or "none"):
+        sums.of_all(0.0, 0.0, problem, "", 0 if problem else 3, mine)
+    assert not sums.of_all(0.0, 0.0, "", "", 3, mine).told
 
 
 @pytest.mark.mpi
 def test_a_problem_of_one_rank_is_heard_by_all(P_world, comm):
     sums = sums_of(P_world, "problems")
     with pytest.raises(ShapeError, match="it is broken" if comm.rank == 0 else "none"):
-        sums.of_all(1.0, 1.0, 0, "it is broken" if comm.rank == 0 else "", "")
-    assert sums.of_all(1.0, 1.0, 0, "", "") == Totals(comm.size, comm.size, [])
+        sums.of_all(1.0, 1.0, "it is broken" if comm.rank == 0 else "", "")
+    assert sums.of_all(1.0, 1.0, "", "") == Totals(comm.size, comm.size)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -145,15 +159,15 @@ def test_what_must_be_alike_is_compared(P_world, comm):
     for one in range(comm.size):
         said = "float32" if comm.rank == one else "float64"
         with pytest.raises(ShapeError, match=f"none, {said}"):
-            sums.of_all(1.0, 1.0, 0, "", said)
-    assert sums.of_all(1.0, 1.0, 0, "", "float32") == Totals(comm.size, comm.size, [])
+            sums.of_all(1.0, 1.0, "", said)
+    assert sums.of_all(1.0, 1.0, "", "float32") == Totals(comm.size, comm.size)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_other_arguments_are_told_in_the_first_call(P_world, comm):
     sums = sums_of(P_world, "arguments", built_with=f"beta={comm.rank}")
     with pytest.raises(MismatchError, match="arguments"):
-        sums.of_all(1.0, 1.0, 0, "", "")
+        sums.of_all(1.0, 1.0, "", "")
 
 
 @pytest.mark.mpi
