@@ -53,6 +53,7 @@ class GroupCore(_Base):  # type: ignore[misc]
         if self._rounds is not None:
             self._caller, self._way = self._rounds, (way := NodeCollectives(self._rounds))
             self._quick = QuickReductions(self._rounds, self._lines, way)
+            self._lines.progress = self._rounds.steps
         else:
             self._way = self._caller = WideCollectives(self._messages, self._me, name)
         self._calls: dict[Hashable, Call] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -83,6 +84,8 @@ class Lines:
         self._apart: list[Operation] = []
         self._broken: BaseException | None = None
         self._closed = False
+        # Changes whenever a collective has come further.
+        self.progress: Callable[[], object] = bool
 
     def check(self) -> None:
         """Raise if nothing can be begun any more."""
@@ -161,17 +164,27 @@ class Lines:
     def wait(self, operation: Operation, timeout: float | None) -> None:
         """Wait for an operation; blocking. Raises what ended it."""
         if not operation.done:
-
-            def over() -> bool:
-                if not operation.done:
-                    self.advance()
-                    self.advance_apart()
-                return operation.done
-
-            # Whoever shares this core with others helps them by no more than a few looks.
-            self.manager.waiter.until(over, operation.reason, timeout, min(self.manager.waiter.spins, _SPINS))
+            self._wait(operation, self.manager.waiter.timeout if timeout is None else timeout)
         if operation.error is not None:
             raise operation.error
+
+    def _wait(self, operation: Operation, seconds: float) -> None:
+        # Every step that is made is waited for by itself: a wait that takes long looks less often.
+        waiter, deadline = self.manager.waiter, time.monotonic() + seconds
+        # Whoever shares this core with others helps them by no more than a few looks.
+        spins = min(waiter.spins, _SPINS)
+        before: object = None
+
+        def further() -> bool:
+            if not operation.done:
+                self.advance()
+                self.advance_apart()
+            return operation.done or self.progress() != before
+
+        while not operation.done:
+            before = self.progress()
+            waiter.until(further, operation.reason, seconds, spins)
+            seconds = max(deadline - time.monotonic(), 0.0)
 
     def fail(self, operation: Operation, error: BaseException) -> None:
         """End an operation by an error from elsewhere: a collective and those behind it, or a message."""

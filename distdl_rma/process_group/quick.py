@@ -51,10 +51,6 @@ class QuickReductions:
         # By address, number of elements, type and operation: never used without a tensor that is there.
         self._known: dict[Hashable, Quick] = {}
 
-    def known(self, tensor: torch.Tensor, op: Hashable) -> Quick | None:
-        """What is known of calls on the memory of a contiguous tensor."""
-        return self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
-
     def learn(self, tensor: torch.Tensor, op: Hashable, call: Call, reducer: Reducer) -> None:
         """Keep what calls on this memory need."""
         count = tensor.numel()
@@ -78,8 +74,15 @@ class QuickReductions:
             some[me] = x
         return Quick(call, x.data.cast("B"), mine, tuple(reducer.bound(some, x) for some in rows), None)
 
-    def run(self, quick: Quick, tensor: torch.Tensor, hurry: bool) -> Operation | bool:
-        """Reduce in place; True if that is over, False if it cannot begin now, or what remains of it."""
+    def run(self, tensor: torch.Tensor, op: Hashable, hurry: bool) -> Operation | bool | None:
+        """Reduce a contiguous tensor in place.
+
+        True if that is over, False if it cannot begin now, None if its memory has yet to be learned, or what
+        remains to be done.
+        """
+        quick = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
+        if quick is None:
+            return None
         rounds, lines = self._rounds, self._lines
         with self._lock:
             if not (lines.ready and rounds.free(rounds.number + 1)):

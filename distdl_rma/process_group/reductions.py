@@ -29,18 +29,17 @@ class Reductions(GroupCore):
         tensor = tensors[0] if len(tensors) == 1 else single(tensors, "all_reduce")
         quick = self._quick
         if quick is not None and self._coalescing is None and _is_plain(tensor):
-            op = _number_of(opts)
-            known = quick.known(tensor, op)
-            if known is None:
-                # What is refused is refused here, in the same words as tensors that are not plain.
-                work = self._all_reduce("all_reduce", [tensor], op_of(opts))
-                self._learn(quick, tensor, op, op_of(opts))
-                return self._held(work, tensor)
+            number = _number_of(opts)
             # Of a call that nobody else waits for torch does without the work.
             hurry = not getattr(opts, "asyncOp", True)
-            begun = quick.run(known, tensor, hurry)
+            begun = quick.run(tensor, number, hurry)
             if begun is True and hurry:
                 return _OVER
+            if begun is None:
+                # What is refused is refused here, in the same words as tensors that are not plain.
+                work = self._all_reduce("all_reduce", [tensor], op_of(opts))
+                self._learn(quick, tensor, number, op_of(opts))
+                return self._held(work, tensor)
             if begun is not False:
                 operation = done() if begun is True else begun
                 return self._held(GroupWork(self._lines, operation, tensors, self._timeout), tensor)

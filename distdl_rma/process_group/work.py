@@ -14,7 +14,8 @@ from torch.distributed import Work
 from distdl_rma.errors import ExchangeTimeout, ProtocolError
 from distdl_rma.process_group.operations import Lines, Operation
 
-_PAUSE_SECONDS = 5e-5
+# Looks before a pause, and how long it is.
+_LOOKS, _PAUSE_SECONDS = 20, 5e-5
 _LOOK_SECONDS = 0.1
 # A thread that has nothing to do stays for so long.
 _IDLE_SECONDS = 1.0
@@ -183,12 +184,13 @@ class _Driver:
 
     def _drive(self) -> list[tuple[_Pending, BaseException | None]]:
         # Until something is over or late, or nothing is pending.
-        looked = time.monotonic()
+        looked, looks = time.monotonic(), 0
         while pending := self._all():
             now = time.monotonic()
             look = now - looked > _LOOK_SECONDS
             looked = now if look else looked
             settled: list[tuple[_Pending, BaseException | None]] = []
+            before = [item.lines.progress() for item in pending]
             for item in pending:
                 try:
                     self._go_on(item, look)
@@ -206,7 +208,10 @@ class _Driver:
             ]
             if settled:
                 return settled
-            time.sleep(_PAUSE_SECONDS)
+            # What has come further may soon go on.
+            looks = looks + 1 if before == [item.lines.progress() for item in pending] else 0
+            if looks > _LOOKS:
+                time.sleep(_PAUSE_SECONDS)
         return []
 
     def _all(self) -> tuple[_Pending, ...]:

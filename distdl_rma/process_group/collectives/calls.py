@@ -49,10 +49,8 @@ class Kinds:
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
-
-    def number_of(self, call: Call) -> int:
-        """Number of a kind, 0 if all ranks have yet to agree on it."""
-        return self._numbers.get(call.digest, 0)
+        # Number of the kind with a digest, or else what is given: a call of C on the way of each call.
+        self.number_of = self._numbers.get
 
     def agree(self, call: Call) -> None:
         """Number a kind that all ranks were seen to call; at the same one of their calls on all ranks."""

@@ -16,9 +16,6 @@ from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Rounds
 Array = NDArray[Any]
 Script = Iterator[None]
 
-# What a rank shows another one in a round at most of what is reduced: most of it stays in the caches.
-_PIECE_BYTES = 1 << 20
-
 
 class Cut(NamedTuple):
     """A vector in the parts of all ranks: pairs of where a copy goes, and from where."""
@@ -39,8 +36,8 @@ class NodeCollectives:
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
-        # Who shares its core with others waits for them in each round.
-        self._piece = rounds.slot_bytes if rounds.manager.segment.crowded else _PIECE_BYTES
+        # What is shown to all alike at most, and not a part to each of them.
+        self._whole_bytes = rounds.slot_bytes // (1 if rounds.crowded else 2)
         # In whose slot lies what the rank of a position makes: in its own, where it shows nothing to itself.
         # Of two ranks, in place of what the other one showed to it, which is in the cache already.
         self.places = [1, 0] if self.size == 2 else list(range(self.size))
@@ -85,7 +82,7 @@ class NodeCollectives:
 
         What fits into one round is cut into its parts here.
         """
-        most = min(self._rounds.slot_bytes // self.size, self._piece) // x.itemsize * self.size
+        most = self._rounds.slot_bytes // self.size // x.itemsize * self.size
         if x.size > most:
             return partial(self._reduce_shares, x, reducer, None)
         return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
@@ -134,7 +131,7 @@ class NodeCollectives:
         """Every rank reduces a share of each round's chunk, and puts what became of it into a slot."""
         rounds, me, size = self._rounds, self.me, self.size
         slots = rounds.slots(x.dtype)
-        most = min(rounds.slot_bytes // size, self._piece) // x.itemsize
+        most = rounds.slot_bytes // x.itemsize // size
         turns = -(-x.size // (most * size))
         share = -(-x.size // (turns * size))
         numbers: list[int] = []
@@ -204,7 +201,7 @@ class NodeCollectives:
     ) -> Script:
         """Give what ranks have to all that want it: ``sizes`` of each, this rank's, and where each goes."""
         rounds, me = self._rounds, self.me
-        slots, most = rounds.slots(np.dtype(np.uint8)), rounds.slot_bytes
+        slots, most = rounds.slots(np.dtype(np.uint8)), self._whole_bytes
         turns = max(1, -(-max(sizes) // most))
         numbers: list[int] = []
         for turn in range(turns + 1):

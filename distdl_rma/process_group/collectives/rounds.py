@@ -20,10 +20,10 @@ Array = NDArray[Any]
 # Up to so many bytes everyone reduces everything itself, in one round.
 WHOLE_BYTES = 64 << 10
 _PARITIES = 2
-_TEXT_BYTES = 256
-# What a rank shows the others in one round at most: a rank that shares its core with others waits for them in
-# each. And of a segment, so that there is room for many groups.
-_SLOT_BYTES = 4 << 20
+# Memory of one slot: what both of them show at a time fits into the cache of a core. A rank that shares its
+# core with others waits for them in each round, and has few long ones. And a part of a segment, so that there is
+# room for many groups.
+_SLOT_BYTES, _CROWDED_SLOT_BYTES = 1 << 20, 4 << 20
 _SHARE_OF_SEGMENT = 512
 _PAGE = 4096
 # A word that announces a round: its number, then that of the kind of call.
@@ -47,7 +47,9 @@ class Rounds:
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
         self.manager, self.ranks, self.name = manager, tuple(ranks), name
         self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
-        room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
+        self.crowded = manager.segment.crowded
+        most = _CROWDED_SLOT_BYTES if self.crowded else _SLOT_BYTES
+        room = min(most, manager.segment.nbytes // _SHARE_OF_SEGMENT)
         self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
         self._table = SAID_BYTES + 16 * self.size
         self._table += -self._table % 64
@@ -80,7 +82,8 @@ class Rounds:
             [m[k * self._table :][: self._table] for k in range(_PARITIES)] for m in self._memories
         ]
         self._slots: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
-        self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
+        # None where they do nothing.
+        self._fence, self._acquire = manager.segment.store_fence, manager.segment.load_fence
         self.number = 0
         self.call = Call("nothing")
         self._kinds = Kinds()
@@ -129,13 +132,14 @@ class Rounds:
         parity = number & 1
         if first:
             call = self.call
-            self._first, self._kind = number, self._kinds.number_of(call)
+            self._first, self._kind = number, self._kinds.number_of(call.digest, 0)
             if self._said[parity] is not call:
                 begin = parity * self._table
                 self._mine[begin : begin + len(call.said)] = call.said
                 self._said[parity] = call
         word, value = self._my_shown[parity], number << _KIND_BITS | self._kind
-        self._fence()
+        if self._fence is not None:
+            self._fence()
         for words in self.peer_words:
             words[word] = value
 
@@ -148,7 +152,8 @@ class Rounds:
                 if word >> _KIND_BITS < number:
                     return False
                 raise self._mismatch(number, at)
-        self._acquire()
+        if self._acquire is not None:
+            self._acquire()
         if number == self._first:
             if not self._kind:
                 self._compare(number)
@@ -163,7 +168,8 @@ class Rounds:
 
     def made(self, number: int) -> None:
         """Tell all ranks that what this one makes of a round can be read."""
-        self._fence()
+        if self._fence is not None:
+            self._fence()
         word = self._my_made
         for words in self.peer_words:
             words[word] = number
@@ -174,14 +180,20 @@ class Rounds:
         while any(words[at] < number for at in self._made_at):
             self._wait_for(self._made_at, number)
             yield
-        self._acquire()
+        if self._acquire is not None:
+            self._acquire()
 
     def read(self, number: int) -> None:
         """Tell all ranks that this one is through with a round: it reads nothing more of it."""
-        self._fence()
+        if self._fence is not None:
+            self._fence()
         word = self._my_read
         for words in self.peer_words:
             words[word] = number
+
+    def steps(self) -> int:
+        """How many rounds have begun."""
+        return self.number
 
     def waiting(self) -> WaitReason:
         """Which ranks the round waits for."""
