@@ -17,7 +17,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import Groups, groups_along, share_holders
+from distdl_rma.geometry.rank_groups import Groups, groups_along, leaders, share_holders
 from distdl_rma.geometry.trees import NodeOf, Stage
 
 
@@ -26,7 +26,8 @@ class FlatStages:
     """Movements of flat vectors that follow one another, and where their elements are in the tensors.
 
     A rank puts in the boxes of ``gives``, and gets those of ``takes``, one behind the other; they fill the
-    tensors that the rank has before and after, whose boxes are ``own`` and ``need``.
+    tensors that the rank has before and after, whose boxes are ``own`` and ``need``. Boxes of one dimension
+    are intervals of all elements of the tensor, as they lie.
     """
 
     stages: tuple[Stage, ...]
@@ -52,6 +53,10 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
     Empty if that is best done at once. Alike on all ranks, but that ``me`` sees only the lines that it is in.
     Sums that are made in stages are those of the nodes first.
     """
+    if target.partition.size == 1 and (collected := _to_one(source, target, node_of, me)):
+        return [collected]
+    if source.partition.size == 1 and (collected := _to_one(target, source, node_of, me)):
+        return [collected.T]
     many, few = _copies_on_nodes(target, node_of), _copies_on_nodes(source, node_of)
     if not (many or few):
         return []
@@ -66,6 +71,19 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
     if not (before or after):
         return []
     return [*before, (source, target), *after]
+
+
+def _to_one(end: Decomposition, one: Decomposition, node_of: NodeOf, me: int) -> FlatStages | None:
+    # From many ranks to one, by way of one of each node; None where they may all send to it.
+    (root,) = one.partition.ranks
+    line = end.partition.ranks if root in end.partition else (*end.partition.ranks, root)
+    if len(trees.teams_of(line, node_of)) == 1 or not _cuts_lines(end, one, (line,)):
+        return None
+    own, need = end.box(me), one.box(me)
+    boxes = [end.box(rank) for rank in line]
+    stages, order = collecting(line, [box.volume for box in boxes], root, node_of, me)
+    takes = tuple(boxes[at] for at in order) if me == root else (need,)
+    return FlatStages(tuple(stages if me in line else ()), own, (own,), need, takes)
 
 
 def _copies_on_nodes(end: Decomposition, node_of: NodeOf) -> bool:
@@ -105,24 +123,44 @@ def _broadcast(
     boxes = [end.box(line[0]) for line in lines]
     owners = {other.box(rank): rank for rank in other.partition.ranks}
     roots = [owners.get(box, -1) for box in boxes]
-    once = other
-    if min(roots) < 0 or len(set(roots)) < len(roots) or len(roots) < other.partition.size:
+    once, large = other, max(box.volume for box in boxes) > _SHORT
+    elsewhere = large and any(root not in line for root, line in zip(roots, lines, strict=True))
+    if elsewhere or min(roots) < 0 or len(set(roots)) < len(roots) or len(roots) < other.partition.size:
         once = end.one_copy()
         roots = [line[0] for line in lines]
-    lengths = [box.volume for box in boxes]
-    stages = trees.broadcast(roots, lines, lengths, node_of, me)
     own, need = once.box(me), end.box(me)
+    if large:
+        mine = [pair for pair in zip(lines, roots, strict=True) if me in pair[0]]
+        line, root = mine[0] if mine else ((), me)
+        stages, order = _scatter_and_gather(line, root, need.volume, node_of, me)
+        return once, FlatStages(tuple(stages), own, order if me == root else (own,), need, (need,))
+    stages = trees.broadcast(roots, lines, [box.volume for box in boxes], node_of, me)
     return once, FlatStages(tuple(stages), own, (own,), need, (need,))
+
+
+def _scatter_and_gather(
+    line: Sequence[int], root: int, volume: int, node_of: NodeOf, me: int
+) -> tuple[list[Stage], tuple[Box, ...]]:
+    # A share of a long vector to each, and then all shares to all: nobody sends it more than about twice.
+    # Shares lie as they are gathered, and the root puts them in the order in which they go out.
+    if len(line) < 2:
+        return [], (Box.of_shape((volume,)),)
+    _, order = gathering(line, [0] * len(line), node_of, me)
+    shares = {at: Balanced(volume, len(line)).interval(place) for place, at in enumerate(order)}
+    lengths = [stop - start for start, stop in (shares[at] for at in range(len(line)))]
+    there, sent = collecting(line, lengths, root, node_of, me)
+    back, _ = gathering(line, lengths, node_of, me)
+    return [*trees.reversed_stages(there), *back], tuple(Box((shares[at],)) for at in sent)
 
 
 def _cuts_lines(other: Decomposition, end: Decomposition, lines: Groups) -> bool:
     # Whether the ranks of each line have all that the line needs once, and nothing else.
-    if other.copied_along or set(other.partition.ranks) != set(end.partition.ranks):
+    if other.copied_along or not {*other.partition.ranks} <= {*chain.from_iterable(lines)}:
         return False
     if not all(isinstance(split, (Balanced, Listed)) for split in other.splits):
         return False
     for line in lines:
-        need = end.box(line[0])
+        need = end.box(next(rank for rank in line if rank in end.partition))
         boxes = [other.box(rank) for rank in line]
         if sum(box.volume for box in boxes) != need.volume:
             return False
@@ -184,6 +222,30 @@ def gathering(
     return _gathering(tuple(line), held, lengths, node_of, me)
 
 
+def collecting(
+    line: Sequence[int], lengths: Sequence[int], root: int, node_of: NodeOf, me: int
+) -> tuple[list[Stage], tuple[int, ...]]:
+    """How flat blocks of some ranks come to one of them, and in which order the blocks then lie there.
+
+    By way of one rank of each node, or of a few nodes. As of :func:`gathering`.
+    """
+    held: _Held = {rank: (at,) for at, rank in enumerate(line)}
+    group, stages = tuple(line), []
+    while len(group) > 1:
+        teams = trees.teams_of(group, node_of)
+        led = leaders(teams, root)
+        mine = next((at for at, team in enumerate(teams) if me in team), 0)
+        stages.append(_fold(teams[mine], (led[mine],), held, lengths, me))
+        held = {
+            leader: tuple(chain.from_iterable(held[rank] for rank in team))
+            for leader, team in zip(led, teams, strict=True)
+        }
+        group = led
+    return stages, held[group[0]]
+
+
+# Vectors of so few elements go out as a whole, along a tree.
+_SHORT = 4096
 # Which blocks a rank holds, by position in the line, in their order there.
 _Held = dict[int, tuple[int, ...]]
 
@@ -220,13 +282,11 @@ def _folded(
 
 
 def _fold(team: Sequence[int], holders: Sequence[int], held: _Held, lengths: Sequence[int], me: int) -> Stage:
-    turns = [team[at :: len(holders)] for at in range(len(holders))]
-    ranks = tuple(chain.from_iterable(turns))
+    turns = list(zip(holders, (team[at :: len(holders)] for at in range(len(holders))), strict=True))
+    ranks = tuple(chain.from_iterable(turn for _, turn in turns))
     before = [_length(held[rank], lengths) for rank in ranks]
-    after = chain.from_iterable(
-        (sum(_length(held[rank], lengths) for rank in turn), *[0] * (len(turn) - 1)) for turn in turns
-    )
-    return _flat(ranks, before, me), _flat(ranks, list(after), me)
+    sums = {holder: sum(_length(held[rank], lengths) for rank in turn) for holder, turn in turns}
+    return _flat(ranks, before, me), _flat(ranks, [sums.get(rank, 0) for rank in ranks], me)
 
 
 def _all_gather(team: Sequence[int], held: _Held, lengths: Sequence[int], me: int) -> Stage:

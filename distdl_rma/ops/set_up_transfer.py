@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange, fingerprint
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Listed, meeting
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.movement import Movement
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.assembly import Assembly
@@ -104,11 +105,11 @@ class TransferInPasses:
         self.runs = Listed(tuple(min(size, most) for size in self._sizes))
         self.count = max(-(-size // most) for size in self._sizes)
 
-    def exchange(self, takers: Partition) -> Exchange:
-        """One pass, to ranks that all get everything."""
+    def ends(self, takers: Partition) -> tuple[Decomposition, Decomposition]:
+        """Source and target of one pass, to ranks that all get everything."""
         ranks, me = self.givers.partition.ranks, takers.me
         source = Decomposition(Partition(ranks, (len(ranks),), me), (self.runs,), (0,))
-        return Exchange(me, source, Decomposition.replicated(takers, (self.runs.extent,)))
+        return source, Decomposition.replicated(takers, (self.runs.extent,))
 
     def run(self, giver: int, number: int) -> slice:
         """Which elements of a giver travel in a pass. The last runs reach back: some travel twice."""
@@ -159,9 +160,9 @@ def _to_one(
     title: str,
 ) -> Iterator[torch.Tensor]:
     # The runs of all givers, pass by pass, on the one rank that takes them.
-    movement = Movement(machine, passes.exchange(takers), dtype, title)
+    movement = movement_between(CallSite(machine, title), *passes.ends(takers), dtype)
     try:
-        yield from movement.forwards.stream(sent)
+        yield from movement.stream(sent)
     finally:
         movement.close()
 

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distdl_rma.geometry import gathering as gatherings
 from distdl_rma.geometry import trees
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
-from distdl_rma.geometry.gathering import FlatStages, cut_copies, gathering, steps
+from distdl_rma.geometry.gathering import FlatStages, collecting, cut_copies, gathering, steps
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from tests.geometry.simulation import equal, everywhere, execute, inputs, product_of
@@ -51,25 +53,33 @@ def nodes(draw):
 
 
 @contextmanager
-def widths(fan, width):
+def widths(fan, width, short=4096):
     """Other widths of trees, so that few ranks make deep ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trees, "_FAN", fan)
         patch.setattr(trees, "_WIDTH", width)
+        patch.setattr(gatherings, "_SHORT", short)
         yield
 
 
+def origin_of(whole, boxes):
+    """The tensor that boxes are in: of intervals, its elements as they lie."""
+    return whole if all(box.dim == whole.dim for box in boxes) else Box.of_shape((whole.volume,))
+
+
 def packed(x, whole, boxes):
+    x, whole = x.reshape(origin_of(whole, boxes).shape), origin_of(whole, boxes)
     return np.concatenate([np.zeros(0, int), *(x[box.slices(whole)].ravel() for box in boxes if box.volume)])
 
 
 def unpacked(flat, whole, boxes):
+    shape, whole = whole.shape, origin_of(whole, boxes)
     y, begin = np.full(whole.shape, 10**6), 0
     for box in boxes:
         y[box.slices(whole)] = flat[begin : begin + box.volume].reshape(box.shape)
         begin += box.volume
     assert begin == flat.size
-    return y
+    return y.reshape(shape)
 
 
 def play(plans, x):
@@ -94,10 +104,10 @@ def play(plans, x):
 
 
 @many
-@given(case=movements(), node_of=nodes(), fan=WIDTHS)
-def test_stages_move_what_one_movement_moves(case, node_of, fan):
+@given(case=movements(), node_of=nodes(), fan=WIDTHS, short=st.sampled_from([0, 4096]))
+def test_stages_move_what_one_movement_moves(case, node_of, fan, short):
     source, target = case
-    with widths(*fan):
+    with widths(*fan, short):
         plans = {rank: steps(source, target, node_of, rank) for rank in range(RANKS)}
         back = {rank: steps(target, source, node_of, rank) for rank in range(RANKS)}
     at_once = everywhere(source, target)
@@ -182,3 +192,41 @@ def test_copies_are_cut_where_the_other_end_is():
     ]
     line = Decomposition.balanced(Partition(tuple(range(6)), (6, 1), 0), (6, 1))
     assert cut_copies(Decomposition.replicated(P, (6, 1)), line).shape == (6, 1)
+
+
+@many
+@given(data=st.data(), node_of=nodes(), fan=WIDTHS)
+def test_blocks_are_collected_at_the_root_in_the_order_that_all_know(data, node_of, fan):
+    line = tuple(data.draw(st.permutations(range(RANKS)))[: data.draw(st.integers(1, RANKS))])
+    lengths = [data.draw(one_of(2, 3, 1, 0)) for _ in line]
+    root = data.draw(st.sampled_from(line))
+    blocks = [[100 * at + n for n in range(length)] for at, length in enumerate(lengths)]
+    with widths(*fan):
+        plans = {rank: collecting(line, lengths, root, node_of, rank) for rank in line}
+    x = {rank: np.array(blocks[at], int) for at, rank in enumerate(line)}
+    stages, order = plans[root]
+    for at in range(len(stages)):
+        x = execute({rank: Exchange(rank, *found[at]) for rank, (found, _) in plans.items()}, x)
+    assert x[root].tolist() == [value for block in order for value in blocks[block]]
+    assert {found for _, found in plans.values()} == {order}
+    assert all(x[rank].size == 0 for rank in line if rank != root)
+
+
+@pytest.mark.parametrize("per_node", [1, 16])
+def test_a_long_vector_of_one_rank_leaves_nobody_more_than_twice(per_node):
+    P, R, n = Partition(tuple(range(1024)), (1024,), 0), Partition((7,), (1,), 0), 1 << 20
+    source, target = Decomposition.replicated(R, (n,)), Decomposition.replicated(P, (n,))
+    for ends in ((source, target), (target, source)):
+        for rank in (0, 7, 500):
+            sent, elements = messages(steps(*ends, lambda rank: rank // per_node, rank), rank)
+            assert elements <= 2.1 * n
+            assert sent <= 2 * (31 + per_node - 1 + 2 * ceil(log2(1024 / per_node)))
+
+
+def test_blocks_of_1024_ranks_come_to_one_in_few_messages():
+    P, R = Partition(tuple(range(1024)), (1024,), 0), Partition((7,), (1,), 0)
+    source, target = Decomposition.balanced(P, (4096,)), Decomposition.replicated(R, (4096,))
+    plans = {rank: steps(source, target, lambda rank: rank // 16, rank) for rank in (0, 7, 16, 25, 1023)}
+    received = [sum(len(Exchange(7, *stage).receives) for stage in plans[7][0].stages)]
+    assert received == [15 + 3 + 15]
+    assert all(messages(plan, rank)[0] <= 1 for rank, plan in plans.items())

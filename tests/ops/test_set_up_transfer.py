@@ -1,6 +1,7 @@
 """Tensors that travel in passes: initial values and states, with little memory of the segment."""
 
 import threading
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ import torch
 
 from distdl_rma import GradientSync, Machine, MismatchError, UnsupportedError, gather_state_dict
 from distdl_rma.geometry import Decomposition, Partition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.gathering import steps
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.layers import DistributedEmbedding, DistributedLinearAllGatherZero
 from distdl_rma.ops import set_up_transfer as passes
@@ -170,10 +173,14 @@ def test_a_state_of_many_ranks_is_gathered_in_a_segment_like_that_of_few(per_nod
         P = Partition(tuple(range(size)), (size, 1), min(rank, size - 1))
         few = P.create_partition_inclusive(range(min(takers, size)))
         plan = TransferInPasses(Decomposition.balanced(P, (extent, extent)), 4)
-        lanes = Lanes(plan.exchange(few), 4, lambda peer, me=P.me: peer // per_node == me // per_node)
+        ends = plan.ends(few)
+        found = steps(*ends, lambda rank: rank // per_node, P.me)
+        pairs = [pair for step in found for pair in step.stages] if takers == 1 and found else [ends]
+        near = partial(lambda mine, peer: peer // per_node == mine, P.me // per_node)
+        nbytes = sum(Lanes(Exchange(P.me, *pair), 4, near).nbytes for pair in pairs)
         # Two passes of what comes in, two of what is staged, and slots begin on cache lines.
-        assert lanes.nbytes <= 4 * PASS_NBYTES + 4 * 64 * size
-        held.append(lanes.nbytes)
+        assert nbytes <= 4 * PASS_NBYTES + 4 * 64 * size
+        held.append(nbytes)
     assert held[1] == held[2]
 
 

@@ -62,12 +62,15 @@ def movement_between(
 ) -> Moves:
     """Movement between two decompositions; local to make.
 
-    Where copies go to ranks of several nodes, or are summed from there, it takes stages: each element
-    comes to a node once, and no rank sends to all of the others. Sums are then those of the nodes first.
+    Where copies go to ranks of several nodes, or are summed from there, or blocks come together on one rank,
+    it takes stages: each element comes to a node once, and no rank sends to all of the others. Sums are then
+    those of the nodes first.
     """
     machine, name = site
     name = f"{name} ({what})" if what else name
-    if (source.copied_along or target.copied_along) and len(nodes := machine.segments.segment.nodes) > 1:
+    copies = source.copied_along or target.copied_along
+    alone = 1 in (source.partition.size, target.partition.size)
+    if (copies or alone) and len(nodes := machine.segments.segment.nodes) > 1:
         node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
         staged = StagedMovement(
             CallSite(machine, name), steps(source, target, node_of.__getitem__, machine.rank), dtype, images
@@ -197,9 +200,12 @@ class _Places:
     # Where the boxes of a flat vector, one behind the other, are in a tensor that they fill.
     def __init__(self, whole: Box, boxes: tuple[Box, ...]) -> None:
         filled = [box for box in boxes if not box.empty]
-        self.shape, self.volumes = whole.shape, [box.volume for box in filled]
-        self.slices = [box.slices(whole) for box in filled]
-        self.trivial = filled in ([], [whole])
+        # Intervals are those of the elements as they lie.
+        origin = whole if not filled or filled[0].dim == whole.dim else Box.of_shape((whole.volume,))
+        self.shape, self.seen = whole.shape, origin.shape
+        self.volumes = [box.volume for box in filled]
+        self.slices = [box.slices(origin) for box in filled]
+        self.trivial = filled in ([], [origin])
 
     def pack(self, x: torch.Tensor, _needs_grad: bool) -> torch.Tensor:
         y: torch.Tensor = x.reshape(-1) if self.trivial else _Place.apply(x, self, True)
@@ -212,12 +218,13 @@ class _Places:
 
     def placed(self, x: torch.Tensor, pack: bool) -> torch.Tensor:
         if pack:
-            return torch.cat([x[where].reshape(-1) for where in self.slices])
-        y = x.new_empty(self.shape)
+            seen = x.reshape(self.seen)
+            return torch.cat([seen[where].reshape(-1) for where in self.slices])
+        y = x.new_empty(self.seen)
         for where, part in zip(self.slices, x.split(self.volumes), strict=True):
             place = y[where]
             place.copy_(part.view(place.shape))
-        return y
+        return y.view(self.shape)
 
 
 class _Place(OperatorFunction):

@@ -54,7 +54,7 @@ def test_stages_give_what_one_exchange_gives(P_world, seeds):
     machine, staged = Machine.of(P_world), 0
     for seed in seeds:
         rng = random.Random(seed)
-        shape = rng.choice([(7, 5), (1, 6), (4, 4), (0, 3)])
+        shape = rng.choice([(7, 5), (1, 6), (4, 4), (0, 3), (80, 70)])
         source, target = (ends_of(rng, P_world, shape) for _ in range(2))
         site = CallSite(machine, f"case {seed}")
         with pairs(P_world):
