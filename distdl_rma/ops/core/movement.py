@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange, Piece
+from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.tensors import as_tensor, as_words, landing, numpy_dtype, result, sum_dtype
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.lanes import SLOTS
+from distdl_rma.segments.lanes import SLOTS, in_steps
 
+# Parts of a result, with where they belong: None for all of it, and for a part that is there already.
+_Parts = Iterator[tuple[tuple[slice, ...] | None, torch.Tensor | None]]
 # Less than so many bytes stay in the cache anyway.
 _ECHOED_NBYTES = 1 << 20
 
@@ -69,7 +72,7 @@ class OneWay:
         self._shape = need.shape
         # Short types are summed in a longer one, with one rounding at the end.
         self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
-        self._disjoint, self._complete = exchange.disjoint, exchange.complete
+        self._disjoint = exchange.disjoint
         self._mine = [(piece.target.slices(need), piece.box.slices(own)) for piece in exchange.local]
         # None where a piece is all of the result.
         self._theirs = [None if piece.box == need else piece.box.slices(need) for piece in channel.receives]
@@ -79,6 +82,13 @@ class OneWay:
         self._echoed: dict[int, torch.Tensor] = {}
         # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
         self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
+        first = [*channel.receives[: self._before], *exchange.local, *channel.receives][:1]
+        self._zeroes = not exchange.complete and [piece.target for piece in first] != [need]
+        # Pieces of each of several contributions that are all of the result; 0 if they are not.
+        self._layers = 0
+        if self._wide == dtype and (whole := _same_of_all(channel)):
+            self._layers = len(whole)
+            self._mine = [(box.slices(need), box.slices(own)) for box in whole if exchange.local]
 
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start on a local shard; return it as it moves, and the epoch."""
@@ -138,16 +148,17 @@ class OneWay:
         landed: Any = self.channel.take_result(epoch)
         y = result(self._shape, self._wide) if landed is None else landed
         local = ((target, x[source]) for target, source in self._mine)
-        parts: Iterable[tuple[tuple[slice, ...] | None, torch.Tensor | None]] = chain(
-            islice(theirs := self._received(epoch), self._before), local, theirs
-        )
+        parts: _Parts = chain(islice(theirs := self._received(epoch), self._before), local, theirs)
+        if self._layers:
+            self._sum(parts, y)
+            return y
         fresh = True
         for where, part in parts:
             if part is None:
                 # It was put there by who sent it.
                 fresh = False
                 continue
-            if fresh and where is not None and not self._complete:
+            if fresh and self._zeroes:
                 y.zero_()
             target = y if where is None else y[where]
             # What is still zero is overwritten: one pass over the memory less.
@@ -160,7 +171,17 @@ class OneWay:
             y.zero_()
         return y if self._wide == self.dtype else y.to(self.dtype)
 
-    def _received(self, epoch: int) -> Iterator[tuple[tuple[slice, ...] | None, torch.Tensor | None]]:
+    def _sum(self, parts: Iterator[Any], y: torch.Tensor) -> None:
+        # The first two in one pass over the memory. What has arrived stays in its slot until all has been
+        # received: nobody acknowledges a slot of this epoch before.
+        first = list(islice(parts, self._layers))
+        for (where, one), (_, other) in zip(first, parts, strict=False):
+            torch.add(one, other, out=y if where is None else y[where])
+        for where, part in parts:
+            target = y if where is None else y[where]
+            target += part
+
+    def _received(self, epoch: int) -> _Parts:
         received = zip(self._theirs, self.channel.landed, self.channel.receive(epoch), strict=True)
         for where, landed, (_, words) in received:
             yield where, None if landed else as_tensor(words, self.dtype)
@@ -262,6 +283,17 @@ def movements_through(
         Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)
         for at, ends in enumerate(stages)
     ]
+
+
+def _same_of_all(channel: Channel) -> list[Box]:
+    # Boxes of the pieces, where all that comes, and what stays, is all of the result in the same pieces.
+    exchange, itemsize = channel.exchange, channel.dtype.itemsize
+    if exchange.disjoint or any(piece.target != piece.box for piece in exchange.local):
+        return []
+    pieces = (*channel.receives, *in_steps(exchange.local, itemsize))
+    first, *others = ([piece.box for piece in theirs] for _, theirs in by_peer(pieces))
+    whole = sum(box.volume for box in first) == exchange.need.volume
+    return first if whole and all(boxes == first for boxes in others) else []
 
 
 def _sent_and_kept(channel: Channel) -> list[Piece]:

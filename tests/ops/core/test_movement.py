@@ -1,5 +1,8 @@
 """Movements under autograd."""
 
+import random
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers import DistributedConv2d, Movement
 from distdl_rma.ops.core import movement as movements
-from distdl_rma.segments import landings
+from distdl_rma.segments import landings, lanes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard
 
@@ -192,6 +195,48 @@ def test_a_large_result_can_be_trained_on_after_calls_that_only_infer(comm, monk
             (y * weight).sum().backward()
             assert not y.is_inference() and (weight.grad == 2).all()
         movement.close()
+
+
+def sum_in_order(values, dtype):
+    total = values[0].to(torch.float32) if dtype is torch.bfloat16 else values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("what", ["to all", "to one that gives", "to one that does not", "parts"])
+def test_sums_of_whole_contributions_are_in_the_order_of_the_ranks(comm, monkeypatch, what):
+    monkeypatch.setattr(lanes, "_STEP_NBYTES", 16)
+    delays, rng = random.Random(comm.rank), np.random.default_rng(4)
+    last = comm.size - 1
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
+        everyone = machine.partition()
+        givers = everyone.create_partition_inclusive(
+            range(min(what == "to one that does not", last), last + 1)
+        )
+        taker = everyone.create_partition_inclusive([last if what == "to one that gives" else 0])
+        target = Decomposition.replicated(everyone if what == "to all" else taker, (7, 3))
+        if what == "parts":
+            target = Decomposition(everyone, (Balanced(7, comm.size), Balanced(3, 1)), (0,))
+        several = len(givers.ranks) > 1 and target.partition.active
+        for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
+            exchange = Exchange(machine.rank, Decomposition.replicated(givers, (7, 3)), target)
+            movement = Movement(machine, exchange, dtype, f"sums of {dtype}")
+            assert bool(movement.forwards._layers) == (several and dtype is not torch.bfloat16)
+            for step in range(4):
+                values = rng.normal(size=(comm.size, 7, 3)) * 10.0 ** rng.integers(-3, 4, (comm.size, 7, 3))
+                given = [torch.from_numpy(v).to(dtype) for v in values]
+                if step == 2:
+                    movement.void()
+                    continue
+                time.sleep(delays.random() * 2e-3)
+                before = given[comm.rank].clone()
+                y = movement(given[comm.rank] if givers.active else torch.empty(0, dtype=dtype))
+                if target.partition.active:
+                    wanted = sum_in_order([given[rank] for rank in givers.ranks], dtype)
+                    assert torch.equal(y, wanted[target.slices()])
+                assert torch.equal(given[comm.rank], before)
+            movement.close()
 
 
 def test_a_root_copies_what_it_keeps_while_it_sends(comm, monkeypatch):
