@@ -23,6 +23,7 @@ from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine, launched
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.segments.collectives.assembly import gather_words
+from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import namespace
 
 _HOW = (
@@ -37,8 +38,9 @@ _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 # Machines of groups of some ranks, where there is none of all; kept for the next group of these.
 _machines: dict[tuple[int, ...], Machine] = {}
-# Open files of rank 0.
-_nameless: list[int] = []
+# Open files of the last groups of all ranks.
+_rendezvous: list[int] = []
+_TURNS = 2
 
 
 def create(options: Any) -> RmaProcessGroup:
@@ -101,16 +103,7 @@ def _store(timeout: timedelta) -> Store:
     segments = Machine.on().segments
     rank, size = launched()
     if len(segments.segment.nodes) == 1:
-        mine = [namespace(), *(_files() if rank == 0 else ())]
-        told = gather_words(segments, mine, "rendezvous of torch")
-        nameless, named = told[0][1:]
-        processes = {each[0] for each in told.values()}
-        # A process has the number that others know where all of them are in one namespace.
-        known = nameless and len(processes) == 1 and 0 not in processes
-        if rank == 0 and not known:
-            # The last rank to leave the file removes it, unless the program ends first.
-            atexit.register(Path(named).unlink, missing_ok=True)
-        file = FileStore(nameless if known else named, size)
+        file = FileStore(_shared_file(segments, rank), size)
         file.set_timeout(timeout)
         return file
     store, words = None, None
@@ -125,16 +118,40 @@ def _store(timeout: timedelta) -> Store:
     )
 
 
-def _files() -> list[str]:
-    # One without a name, which is gone with this process however it ends, if there can be one; one with.
-    own, nameless = os.getpid(), ""
+def _shared_file(segments: SegmentManager, rank: int) -> str:
+    # One without a name where that can be, which is gone with the processes however they end.
+    made, own = None, os.getpid()
     with suppress(OSError, AttributeError):
-        _nameless.append(os.memfd_create("distdl_rma rendezvous"))
-        nameless = f"/proc/{own}/fd/{_nameless[-1]}"
-    # The others are of groups that were destroyed, unless a program makes several stores itself.
-    while len(_nameless) > 1 and not is_initialized():
-        os.close(_nameless.pop(0))
-    return [nameless, f"{tempfile.gettempdir()}/distdl_rma-{own}-{time.monotonic_ns()}"]
+        made = os.memfd_create("distdl_rma rendezvous") if rank == 0 else None
+    named = f"{tempfile.gettempdir()}/distdl_rma-{own}-{time.monotonic_ns()}"
+    told = gather_words(segments, [namespace(), own, made, named], "rendezvous of torch")
+    _, process, number, named = told[0]
+    spaces = {each[0] for each in told.values()}
+    # A process has the number that it says where all of them are in one namespace.
+    if rank and number is not None and len(spaces) == 1 and 0 not in spaces:
+        with suppress(OSError):
+            made = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    everywhere = all(gather_words(segments, made is not None, "rendezvous of torch (file)").values())
+    if made is not None and everywhere:
+        return f"/proc/self/fd/{_kept(made)}"
+    if made is not None:
+        os.close(made)
+    if rank == 0:
+        # The last rank to leave the file removes it, unless the program ends first.
+        atexit.register(Path(named).unlink, missing_ok=True)
+    return str(named)
+
+
+def _kept(file: int) -> int:
+    # torch opens it again and again, the last time when a store goes, which may be after its group. Two
+    # numbers take turns, so that nothing else has one of them then; stores beside a group keep theirs.
+    if is_initialized():
+        return file
+    _rendezvous.append(file)
+    if len(_rendezvous) > _TURNS:
+        _rendezvous[-1] = os.dup2(file, _rendezvous.pop(0), inheritable=False)
+        os.close(file)
+    return _rendezvous[-1]
 
 
 def _addresses() -> list[str]:

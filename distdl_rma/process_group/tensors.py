@@ -37,7 +37,7 @@ class Flat:
         if words.dtype in _FOREIGN:
             words = words.view(_WORDS[words.itemsize])
         try:
-            self.elements: Array = words.numpy().reshape(-1)
+            self.elements = _array_of(words)
         except (RuntimeError, TypeError) as error:
             what = f"a {type(tensor).__name__} of {tensor.dtype}"
             raise UnsupportedError(f"tensors of elements in memory are taken, got {what}: {error}") from error
@@ -51,6 +51,39 @@ class Flat:
         """Put what was written to the array into the tensor, where that is another memory."""
         if self._copied is not self._tensor:
             self._tensor.copy_(self._copied)
+
+
+class _Memory:
+    # What numpy makes an array of, and keeps. torch's numpy() would forbid for ever to resize the tensor, as
+    # FullyShardedDataParallel does between its collectives.
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, address: int) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "shape": (tensor.numel(),),
+            "typestr": _CODES[tensor.dtype],
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class _Codes(dict[torch.dtype, str]):
+    # What numpy calls types.
+    def __missing__(self, dtype: torch.dtype) -> str:
+        found = self[dtype] = torch.empty(0, dtype=dtype).numpy().dtype.str
+        return found
+
+
+_CODES = _Codes()
+
+
+def _array_of(tensor: torch.Tensor) -> Array:
+    address = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+    if not address:
+        # Without elements, or one that hides where they are.
+        return tensor.numpy().reshape(-1)
+    return np.asarray(_Memory(tensor, address))
 
 
 def check(tensors: Sequence[torch.Tensor], who: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.process_group import nets
@@ -84,3 +84,15 @@ def test_data_parallel_over_one_axis_of_a_mesh(comm):
         return [weight.detach() for weight in model.parameters()]
 
     torch.testing.assert_close(results(comm, program), nets.alone(2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_wrapper_steps_as_one_process(comm):
+    # Which frees and restores the memory of what it gathered.
+    def program():
+        model = FullyShardedDataParallel(nets.network(), use_orig_params=True, device_id=torch.device("cpu"))
+        nets.steps(model, [nets.batch(dist.get_rank(), step) for step in range(3)])
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [weight.detach().clone() for weight in model.parameters()]
+
+    torch.testing.assert_close(results(comm, program), nets.alone(comm.size))
