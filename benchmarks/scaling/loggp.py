@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, Sum
+from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, Sum, Told, Vote
 from distdl_rma.geometry.exchange import by_peer
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.vote import vote_turns
@@ -69,18 +69,23 @@ class Network:
             return self._movement(what, me)
         if isinstance(what, Round):
             return self._round(what.nbytes)
+        if isinstance(what, Vote):
+            return self._vote(me)
+        if isinstance(what, Told):
+            spans = [self._movement(each, me) for each in what.movements(self.cluster, me)]
+            return Span(sum(span.busy for span in spans), sum(span.travels for span in spans))
         if all_push_is_better(self.cluster.size, what.count * what.itemsize, what.one_round):
             return self._round(what.count * what.itemsize)
         return self._sum(what, me)
 
-    def vote(self, me: int) -> Span:
-        """What it takes to know that all ranks say the same: a board of the node, turns between nodes."""
+    def _node(self, rank: int) -> int:
+        return rank // self.cluster.per_node
+
+    def _vote(self, me: int) -> Span:
+        # A board of the node, and turns between nodes.
         turns = vote_turns(self.cluster.layout(me))
         messages = sum(len(turn.told) for turn in turns)
         return Span(self.near.o + messages * self.far.o, 2 * self.near.L + len(turns) * self.far.L)
-
-    def _node(self, rank: int) -> int:
-        return rank // self.cluster.per_node
 
     def _movement(self, what: Movement, me: int) -> Span:
         sends, receives = (

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.scaling.cases import Case
 from benchmarks.scaling.layers import Layer, layers_of
 from benchmarks.scaling.loggp import Network, Wire
-from benchmarks.scaling.plans import Cluster, Movement, Planned, gradients, loss, planned
+from benchmarks.scaling.plans import Cluster, Movement, Planned, Vote, gradients, loss, planned
 
 MEASURED = Path(__file__).with_name("measured.json")
 # A backward takes twice as long as its forward.
@@ -84,7 +84,7 @@ def step_seconds(case: Case, constants: Constants, network: Network, crowd: floa
                 norms += sum(span.whole for span in spans)
             else:
                 halos += sum(span.behind(hides) for span in spans)
-    told = 2 * network.vote(me).whole + network.span(loss(), me).whole
+    told = 2 * network.span(Vote(), me).whole + network.span(loss(), me).whole
     summed = exposed_gradients(layers, {path: compute * share for path, share in shares.items()}, network)
     return Prediction(compute, crowd * (constants.tiny[case.name] + told), halos, norms, summed)
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -115,21 +116,23 @@ class Told:
 
     nbytes: int
 
-    def traffic(self, cluster: Cluster, me: int) -> Traffic:
-        """What a rank puts, and passes on."""
-        total, ranks = Traffic(), cluster.ranks
+    def movements(self, cluster: Cluster, me: int) -> list[Movement]:
+        """What follows one another until all have them."""
+        ranks = cluster.ranks
         if cluster.size == 1:
-            return total
-        ends = [
+            return []
+        source, target = (
             Decomposition.replicated(Partition(some, (len(some),), me), (self.nbytes,))
             for some in (ranks[:1], ranks[1:])
-        ]
-        for step in steps(*ends, lambda rank: rank // cluster.per_node, me) or [(ends[0], ends[1])]:
-            for stage in step.stages if isinstance(step, FlatStages) else [step]:
-                traffic = exchange_traffic(Exchange(me, *stage), 1)
-                total.puts += traffic.puts
-                total.bytes_put += traffic.bytes_put
-        return total
+        )
+        found = steps(source, target, lambda rank: rank // cluster.per_node, me) or [(source, target)]
+        stages = (step.stages if isinstance(step, FlatStages) else [step] for step in found)
+        return [Movement(Exchange(me, *stage), 1) for stage in chain.from_iterable(stages)]
+
+    def traffic(self, cluster: Cluster, me: int) -> Traffic:
+        """What a rank puts, and passes on."""
+        each = [movement.traffic(cluster, me) for movement in self.movements(cluster, me)]
+        return Traffic(puts=sum(t.puts for t in each), bytes_put=sum(t.bytes_put for t in each))
 
 
 Communication = Movement | Round | Sum | Vote | Told

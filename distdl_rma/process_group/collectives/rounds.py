@@ -21,8 +21,8 @@ Array = NDArray[Any]
 WHOLE_BYTES = 64 << 10
 _PARITIES = 2
 # Memory of one slot: what both of them show at a time fits into the cache of a core. A rank that shares its
-# core with others waits for them in each round, and has few long ones. And a part of a segment, so that there is
-# room for many groups.
+# core with others waits for them in each round, and has few long ones. And a part of a segment, so that there
+# is room for many groups.
 _SLOT_BYTES, _CROWDED_SLOT_BYTES = 1 << 20, 4 << 20
 _SHARE_OF_SEGMENT = 512
 _PAGE = 4096

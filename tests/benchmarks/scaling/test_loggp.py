@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scaling.loggp import Network, Span, Wire
-from benchmarks.scaling.plans import Cluster, Movement, Round, Sum
+from benchmarks.scaling.plans import Cluster, Movement, Round, Sum, Told, Vote
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 
@@ -71,6 +71,12 @@ def test_compute_hides_what_travels_and_nothing_else():
 
 
 def test_a_vote_takes_a_turn_for_every_fourfold_of_nodes():
-    assert line(4, 4).vote(1) == Span(3.0, 20.0)
+    assert line(4, 4).span(Vote(), 1) == Span(3.0, 20.0)
     # Ten nodes: three of the first turn, and two of the second.
-    assert line(10, 1).vote(0) == Span(3 + 5 * 300, 20.0 + 2 * 1000)
+    assert line(10, 1).span(Vote(), 0) == Span(3 + 5 * 300, 20.0 + 2 * 1000)
+
+
+def test_what_is_told_to_all_is_passed_on():
+    # Four to four others of a node, and one to the other three where each is on a node of its own.
+    assert line(4, 4).span(Told(8), 0) == Span(3 + 3 * 8 * 0.5, 10.0)
+    assert line(1, 1).span(Told(8), 0) == Span()
