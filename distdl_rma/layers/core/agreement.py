@@ -285,10 +285,10 @@ class ShapeAgreement(Generic[P]):
 
     def _is_promised(self, mine: InputFacts, row: bytes) -> bool:
         # Whether all ranks promised to pass what they passed before, and this one does.
-        promise = promise_on(self._machine)
+        self._recording = torch.is_grad_enabled()
+        promise = promise_on(self._machine, self._recording)
         if promise is not self._promise:
             self._promise, self._kept = promise, {}
-        self._recording = torch.is_grad_enabled()
         kept = self._kept.get(self._recording)
         self._silent = kept is not None
         if kept is None:

@@ -13,14 +13,24 @@ from distdl_rma.segments.collectives.assembly import gather_words
 _KEY = "static shapes"
 
 
+# What of a rank's calls that tell the others nothing must be alike on all ranks.
+_MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
+
+
 class Promise:
     """That no rank passes anything else to a layer than in its first call."""
 
 
-def promise_on(machine: Machine) -> Promise | None:
-    """What the ranks of a machine promise now; None if nothing."""
+def promise_on(machine: Machine, recording: bool = False) -> Promise | None:
+    """What the ranks of a machine promise now; None if nothing.
+
+    A call ``recording`` gradients, or not, asks: a wait in vain says if other ranks called otherwise.
+    """
     found = machine.kept.get(_KEY)
-    return found if isinstance(found, Promise) else None
+    if not isinstance(found, Promise):
+        return None
+    machine.segments.watch.note(_MODES, recording)
+    return found
 
 
 @contextmanager
@@ -33,7 +43,8 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
     shapes. Collective over the machine to enter, blocking; local to leave.
 
     What changes all the same is a ``ShapeError`` on the rank that sees it; the others, which would wait for
-    this one, raise ``PeerFailedError``, and the machine is over.
+    this one, raise ``PeerFailedError``, and the machine is over. Gradients are recorded on all ranks or on
+    none: where they are not, a rank waits in vain, and ``ExchangeTimeout`` says so.
 
     Raises
     ------
@@ -49,3 +60,4 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
         yield
     finally:
         machine.kept.pop(_KEY, None)
+        machine.segments.watch.note()

@@ -107,7 +107,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
-        come_by_blocks()
+        _backward.by_blocks = _number_of_backward()
         try:
             return backward(ctx, *gradients) if _compiles() is None else _apart(backward, ctx, *gradients)
         except Exception as error:

@@ -110,8 +110,8 @@ class DoubleRecord:
 
 # Process, its namespace, state, since when, when written; ranks waited for (number, first few), text.
 _STATE = DoubleRecord(f"qqqddq{_RANKS}q{_TEXT}s", 0)
-# Name, epoch and begin of the operation begun last.
-_OPERATION = DoubleRecord("qd", _STATE.end, text=_NAME)
+# Name, epoch and begin of the operation begun last, and the note of that moment.
+_OPERATION = DoubleRecord("qdq", _STATE.end, text=_NAME)
 
 
 class RankState(enum.IntEnum):
@@ -138,6 +138,7 @@ class HeaderRecord:
     operation: str
     epoch: int
     operation_since: float
+    note: int
 
     @property
     def doing(self) -> str:
@@ -168,7 +169,8 @@ def numbered(ranks: tuple[int, ...]) -> str:
 class HeaderWriter:
     """This rank's header, the first bytes of its segment: written by it alone, read by others at any moment.
 
-    The fence keeps stores before it from being seen after those behind it.
+    ``note``, a number for what is to be alike on all ranks, goes with the next operation that begins. The
+    fence keeps stores before it from being seen after those behind it.
     """
 
     def __init__(self, header: memoryview, fence: Callable[[], object]) -> None:
@@ -178,6 +180,7 @@ class HeaderWriter:
         self._process, self._namespace = os.getpid(), namespace()
         self._state: RankState | None = None
         self._since = 0.0
+        self.note = 0
         self.begin(operation_name(""), 0)
         self.write(RankState.RUNNING)
 
@@ -193,7 +196,9 @@ class HeaderWriter:
     def begin(self, name: RecordText, epoch: int) -> None:
         """Say which operation this rank begins; ``name`` is ``operation_name`` of it."""
         self._operations += 1
-        _OPERATION.write_behind(name, self._header, self._operations, self._fence, epoch, time.time())
+        _OPERATION.write_behind(
+            name, self._header, self._operations, self._fence, epoch, time.time(), self.note
+        )
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -217,10 +222,12 @@ def parse(header: bytes) -> HeaderRecord | None:
     if doing is None or begun is None:
         return None
     process, space, state, since, written, number, *ranks, text = doing
-    name, epoch, began = begun
+    name, epoch, began, note = begun
     text, name = (words.rstrip(b"\0").decode(errors="replace") for words in (text, name))
     waits_for = tuple(ranks[: min(number, _RANKS)])
-    return HeaderRecord(RankState(state), process, space, since, written, waits_for, text, name, epoch, began)
+    return HeaderRecord(
+        RankState(state), process, space, since, written, waits_for, text, name, epoch, began, note
+    )
 
 
 class PeerHeaders:

@@ -133,6 +133,7 @@ class PeerWatch:
         # How often a call of all ranks raised here.
         self._raised = 0
         self.has_raised = False
+        self._notes: tuple[str, ...] = ()
         # Ranks whose process was seen to have ended, which their headers may not tell a second time.
         self._ended: dict[int, str] = {}
 
@@ -222,6 +223,19 @@ class PeerWatch:
         self.has_raised = False
         self.done()
 
+    def note(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
+        """Say which of some texts holds of what this rank does from now on, or nothing of the kind.
+
+        It should be alike on all ranks: a message of a wait that ends in vain says where it was not.
+        """
+        self._notes, self._header.note = texts, at + 1 if texts else 0
+
+    def _differs(self, record: HeaderRecord) -> str:
+        mine, theirs, texts = self._header.note, record.note, self._notes
+        if not (mine and theirs) or mine == theirs or max(mine, theirs) > len(texts):
+            return ""
+        return f"; it {texts[theirs - 1]}, and rank {self.rank} {texts[mine - 1]}"
+
     def leave(self, text: str) -> None:
         """Say in the header that this rank will do nothing more."""
         if not self._notices.failed:
@@ -293,7 +307,7 @@ class PeerWatch:
             else:
                 silent = self._headers.unchanged(peer, record)
                 also = f", and has said nothing for {in_seconds(silent)}" if silent > _ANSWER_SECONDS else ""
-                clauses.append(f"rank {peer} {record.doing}{also}")
+                clauses.append(f"rank {peer} {record.doing}{also}{self._differs(record)}")
                 if record.state is RankState.WAITING:
                     pending += record.waits_for
         return clauses
