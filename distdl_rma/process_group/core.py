@@ -127,14 +127,33 @@ class GroupCore(_Base):  # type: ignore[misc]
         """Give up the memory; what other ranks still wait for goes on. Local, idempotent."""
         self._lines.close()
         if not self._manager.closed:
-            lines, rounds = self._lines, self._rounds
-            if rounds is not None:
-                self._manager.retire(rounds.memory, lambda: lines.idle and rounds.idle())
+            if self._rounds is not None:
+                over = Leaving(self._lines, self._rounds)
+                over()
+                self._manager.retire(self._rounds.memory, over)
             # Else what is under way would meet what the next group of these ranks sends.
-            if lines.idle:
+            if self._lines.idle:
                 self._messages.close()
-        self._rounds = self._quick = None
+        self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
+
+
+class Leaving:
+    """The end of a group on this rank; whether its memory is free, if called.
+
+    It leaves as soon as nothing of its own is under way. Until all have left they may write to each other,
+    also after a call that some of them did not make.
+    """
+
+    def __init__(self, lines: Lines, rounds: Rounds) -> None:
+        self._lines, self._rounds, self._left = lines, rounds, False
+
+    def __call__(self) -> bool:
+        """Go on with it, and say whether it is over."""
+        if not self._left and self._lines.resting:
+            self._left = True
+            self._rounds.leave()
+        return self._left and self._rounds.left()
 
 
 def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

@@ -120,6 +120,11 @@ class Lines:
         return not (self._line or self._closed or self._broken is not None or self.manager.closed)
 
     @property
+    def resting(self) -> bool:
+        """Whether no collective is under way."""
+        return not self._line
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not (self._line or self._apart)

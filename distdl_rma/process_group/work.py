@@ -125,6 +125,14 @@ class _Pending(NamedTuple):
     timeout: float
     deadline: float
 
+    def say_done(self) -> None:
+        """Tell others that it is not waited for any more, if they were told that it is."""
+        manager = self.lines.manager
+        if time.monotonic() - self.deadline + self.timeout > _LOOK_SECONDS:
+            with manager.segment.lock:
+                if not manager.closed:
+                    manager.watch.say_done()
+
 
 class _Driver:
     """A thread that takes operations further as long as somebody may wait for their futures.
@@ -207,6 +215,8 @@ class _Driver:
                 if item.operation.done and item.operation not in late
             ]
             if settled:
+                for item, _ in settled:
+                    item.say_done()
                 return settled
             # What has come further may soon go on.
             looks = looks + 1 if before == [item.lines.progress() for item in pending] else 0

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from distdl_rma.errors import ExchangeTimeout, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.errors import ExchangeTimeout, MismatchError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.process_group.operations import Operation
 from distdl_rma.segments.waiting.header import WaitReason
@@ -126,3 +126,16 @@ def test_an_interruption_is_raised_where_it_came_and_ends_the_group(machine, com
         group.barrier()
     comm.Barrier()
     group.shutdown()
+
+
+def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destroyed_it(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "in vain", None)
+    if comm.size > 1:
+        with pytest.raises(MismatchError):
+            group.allreduce([torch.ones(3 + comm.rank)]).wait()
+    comm.Barrier()
+    if group._rounds is not None:
+        assert "process group in vain" in machine.segments.stats().owners
+    group.shutdown()
+    comm.Barrier()
+    assert "process group in vain" not in machine.segments.stats().owners

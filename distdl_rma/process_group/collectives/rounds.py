@@ -28,6 +28,8 @@ _SHARE_OF_SEGMENT = 512
 _PAGE = 4096
 # A word that announces a round: its number, then that of the kind of call.
 _KIND_BITS = 16
+# Of a rank that is through with all rounds there may ever be.
+_FOREVER = 1 << 62
 
 
 class Rounds:
@@ -200,10 +202,14 @@ class Rounds:
         what = f"in {self.call.text} of group {self.name!r}"
         return WaitReason(self._late, what, "did every rank make the same calls?")
 
-    def idle(self) -> bool:
-        """Whether no rank writes here any more, or reads: all are through with the last round of this one."""
-        words, number = self.words, self.number
-        return all(words[at] >= number for at in self._read_at)
+    def leave(self) -> None:
+        """Tell all ranks that this one neither reads nor writes anything of theirs any more."""
+        self.read(_FOREVER)
+
+    def left(self) -> bool:
+        """Whether all the others have left, so that this rank's memory is its own."""
+        words = self.words
+        return all(words[at] == _FOREVER for at in self._read_at)
 
     def _wait_for(self, places: Sequence[int], value: int) -> None:
         words = self.words

@@ -198,6 +198,10 @@ class PeerWatch:
         """Tell others that the wait is over."""
         self._suspects.clear()
         self._headers.forget()
+        self.say_done()
+
+    def say_done(self) -> None:
+        """The same, where another thread may go on to watch ranks that it waits for."""
         if self._left:
             self._header.write(RankState.LEFT, self._left)
         elif not self._notices.failed:

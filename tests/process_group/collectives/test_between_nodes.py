@@ -1,0 +1,38 @@
+"""Collectives by MPI."""
+
+import random
+
+import numpy as np
+import pytest
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.process_group.collectives.between_nodes import WideCollectives
+from distdl_rma.process_group.collectives.calls import Call
+from distdl_rma.segments.messages import Messages
+from tests.process_group.collectives.scripts import check, drive
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+@pytest.fixture
+def way(machine):
+    messages = Messages(machine.segments, machine.ranks, "collectives by MPI")
+    yield WideCollectives(messages, machine.ranks.index(machine.rank), "by MPI")
+    messages.close()
+
+
+def test_every_script_is_what_it_means(machine, way):
+    check(machine.segments, way, way, 20_000)
+
+
+def test_both_sides_of_a_different_call_are_named_also_where_only_what_cannot_be_read_differs(machine, way):
+    late = random.Random(0)
+    if way.size == 1:
+        return
+    for text, identity in ((f"call {way.me % 2}", None), ("the same", way.me % 2)):
+        way.call = Call(text, identity)
+        with pytest.raises(MismatchError, match=f"rank {way.me} calls {text}, but rank . calls ."):
+            drive(machine.segments, way.barrier(), late)
+    way.call = Call("after it")
+    x = np.ones(3, np.uint8)
+    drive(machine.segments, way.spread([3] * way.size, x, [None] * way.size, 0), late)
