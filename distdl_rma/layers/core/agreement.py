@@ -243,7 +243,7 @@ class ShapeAgreement(Generic[P]):
         self._errors = ErrorExchange(self._machine, self._ranks, self._name)
         self._assembly: Assembly | None = None
         # What this rank says of the layer, once it has met the others.
-        self._title, self._code = "", 0
+        self._title, self._code, self._epoch = "", 0, 0
         self._memory: CallMemory[P] = CallMemory()
         # Plan of the last call, and what fitted it of this rank's facts.
         self.last: P | None = None
@@ -277,7 +277,9 @@ class ShapeAgreement(Generic[P]):
             if self._assembly is None:
                 self._assembly = self._meet()
             # What is new says what it is: all may say the same.
-            self._assembly.start(self._title, self._code, proposal, 0 if proposal else fingerprint(row), 0)
+            self._epoch = self._assembly.start(
+                self._title, self._code, proposal, 0 if proposal else fingerprint(row), 0
+            )
         self.guess = self.last if self._last_key == key else None
         if proposal and self._memory[proposal].plan is not self.last:
             # Where all ranks propose it, none has started on the last one.
@@ -342,7 +344,7 @@ class ShapeAgreement(Generic[P]):
             return True
         with self._machine.trace.span("agree", self._name):
             try:
-                return self._assembly.wait()
+                return self._assembly.wait(epoch=self._epoch)
             except MismatchError as error:
                 # Weights and a halo may be on their way already, to ranks that do not expect them.
                 self._astray = True

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.exchange import fingerprint
@@ -37,6 +38,11 @@ class Assembly:
         self._title, self._code = "", 0
         self._pass_nbytes = max(_LEAST_NBYTES, min(_PASS_NBYTES, _ALL_NBYTES // len(self.ranks)))
         self._passes: Allgather | None = None
+        # What a timeout may have left: passes that are over, and whether it was words, or a refusal.
+        self._parts: list[NDArray[np.uint8]] = []
+        self._gathering: tuple[str, bytes] | None = None
+        self._said: tuple[str, tuple[int, ...]] = "", ()
+        self._refusing = False
 
     @classmethod
     def of(cls, manager: SegmentManager, ranks: Sequence[int]) -> Assembly:
@@ -51,17 +57,27 @@ class Assembly:
         """Exchange addresses, once; collective, blocking."""
         self._vote.connect()
 
-    def start(self, title: str, code: int, *words: int) -> None:
-        """Say three integers of 64 bits; ``code`` is the fingerprint of the title. Does not wait."""
-        self._title, self._code = title, code
-        self._vote.start(title, code, *words)
+    def start(self, title: str, code: int, *words: int) -> int:
+        """Say three integers of 64 bits; ``code`` is the fingerprint of the title. Does not wait.
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return whether all said the same; blocking until all have started."""
-        if self._vote.wait(timeout):
-            return True
-        smallest, largest = self._vote.smallest[0], self._vote.largest[0]
-        if smallest != largest:
+        Returns the number of the epoch, for ``wait``; what was said is gone on with where it is said again
+        after a timeout.
+        """
+        if self._refusing and (title, words) == self._said:
+            return self._vote.epoch
+        self._title, self._code, self._said, self._refusing = title, code, (title, words), False
+        return self._vote.start(title, code, *words)
+
+    def wait(self, timeout: float | None = None, epoch: int | None = None) -> bool:
+        """Return whether all said the same; blocking until all have started.
+
+        ``ProtocolError`` if another epoch than that which ``start`` returned was started since then.
+        """
+        if not self._refusing:
+            if self._vote.wait(timeout, epoch):
+                return True
+            self._refusing = self._vote.smallest[0] != self._vote.largest[0]
+        if self._refusing:
             self._refuse()
         return False
 
@@ -71,14 +87,25 @@ class Assembly:
         return self._vote.largest[1:]
 
     def gather(self, title: str, text: bytes) -> list[bytes]:
-        """Texts of all ranks, in their order; blocking, collective. Digests only if all are alike."""
-        self.start(title, fingerprint(title), len(text), fingerprint(text), 0)
-        if self.wait():
-            return [text] * len(self.ranks)
-        return self.texts(text, self.largest[0])
+        """Texts of all ranks, in their order; blocking, collective. Digests only if all are alike.
+
+        After a timeout the call can be repeated.
+        """
+        if self._gathering != (title, text):
+            self._gathering = None
+            self.start(title, fingerprint(title), len(text), fingerprint(text), 0)
+            if self.wait():
+                return [text] * len(self.ranks)
+            self._gathering = title, text
+        found = self.texts(text, self.largest[0])
+        self._gathering = None
+        return found
 
     def texts(self, text: bytes, longest: int) -> list[bytes]:
-        """Texts of all ranks, in their order, of so many bytes at most; blocking, collective."""
+        """Texts of all ranks, in their order, of so many bytes at most; blocking, collective.
+
+        After a timeout the call can be repeated.
+        """
         if self._passes is None:
             self._passes = Allgather(
                 self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
@@ -86,11 +113,12 @@ class Assembly:
         size, head = len(self.ranks), len(text).to_bytes(4, "little")
         count = -(-(longest + len(head)) // self._pass_nbytes)
         mine = np.frombuffer((head + text).ljust(count * self._pass_nbytes, b"\0"), np.uint8)
-        parts = []
-        for part in mine.reshape(count, self._pass_nbytes):
-            self._passes.active[:] = part
-            self._passes.start()
-            parts.append(self._passes.wait().reshape(size, -1).copy())
+        for part in mine.reshape(count, self._pass_nbytes)[len(self._parts) :]:
+            if not self._passes.running:
+                self._passes.active[:] = part
+                self._passes.start()
+            self._parts.append(self._passes.wait().reshape(size, -1).copy())
+        parts, self._parts = self._parts, []
         rows = [row.tobytes() for row in np.concatenate(parts, axis=1)]
         return [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in rows]
 
@@ -98,6 +126,7 @@ class Assembly:
         # Those that are elsewhere come here too.
         text = f"{self._code:0{_CODE}x}{self._title}".encode()[:_TITLE_NBYTES]
         titles = self.texts(text, _TITLE_NBYTES)
+        self._refusing = False
         at, other = next((at, title) for at, title in enumerate(titles) if title != titles[0])
         first, second = (repr(title[_CODE:].decode(errors="ignore")) for title in (titles[0], other))
         raise MismatchError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,10 @@ from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.trees import dissemination
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.engine.scripted import Scripted
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
+from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.header import WaitReason
 
 WORDS = 4
@@ -38,7 +40,7 @@ class _Turn(NamedTuple):
     heard: tuple[tuple[int, int], ...]
 
 
-class Vote:
+class Vote(Scripted):
     """Four words of every rank: are they alike everywhere, and if not, what is the smallest and the largest.
 
     On a node every rank stores its words in a line of one board, in the memory of the node's first rank, and
@@ -48,10 +50,12 @@ class Vote:
 
     Construction is local and alike on all ``ranks``, this one included; the first start connects them, and
     is collective. An epoch that was started has to be waited for before the next. Nothing is acknowledged:
-    a rank starts epoch k+2 only after everyone started k+1, and so had done with k.
+    a rank starts epoch k+2 only after everyone started k+1, and so had done with k. The board is given back
+    when all ranks of the node have closed.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
+        super().__init__(manager)
         self._manager, self.name = manager, name
         self._layout = layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self._leader, self._number = layout.here[0], len(layout.here)
@@ -59,28 +63,30 @@ class Vote:
         self._turns = vote_turns(layout)
         self._slots = sum(len(turn.heard) for turn in self._turns)
         board = self._number * _LINE + _RESULT
-        nbytes = _PARITIES * _ITEM * (board + self._slots * _RESULT) if self._leads else 0
-        self._board_words = board
+        # Behind the boards, whether each rank of the node has done with them.
+        marks = aligned(self._number * _ITEM)
+        nbytes = _PARITIES * _ITEM * (board + self._slots * _RESULT) + marks if self._leads else 0
+        self._board_words, self._marks = board, np.zeros(0, np.int64)
         self._memory = manager.get_segment_buffer(nbytes, self._slots, name)
         # Epochs of whoever had the memory before.
         self._memory.array[:] = 0
         self._remotes: dict[int, RemoteBuffer] = {}
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
-        self._counters, self._lock = manager.counters, manager.segment.lock
+        self._counters = manager.counters
         # By parity: the lines of the board as tables, as words, and this one's as bytes; then the results.
         self._tables: list[NDArray[np.int64]] = []
         self._lines: list[list[memoryview]] = []
         self._mine: list[tuple[memoryview, memoryview]] = []
         self._results: list[NDArray[np.int64]] = []
-        self._running: Iterator[None] | None = None
         self._silent: tuple[int, ...] = ()
         self._for = name
-        self._broken = ""
         self._closed = False
         # The smallest of each word, then the largest; None where all are those that this rank said.
         self._extent: _Extent | None = None
         self._said: tuple[int, ...] = (0,) * WORDS
         self.epoch = self._waited = 0
+        # Whether a wait for this epoch has ended before all were there.
+        self._late = False
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses on the node, and with O(log N) other nodes, once; collective, blocking."""
@@ -99,6 +105,8 @@ class Vote:
 
     def _see(self, leader: RemoteBuffer) -> None:
         me, count = self._layout.here.index(self._layout.me), self._number * _LINE
+        marks = leader.direct(np.int64, self._number, _PARITIES * self._board_words * _ITEM)
+        self._marks = self._marks if marks is None else marks
         for parity in range(_PARITIES):
             begin = parity * self._board_words * _ITEM
             board = leader.direct(np.int64, count, begin)
@@ -111,14 +119,17 @@ class Vote:
             self._mine.append((table[me].data, table[me].data.cast("B")))
             self._results.append(result)
 
-    def start(self, name: str, *words: int) -> None:
+    def start(self, name: str, *words: int) -> int:
         """Say four integers of 64 bits; does not wait, except that the first start connects.
 
-        ``name`` is what messages call it. Where the last one was not waited for, it is now.
+        ``name`` is what messages call it. Returns the number of the epoch, for ``wait``. Whoever says the
+        same again, after a timeout of ``wait``, goes on with that epoch. Another one that was not waited for,
+        as of a call that all ranks refused in between, is waited for now, and whoever started it is refused.
         """
         self._check()
         if self.epoch != self._waited:
-            # Of a call that all ranks refused in between.
+            if self._late and (name, words) == (self._for, self._said):
+                return self.epoch
             self.wait()
         self.connect()
         self._for, self._said = name, words
@@ -132,24 +143,39 @@ class Vote:
             self._counters.bytes_put += _ROW.size
         if len(self._layout.nodes) > 1:
             self._running = self._script(epoch)
-            self._manager.defer(self._advance)
-            self._advance()
+            self._manager.defer(self.advance)
+            self.advance()
+        return epoch
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return whether all said the same; blocking until all have started."""
+    def wait(self, timeout: float | None = None, epoch: int | None = None) -> bool:
+        """Return whether all said the same; blocking until all have started.
+
+        ``epoch`` is what ``start`` returned, the last one if None. ``ProtocolError`` if another one was
+        started since then, whose answer is not this one's.
+        """
         self._check()
-        epoch = self.epoch
+        epoch = self._last(epoch)
         if len(self._layout.nodes) > 1:
-            if not self._advance():
-                self._manager.waiter.until(self._advance, self.missing, timeout)
-            self._manager.withdraw(self._advance)
+            if not self.advance():
+                self._until(self.advance, timeout)
+            self._manager.withdraw(self.advance)
         else:
             if not self._board_is_full(epoch):
-                self._manager.waiter.until(lambda: self._board_is_full(epoch), self.missing, timeout)
+                self._until(lambda: self._board_is_full(epoch), timeout)
             self._acquire()
             self._extent = self._extent_here(epoch)
         self._waited = epoch
         return self._extent is None
+
+    def _last(self, epoch: int | None) -> int:
+        if epoch is not None and epoch != self.epoch:
+            raise ProtocolError(f"{self.name!r}: epoch {epoch} was overtaken, by {self._for!r}")
+        return self.epoch
+
+    def _until(self, ready: Callable[[], bool], timeout: float | None) -> None:
+        self._late = True
+        self._manager.waiter.until(ready, self.missing, timeout)
+        self._late = False
 
     @property
     def smallest(self) -> tuple[int, ...]:
@@ -174,17 +200,30 @@ class Vote:
         if not self._closed:
             self._closed = True
             if not self._manager.closed:
+                self._is_over()
                 self._manager.retire(self._memory, self._idle)
 
     def _idle(self) -> bool:
-        # On a node the others may still read what all said last.
-        return self._advance() and all(remote.delivered() for remote in self._remotes.values())
+        # The others may still read what all said last. Before all are connected, nobody has the address.
+        read = not self._leads or bool(self._marks.all())
+        return self._is_over() and read and all(remote.delivered() for remote in self._remotes.values())
+
+    def _is_over(self) -> bool:
+        # Whether this rank reads the board no more; the node's first rank is told.
+        over = self.advance()
+        if over and len(self._marks):
+            self._fence()
+            self._marks[self._layout.here.index(self._layout.me)] = 1
+            if not self._leads:
+                # Once: the memory may be another's from now on.
+                self._marks = self._marks[:0]
+        return over
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
             raise ClosedError(f"vote {self.name!r}: already closed")
-        if self._broken:
-            raise ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self._broken}")
+        if self.broken:
+            raise ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self.broken}")
 
     def _board_is_full(self, epoch: int) -> bool:
         if self._number > _FEW:
@@ -206,20 +245,6 @@ class Vote:
             return None
         said = table[:, :WORDS]
         return np.concatenate([said.min(0), said.max(0)])
-
-    def _advance(self) -> bool:
-        # The progress engine is another thread.
-        with self._lock:
-            if self._running is not None:
-                try:
-                    for _ in self._running:
-                        return False
-                except BaseException as error:
-                    # A generator that raised is over, and would look complete.
-                    self._broken, self._running = repr(error), None
-                    raise
-                self._running = None
-            return True
 
     def _script(self, epoch: int) -> Iterator[None]:
         # An epoch over several nodes; yields as long as it has to wait.

@@ -1,8 +1,11 @@
 """What ranks say to each other beside their data: alike or not, in words, and at which place."""
 
+import random
+import time
+
 import pytest
 
-from distdl_rma import Machine, MismatchError
+from distdl_rma import ExchangeTimeout, Machine, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 
@@ -42,3 +45,33 @@ def test_ranks_at_different_places_learn_it_and_go_on(segments, comm):
             with pytest.raises(MismatchError, match=f"rank 0 is in 'enc1.*' but rank {last} in 'enc2'"):
                 assembly.wait()
     assert assembly.wait()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("same", [True, False], ids=["alike", "in words"])
+@pytest.mark.parametrize("long", [False, True], ids=["one pass", "passes"])
+def test_a_call_that_is_repeated_after_a_timeout_is_one_call(segments, comm, same, long):
+    name = f"repeated {same} {long}"
+    words = ["x" * (5000 if long else 1), 0 if same else comm.rank]
+    expected = {rank: [words[0], 0 if same else rank] for rank in segments.ranks}
+    assembly = Assembly.of(segments, segments.ranks)
+    assembly.connect()
+    gather_words(segments, comm.rank, "words of all")
+    for turn in range(6):
+        rng = random.Random(turn)
+        late, timeout = rng.randrange(comm.size), segments.waiter.timeout
+        if comm.rank == late:
+            time.sleep(0.1)
+        else:
+            segments.waiter.timeout = 0.005 * (1 + rng.randrange(3))
+        try:
+            while True:
+                try:
+                    said = gather_words(segments, words, name)
+                    break
+                except ExchangeTimeout:
+                    pass
+        finally:
+            segments.waiter.timeout = timeout
+        assert said == expected
+        assert gather_words(segments, turn, f"{name}, turn {turn}") == dict.fromkeys(segments.ranks, turn)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmarks.traffic import vote_traffic
-from distdl_rma import ClosedError, ExchangeTimeout, MismatchError
+from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, ProtocolError
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.vote import Vote, vote_turns
 from tests.segments.collectives.engine.test_node_layout import machine_nodes
@@ -113,3 +113,59 @@ def test_slots_of_those_that_tell_are_those_of_the_ranks_that_hear(nodes):
     assert all(len(known) == nodes for known in knows)
     slots = [slot for turn in turns[0] for _, slot in turn.heard]
     assert slots == list(range(len(slots)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_board_stays_until_all_ranks_of_the_node_have_read_it(segments, comm):
+    vote = Vote(segments, segments.ranks, "left early")
+    vote.start("it", 1, 2, 3, 4)
+    nbytes = vote._memory.nbytes
+    if vote._leads:
+        assert vote.wait()
+        vote.close()
+        # Whoever gets the memory writes to it.
+        others = [segments.get_segment_buffer(nbytes) for _ in range(8)]
+        for buffer in others:
+            buffer.array[:] = 0x55
+        kept = any(memory is vote._memory for memory, _ in segments._retired)
+        assert kept == (vote._number > 1)
+    comm.Barrier()
+    if not vote._leads:
+        assert vote.wait()
+        vote.close()
+    comm.Barrier()
+    segments.get_segment_buffer(0).free()
+    assert all(memory is not vote._memory for memory, _ in segments._retired)
+    if vote._leads:
+        for buffer in others:
+            buffer.free()
+
+
+@pytest.mark.mpi
+def test_whoever_was_overtaken_does_not_take_what_is_said_later(segments, comm):
+    vote = Vote(segments, segments.ranks, "overtaken")
+    first = vote.start("first", 1, 0, 0, 0)
+    second = vote.start("second", comm.rank, 0, 0, 0)
+    assert (first, second) == (1, 2)
+    with pytest.raises(ProtocolError, match=r"'overtaken': epoch 1 was overtaken, by 'second'"):
+        vote.wait(epoch=first)
+    assert vote.wait(epoch=second) == (comm.size == 1)
+    vote.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_said_again_after_a_timeout_is_the_same_epoch(segments, comm):
+    vote = Vote(segments, segments.ranks, "again")
+    vote.connect()
+    for epoch in range(1, 4):
+        late = epoch % comm.size
+        if comm.rank != late:
+            for _ in range(2):
+                assert vote.start("it", epoch, 0, 0, 0) == epoch
+                with pytest.raises(ExchangeTimeout):
+                    vote.wait(0.01)
+        comm.Barrier()
+        assert vote.start("it", epoch, 0, 0, 0) == epoch
+        assert vote.wait()
+        comm.Barrier()
+    vote.close()

@@ -15,6 +15,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.collective import CollectiveSite
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction
+from distdl_rma.segments.collectives.engine.scripted import Scripted
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
@@ -73,7 +74,7 @@ class BetweenNodes:
         return self._barrier
 
 
-class SteppedAlgorithm(ABC):
+class SteppedAlgorithm(Scripted, ABC):
     """Algorithm whose step is a generator, ``script``, that yields as long as it has to wait.
 
     Each rank has a vector of ``count`` elements in the segment, twice, which the ranks of its node load and
@@ -87,6 +88,7 @@ class SteppedAlgorithm(ABC):
         self, site: CollectiveSite, count: int, dtype: np.dtype[Any], across: Sequence[int], terms: str
     ) -> None:
         manager, layout, name = site
+        super().__init__(manager)
         self.site, self.manager, self.layout = site, manager, layout
         self._count, self._dtype = count, dtype
         self._terms = f"count={count}\ndtype={dtype}\n{terms}\nranks={layout.ranks}"
@@ -104,12 +106,10 @@ class SteppedAlgorithm(ABC):
         self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
         self._request: MPI.Request | None = None
         self._connected = False
-        self._operation, self._lock = manager.operation(name), manager.segment.lock
+        self._operation = manager.operation(name)
         self._counters = manager.counters
         self._step = 0
-        self._running: Iterator[None] | None = None
         self._waits_for: tuple[tuple[int, ...], str] = ((), "")
-        self.broken = ""
 
     @abstractmethod
     def script(self, parity: int) -> Iterator[None]:
@@ -149,21 +149,6 @@ class SteppedAlgorithm(ABC):
         self._step = step
         self._running = self.script(step & 1)
         self.advance()
-
-    def advance(self) -> bool:
-        """Advance the step; return whether it is complete, or will never be since it is broken."""
-        # The progress engine is another thread.
-        with self._lock:
-            if self._running is not None:
-                try:
-                    for _ in self._running:
-                        return False
-                except BaseException as error:
-                    # A generator that raised is over, and would look complete.
-                    self.broken, self._running = self.broken or repr(error), None
-                    raise
-                self._running = None
-            return True
 
     def close(self) -> None:
         """Give memory and communicator back as soon as the step that is running is complete."""
