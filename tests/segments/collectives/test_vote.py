@@ -128,7 +128,7 @@ def test_the_board_stays_until_all_ranks_of_the_node_have_read_it(segments, comm
         for buffer in others:
             buffer.array[:] = 0x55
         kept = any(memory is vote._memory for memory, _ in segments._retired)
-        assert kept == (vote._number > 1)
+        assert kept or vote._number == 1
     comm.Barrier()
     if not vote._leads:
         assert vote.wait()
