@@ -14,7 +14,9 @@ from benchmarks.scaling.layers import Layer, layers_of
 from benchmarks.scaling.plans import (
     Cluster,
     Communication,
+    Movement,
     Planned,
+    Staged,
     Sum,
     Vote,
     loss,
@@ -23,6 +25,9 @@ from benchmarks.scaling.plans import (
     planned,
 )
 from benchmarks.traffic import Traffic
+from distdl_rma import Partition
+from distdl_rma.geometry import Decomposition, Exchange, trees
+from distdl_rma.ops.linear.linear_grid import ROWS, LinearGrid, grid_of_workers
 
 __all__ = ["PAGE", "busiest", "calls", "grid_of", "written"]
 
@@ -31,7 +36,8 @@ SIZES = (1, 2, 8, 64, 512, 1024, 4096)
 PER_NODE = (16, 1)
 TILE, CHANNELS = 64, 16
 GRADIENTS = 1 << 18  # elements of float32 in a bucket
-FEATURES = 1024
+# A tensor of a MiB: rows of the batch, and features, of which every one of up to 4,096 ranks may have some.
+BATCH, FEATURES = 64, 4096
 
 HEAD = f"""# Messages of a rank
 
@@ -49,8 +55,14 @@ the ranks beyond: an allreduce loads a share from each of the node's ranks, and 
 on which all write what they say. Up to 32 ranks small sums take one round, a message from each to each;
 beyond, they go by nodes.
 
-What gathers along a dimension of the grid (`AllGather`, linear layers whose features are split) is not in
-the table: there each rank gets a message from each rank of its line.
+What goes to copies, is summed from there, or comes together on one rank goes in stages over nodes: the ranks
+with the same place on their nodes tell each other, up to 32 nodes at once and more in turns of a few, and
+then all on a node. So each element comes to a node once. Up to 32 ranks that are alone on their nodes, and
+all ranks of one node, exchange at once.
+
+Other movements have as many messages as there are blocks that meet: a repartition from rows to columns sends
+a part to every rank of the other grid, and `Alltoall` one to all, but that what ranks of a node have for
+those of another travels together. That is what they are asked to move.
 """
 
 
@@ -70,7 +82,49 @@ def calls() -> dict[str, Callable[[Cluster, int], tuple[Communication, ...]]]:
         ),
         "call of a layer, told to ranks that keep copies only": lambda _cluster, _me: (outcome(),),
         "gradients of a bucket of 1 MiB": lambda _cluster, _me: (Sum(GRADIENTS, 4),),
+        "`AllGather` of 1 MiB over all ranks": lambda cluster, me: (gathered(cluster, me),),
+        "`ReduceScatter` of 1 MiB over all ranks": lambda cluster, me: (gathered(cluster, me).back,),
+        "`AllSumReduce` of 1 MiB over all ranks": all_summed,
+        "linear layer, features of 1 MiB split, forward": linear,
+        "linear layer, features of 1 MiB split, backward": lambda cluster, me: tuple(
+            each.back for each in linear(cluster, me)
+        ),
+        "weight of 1 MiB on a root, forward": lambda cluster, me: (from_root(cluster, me),),
+        "weight of 1 MiB on a root, backward": lambda cluster, me: (from_root(cluster, me).back,),
+        "state of 1 MiB at one rank": lambda cluster, me: (
+            Staged(gathered(cluster, me).source, from_root(cluster, me).source),
+        ),
     }
+
+
+def gathered(cluster: Cluster, me: int) -> Staged:
+    """Features in blocks, a block for each rank, that all ranks get."""
+    P = Partition(cluster.ranks, (1, cluster.size), me)
+    shape = (BATCH, FEATURES)
+    return Staged(Decomposition.balanced(P, shape), Decomposition.balanced(P, shape, replicate=(1,)))
+
+
+def from_root(cluster: Cluster, me: int) -> Staged:
+    """A tensor of the first rank, that all ranks get."""
+    root, users = (Partition(ranks, (len(ranks),), me) for ranks in (cluster.ranks[:1], cluster.ranks))
+    shape = (BATCH, FEATURES)
+    return Staged(Decomposition.replicated(root, shape), Decomposition.replicated(users, shape))
+
+
+def linear(cluster: Cluster, me: int) -> tuple[Staged, ...]:
+    """A layer with a block of rows of its weight on each rank: features are gathered."""
+    P_x = Partition(cluster.ranks, (1, cluster.size), me)
+    source, grid = Decomposition.balanced(P_x, (BATCH, FEATURES)), grid_of_workers(P_x, ROWS)
+    layer = LinearGrid(grid, FEATURES, FEATURES)
+    made = layer.outputs(source.shape)
+    return Staged(source, layer.inputs(source.shape)), Staged(made, Decomposition.balanced(P_x, made.shape))
+
+
+def all_summed(cluster: Cluster, me: int) -> tuple[Communication, ...]:
+    """Copies on all ranks that are summed to all of them."""
+    groups, count = (cluster.ranks,), BATCH * FEATURES
+    stages = trees.all_reduction(groups, [count], lambda rank: rank // cluster.per_node, me)
+    return tuple(Movement(Exchange(me, *stage)) for stage in stages)
 
 
 def plan(kind: str, cluster: Cluster, me: int) -> Planned:
@@ -125,7 +179,7 @@ def shown(nbytes: int) -> str:
     """Bytes to three digits."""
     if nbytes < 1 << 10:
         return f"{nbytes} B"
-    power, unit = (20, "MiB") if nbytes >= 1 << 20 else (10, "KiB")
+    power, unit = (20, "MiB") if nbytes >= 1000 << 10 else (10, "KiB")
     return f"{nbytes / (1 << power):.3g} {unit}"
 
 

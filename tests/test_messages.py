@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import itertools
 import math
 
 import pytest
@@ -11,11 +14,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.scaling.layers import layers_of
-from benchmarks.scaling.plans import Cluster, Vote, loss_with_numbers, outcome, planned
+from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_with_numbers, outcome, planned
 from distdl_rma import Machine, distribute, shard
-from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d
+from distdl_rma.geometry import Decomposition
+from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
 from distdl_rma.layers.core.error_exchange import CallOutcome
 from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.loss.global_loss import LossSums
 from messages import PAGE, busiest, calls, grid_of, written
 
@@ -37,7 +42,8 @@ def test_nothing_in_a_step_grows_with_the_ranks_but_by_a_logarithm_of_the_nodes(
         nodes = math.ceil(size / per_node)
         # A sum of one round goes to 31 others at most; two sums load and store the shares of a node.
         assert found.messages <= 31 + 2 * (2 * per_node + 2 * math.ceil(math.log2(nodes)))
-        # Of a sum in one round everyone gets up to 8 KiB; in a tree a rank tells 32 others a KiB.
+        # Of a sum in one round everyone gets up to 8 KiB; in a tree a rank tells 32 others a KiB. What goes
+        # to all ranks leaves none of them more than a few times.
         assert found.nbytes <= max(2 * most, 32 << 10)
 
 
@@ -86,6 +92,42 @@ def test_real_ranks_count_what_the_plans_say(comm, module, twin):
             _, moved = counted(machine, lambda: ours(mine))
         assert moved == expected(machine, P_x.shape, (*plan.forward, Vote()))
         model.distributed.close()
+
+
+@contextlib.contextmanager
+def pairs(machine):
+    """Two ranks on each node, as far as movements look."""
+    segment, ranks = machine.segments.segment, machine.ranks
+    true, segment.nodes = segment.nodes, tuple(ranks[at : at + 2] for at in range(0, len(ranks), 2))
+    try:
+        yield Cluster((1, 1, len(ranks), 1), 2)
+    finally:
+        segment.nodes = true
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3, 4)
+def test_real_ranks_count_what_the_stages_over_nodes_say(comm):
+    n, (batch, features) = comm.size, (6, 12)
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine, pairs(machine) as cluster:
+        me, P = machine.rank, machine.partition((1, n))
+        source, target = (Decomposition.balanced(P, (batch, features), copied) for copied in ((), (1,)))
+        root = Decomposition.replicated(P.create_partition_inclusive([0]), (batch, features))
+        for ends in itertools.permutations((source, target, root), 2):
+            plan = Staged(*ends)
+            movement = movement_between(CallSite(machine, "counted"), *ends, torch.float32, str(len(ends)))
+            x = torch.ones(ends[0].box(me).shape)
+            _, moved = counted(machine, functools.partial(movement, x))
+            traffic = plan.traffic(cluster, me)
+            assert moved == [getattr(traffic, name) for name in COUNTED]
+            movement.close()
+        layer = DistributedLinear(P, P, machine.partition((n, 1)), features, features)
+        mine = torch.ones(source.box(me).shape)
+        with torch.no_grad():
+            _, moved = counted(machine, lambda: layer(mine))
+        votes = Vote().traffic(Cluster((1, n), n), me)
+        gathered = Staged(source, target).traffic(cluster, me)
+        assert moved == [getattr(votes, name) + getattr(gathered, name) for name in COUNTED]
 
 
 @pytest.mark.mpi(min_size=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, Sum, Told, Vote
+from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, Staged, Sum, Told, Vote
 from distdl_rma.geometry.exchange import by_peer
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.vote import vote_turns
@@ -71,7 +71,7 @@ class Network:
             return self._round(what.nbytes)
         if isinstance(what, Vote):
             return self._vote(me)
-        if isinstance(what, Told):
+        if isinstance(what, Told | Staged):
             spans = [self._movement(each, me) for each in what.movements(self.cluster, me)]
             return Span(sum(span.busy for span in spans), sum(span.travels for span in spans))
         if all_push_is_better(self.cluster.size, what.count * what.itemsize, what.one_round):

@@ -111,6 +111,32 @@ class Vote:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """A movement between decompositions, in stages over nodes where it takes these."""
+
+    source: Decomposition
+    target: Decomposition
+    itemsize: int = FLOAT
+
+    def movements(self, cluster: Cluster, me: int) -> list[Movement]:
+        """What follows one another."""
+        ends = self.source, self.target
+        found = steps(*ends, lambda rank: rank // cluster.per_node, me) or [ends]
+        stages = (step.stages if isinstance(step, FlatStages) else [step] for step in found)
+        return [Movement(Exchange(me, *stage), self.itemsize) for stage in chain.from_iterable(stages)]
+
+    def traffic(self, cluster: Cluster, me: int) -> Traffic:
+        """What a rank puts, and passes on."""
+        each = [movement.traffic(cluster, me) for movement in self.movements(cluster, me)]
+        return Traffic(puts=sum(t.puts for t in each), bytes_put=sum(t.bytes_put for t in each))
+
+    @property
+    def back(self) -> Staged:
+        """The adjoint."""
+        return Staged(self.target, self.source, self.itemsize)
+
+
+@dataclass(frozen=True)
 class Told:
     """So many bytes of the first rank to all others."""
 
@@ -125,9 +151,7 @@ class Told:
             Decomposition.replicated(Partition(some, (len(some),), me), (self.nbytes,))
             for some in (ranks[:1], ranks[1:])
         )
-        found = steps(source, target, lambda rank: rank // cluster.per_node, me) or [(source, target)]
-        stages = (step.stages if isinstance(step, FlatStages) else [step] for step in found)
-        return [Movement(Exchange(me, *stage), 1) for stage in chain.from_iterable(stages)]
+        return Staged(source, target, 1).movements(cluster, me)
 
     def traffic(self, cluster: Cluster, me: int) -> Traffic:
         """What a rank puts, and passes on."""
@@ -135,7 +159,7 @@ class Told:
         return Traffic(puts=sum(t.puts for t in each), bytes_put=sum(t.bytes_put for t in each))
 
 
-Communication = Movement | Round | Sum | Vote | Told
+Communication = Movement | Round | Sum | Vote | Told | Staged
 
 
 class Planned(NamedTuple):

@@ -57,7 +57,10 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
         return [collected]
     if source.partition.size == 1 and (collected := _to_one(target, source, node_of, me)):
         return [collected.T]
-    many, few = _copies_on_nodes(target, node_of), _copies_on_nodes(source, node_of)
+    many, few = (
+        _copies_on_nodes(end, node_of) or _is_long(end, other, node_of)
+        for end, other in ((target, source), (source, target))
+    )
     if not (many or few):
         return []
     before: list[Step] = []
@@ -91,6 +94,16 @@ def _copies_on_nodes(end: Decomposition, node_of: NodeOf) -> bool:
     if not end.copied_along:
         return False
     return any(len(trees.teams_of(line, node_of)) > 1 for line in _lines(end))
+
+
+def _is_long(end: Decomposition, other: Decomposition, node_of: NodeOf) -> bool:
+    # Whether one rank has a long vector for several others, of other nodes, or gets their sum.
+    lines = _lines(end) if end.copied_along and end.partition.size > 3 * other.partition.size else ()
+    return any(
+        len(set(map(node_of, line))) > 1 and end.box(line[0]).volume > _SHORT
+        for line in lines
+        if len(line) > 3
+    )
 
 
 def _lines(end: Decomposition) -> Groups:
