@@ -98,7 +98,8 @@ class Arena:
             try:
                 while self._dropped:
                     block = self._dropped.popleft()
-                    offset = self.offset(block.ctypes.data)
+                    # Not by ``ctypes``, which imports: a tensor may die when the interpreter does.
+                    offset = self.offset(block.__array_interface__["data"][0])
                     size = -(-block.nbytes // _PAGE_BYTES) * _PAGE_BYTES
                     with suppress(OSError):
                         self._pages.madvise(mmap.MADV_REMOVE, offset, size)

@@ -1,6 +1,8 @@
 """Memory that other processes of the node store to."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -89,3 +91,14 @@ def test_memory_outlives_the_arena(arena):
     assert place.nbytes == there.nbytes
     del arena
     assert (there[:PAGE] == block).all()
+
+
+def test_the_last_tensor_may_die_with_the_interpreter():
+    # More than is kept for later, so that its block is given back.
+    program = (
+        "import torch; from distdl_rma.ops.core import tensors;"
+        "kept = [tensors.landing((tensors.IDLE_NBYTES,), torch.float32).owner]"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
