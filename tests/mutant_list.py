@@ -291,8 +291,8 @@ _CALLBACKS = [
     Mutant(
         "accumulated gradients are summed again",
         "distdl_rma/sync/gradients.py",
-        "            slot.base = gradient.clone()\n",
-        "            slot.base = None\n",
+        "            slot.base, parameter.grad = gradient.clone(), None\n",
+        "            slot.base, parameter.grad = None, None\n",
         _SYNC,
     ),
     Mutant(

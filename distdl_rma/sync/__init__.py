@@ -2,7 +2,7 @@
 
 Who decides which ranks sum a weight's gradient: ``claims``. Whether all ranks say the same: ``consensus``.
 What is synchronised, and whether it changed since: ``registry``. What travels together: ``bucket``. What
-happens in a backward: ``gradients``.
+happens in a backward: ``gradients``. What hooks of parameters see: ``parameter_hooks``.
 """
 
 from distdl_rma.sync.gradients import GradientSync

@@ -46,6 +46,8 @@ class GradientSlot:
         # The view of the segment that .grad was made last.
         self.in_segment: torch.Tensor | None = None
         self.handles: list[Any] = []
+        # What shows hooks of the user the gradient, if there are any.
+        self.hooks: Any = None
 
     @property
     def pending(self) -> bool:
@@ -67,6 +69,7 @@ class GradientSlot:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self.hooks = None
         for placed, key in self.entry.placed:
             placed.let_go(key)
         synchronised.pop(self.parameter, None)

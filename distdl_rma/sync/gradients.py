@@ -18,11 +18,12 @@ from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, Unsupport
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import alike_so_far, asked, synchronise, uncompiled
+from distdl_rma.ops.core.autograd import asked, synchronise, uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets
 from distdl_rma.sync.claims import synchronised
 from distdl_rma.sync.clipping import GradientNorms
+from distdl_rma.sync.parameter_hooks import contribution, run_first
 from distdl_rma.sync.plain_modules import warn_of_pitfalls
 from distdl_rma.sync.registry import Registry, SyncOptions
 
@@ -273,6 +274,7 @@ class GradientSync(Uncopyable):
             parameter.register_hook(partial(self._computed, slot)),
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot)),
         ]
+        run_first(parameter, slot.handles[0].id)
         slot.take_over(lambda: None if self._paused or asked() else bucket.offer(slot))
 
     def _begin(self) -> None:
@@ -316,8 +318,7 @@ class GradientSync(Uncopyable):
             self._check_open()
         if asked() is not None and self._asked_for(slot):
             return None
-        parameter = slot.parameter
-        gradient = parameter.grad
+        parameter, gradient = slot.parameter, slot.parameter.grad
         if parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
                 f"{self._label(slot)!r} was {slot.kind.dtype} when its GradientSync was made"
@@ -332,7 +333,7 @@ class GradientSync(Uncopyable):
                     " be added to; call optimizer.zero_grad() first"
                 )
             slot.local = True
-            return self._once(slot, computed)
+            return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
         if not self._in_backward or self._ending() is None:
             self._begin()
         if slot.ready:
@@ -343,19 +344,13 @@ class GradientSync(Uncopyable):
         self._on_the_way += 1
         if gradient is not None and not slot.local:
             # Summed already, or the loop's own: kept aside, so that only what is new is summed.
-            slot.base = gradient.clone()
-            slot.parameter.grad = None
-        return self._once(slot, computed)
-
-    def _once(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
-        # Of a loss that no split tensor is in, each rank has the whole gradient: the first contributes it.
-        if not self.alike_on or not alike_so_far():
-            return None
-        first = next((rank for rank in self.alike_on if rank in slot.kind.ranks), self._machine.rank)
-        return None if first == self._machine.rank else torch.zeros_like(computed)
+            slot.base, parameter.grad = gradient.clone(), None
+        return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
 
     @uncompiled
     def _accumulated(self, bucket: Bucket, slot: GradientSlot, _parameter: torch.Tensor) -> None:
+        if slot.hooks is not None and slot.hooks.seen:
+            slot.hooks.contribute()
         if self._paused:
             return
         self._on_the_way -= 1

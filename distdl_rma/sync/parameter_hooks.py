@@ -1,0 +1,88 @@
+"""Hooks that a user registers on parameters, shown the gradient that all ranks have together."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import UnsupportedError
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.autograd import alike_so_far
+from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.sync.bucket import GradientSlot
+
+
+class ParameterHooks:
+    """Hooks of a parameter of a model on split tensors, whose gradient they may change as they like.
+
+    A rank has a contribution, of which a hook that clamps would make something else. So the ranks sum before
+    the hooks run, which is alike on all of them then, and the first rank contributes what comes out.
+    Collective to construct over the ranks of the slot.
+    """
+
+    def __init__(self, machine: Machine, slot: GradientSlot, name: str) -> None:
+        self._slot, self._first = slot, slot.kind.ranks[0] == machine.rank
+        self._dtype, divisor = sum_dtype(slot.kind.dtype), slot.kind.divisor
+        count, element = slot.parameter.numel(), reduction_dtype(self._dtype)
+        op = "sum" if divisor == 1 else "mean"
+        ranks = slot.kind.ranks
+        self._sum = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
+        weakref.finalize(self, self._sum.close)
+        # What .grad held before, until what is new is there.
+        self._before: torch.Tensor | None = None
+        self.seen = False
+
+    def whole(self, contribution: torch.Tensor) -> torch.Tensor:
+        """What the hooks get; blocking."""
+        self._sum.active[:] = as_array(contribution.detach().to(self._dtype).reshape(-1))
+        self._sum.start()
+        result = as_tensor(self._sum.wait(), self._dtype).view(contribution.shape)
+        self._before, self._slot.parameter.grad, self.seen = self._slot.parameter.grad, None, True
+        return result.to(contribution.dtype, copy=True)
+
+    def contribute(self) -> None:
+        """Make what the hooks left in ``.grad`` this rank's contribution."""
+        self.seen = False
+        parameter, before = self._slot.parameter, self._before
+        found, self._before = parameter.grad, None
+        if found is not None:
+            mine = found * self._slot.kind.divisor if self._first else torch.zeros_like(found)
+            parameter.grad = mine if before is None else before + mine
+
+
+def contribution(
+    machine: Machine, slot: GradientSlot, computed: torch.Tensor, alike_on: tuple[int, ...]
+) -> torch.Tensor | None:
+    """What comes to ``.grad`` of a model on split tensors, in place of what was computed; None for that.
+
+    ``alike_on`` are ranks on which plain tensors are alike. Blocking where a user has hooks on the parameter.
+    """
+    found = None
+    if alike_so_far():
+        # Of a loss that no split tensor is in, each rank has the whole: the first contributes it.
+        first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
+        found = None if first == machine.rank else torch.zeros_like(computed)
+    parameter: Any = slot.parameter
+    if len(parameter._post_accumulate_grad_hooks) > 1:
+        label = machine.labels.readable(slot.entry.name)
+        raise UnsupportedError(
+            f"{label!r}: a hook of register_post_accumulate_grad_hook would see a gradient that the ranks"
+            " have not summed yet; do that after backward(), or change the gradient in one of register_hook"
+        )
+    if len(parameter._backward_hooks) > 1:
+        if slot.hooks is None:
+            slot.hooks = ParameterHooks(machine, slot, f"hooks of {slot.entry.name}")
+        found = slot.hooks.whole(computed if found is None else found)
+    return found
+
+
+def run_first(parameter: Any, number: int) -> None:
+    """Have the hook of a number run before those that a parameter has already."""
+    hooks = parameter._backward_hooks
+    others = [(key, hook) for key, hook in hooks.items() if key != number]
+    first = hooks[number]
+    hooks.clear()
+    hooks.update([(number, first), *others])
