@@ -19,7 +19,7 @@ from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, U
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls, modes
-from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, uncompiled
+from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import site
@@ -153,6 +153,8 @@ class Distributed:
 
     @uncompiled
     def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if found := tracer():
+            raise UnsupportedError(f"{found}: {_NO_GRAPH}")
         while self._running:
             # Left by what no hook sees, as an interrupt.
             self._leave_trail()
@@ -245,10 +247,11 @@ def _said(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} of {x.dtype}{cut}{', which requires a gradient' if x.requires_grad else ''}"
 
 
-_NOT_COMPILED = refuse_compiled(
+_NO_GRAPH = (
     "a distributed model computes on split tensors, which are in no graph; compile what is called with plain"
     " tensors, or run it as it is"
 )
+_NOT_COMPILED = refuse_compiled(_NO_GRAPH)
 _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
 
 

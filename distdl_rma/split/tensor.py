@@ -18,7 +18,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import ENOUGH, come_by_blocks
+from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, come_by_blocks, compiles
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
@@ -197,10 +197,13 @@ class SplitTensor(torch.Tensor):
             return SplitTensor(redistributed(site, local_of(self), self._layout, layout), layout)
 
     @classmethod
+    @breaks_graph
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What torch calls instead of its functions."""
+        if compiles() is not None:
+            return apart(cls.__torch_function__, func, types, args, kwargs)
         with _NO_SUBCLASS():
             rule = RULES[func if func in RULES else WITHOUT_RULE]
             THREAD.place = None

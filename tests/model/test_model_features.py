@@ -245,3 +245,29 @@ def test_compiled_models_are_refused(comm):
         torch.compile(split, backend="eager")(inputs())
     loss_of(split(inputs())).backward()
     split.distributed.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_models_are_refused(comm):
+    split, x = distribute(made().eval(), {"H": -1}), inputs()
+    for name, trace in (
+        ("jit", lambda: torch.jit.trace(split, x)),
+        ("func", lambda: torch.func.jvp(split, (x,), (x,))),
+        ("func", lambda: torch.func.vmap(split)(x[None])),
+        ("export", lambda: torch.export.export(split, (x,))),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"torch\.{name}: a distributed model"):
+            trace()
+    loss_of(split(x)).backward()
+    split.distributed.close()
+
+
+def test_a_compiled_loss_is_called_as_it_is(comm):
+    compiled = torch.compile(loss_of, backend="eager")
+
+    def act(model):
+        loss = (compiled if hasattr(model, "distributed") else loss_of)(model(inputs()))
+        loss.backward()
+        return loss
+
+    both(act, grids=[{"H": -1}])

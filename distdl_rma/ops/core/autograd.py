@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -24,8 +24,14 @@ ENOUGH: tuple[type[BaseException], ...] = tuple(
 _REASON = "distributed layers exchange data with other ranks, which is no part of a graph"
 # What looks at the functions that are called: part of torch itself, unlike the compiler.
 _frames: Any = torch._C._dynamo.eval_frame
-_compiles: Callable[[], object] = _frames.get_eval_frame_callback
+compiles: Callable[[], object] = _frames.get_eval_frame_callback
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+_fake: Callable[[], object] = partial(
+    torch._C._get_dispatch_mode,
+    torch._C._TorchDispatchModeKey.FAKE,
+)
 
 
 class _Layer(Protocol):
@@ -47,19 +53,21 @@ def uncompiled(function: Callable[Q, R]) -> Callable[Q, R]:
 
     @wraps(function)
     def entry(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        if _compiles() is None:
+        if compiles() is None:
             return function(*args, **kwargs)
-        return _apart(function, *args, **kwargs)
+        return apart(function, *args, **kwargs)
 
-    return _breaks_graph(entry)
+    return breaks_graph(entry)
 
 
 @_disable_dynamo
-def _apart(function: Callable[Q, R], *args: Q.args, **kwargs: Q.kwargs) -> R:
+def apart(function: Callable[Q, R], *args: Q.args, **kwargs: Q.kwargs) -> R:
+    """Call a function, in which nothing is compiled."""
     return function(*args, **kwargs)
 
 
-def _breaks_graph(function: Callable[Q, R]) -> Callable[Q, R]:
+def breaks_graph(function: Callable[Q, R]) -> Callable[Q, R]:
+    """The same function, marked as one that ``torch.compile`` neither compiles nor looks into."""
     marked: Any = function
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
     # Where a graph is broken, the function called there would be the next to be compiled.
@@ -72,14 +80,23 @@ def _breaks_graph(function: Callable[Q, R]) -> Callable[Q, R]:
     return function
 
 
+def tracer() -> str:
+    """What follows the functions that are called now, instead of computing; empty if nothing does."""
+    if torch._C._is_tracing():
+        return "torch.jit"
+    if _transforms_active():
+        return "torch.func"
+    return "torch.export" if _fake() is not None else ""
+
+
 def refuse_compiled(what: str) -> Callable[..., None]:
     """Hook ahead of a module's forward that refuses to be compiled, with a sentence."""
 
     def hook(*_arguments: Any) -> None:
-        if _compiles() is not None:
+        if compiles() is not None:
             raise UnsupportedError(f"torch.compile: {what}")
 
-    return _breaks_graph(hook)
+    return breaks_graph(hook)
 
 
 class OperatorFunction(torch.autograd.Function):
@@ -109,13 +126,13 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             )
         _backward.by_blocks = _number_of_backward()
         try:
-            return backward(ctx, *gradients) if _compiles() is None else _apart(backward, ctx, *gradients)
+            return backward(ctx, *gradients) if compiles() is None else apart(backward, ctx, *gradients)
         except Exception as error:
             # Those operations that wait for peers, or are waited for, know their machine.
             _report(getattr(ctx, "machine", None), error)
             raise
 
-    return _breaks_graph(checked)
+    return breaks_graph(checked)
 
 
 def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
@@ -128,16 +145,16 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
     @wraps(forward)
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
         try:
-            if _compiles() is None:
+            if compiles() is None:
                 return forward(layer, *args, **kwargs)
-            return _apart(forward, layer, *args, **kwargs)
+            return apart(forward, layer, *args, **kwargs)
         except ENOUGH:
             raise
         except Exception as error:
             _report(layer.machine, error)
             raise
 
-    return _breaks_graph(watched)
+    return breaks_graph(watched)
 
 
 @uncompiled
