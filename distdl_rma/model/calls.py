@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +20,6 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
-from distdl_rma.split.site import Step
 
 _BEGUN, _ENDED, _RAISED = range(3)
 # So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
@@ -28,6 +27,35 @@ _GRACE_SECONDS = 1.0
 # What peers wait for in vain, or know already.
 _KNOWN = PeerFailedError, ClosedError
 _AT_ONCE = ExchangeTimeout, SegmentError
+
+
+class Word(Protocol):
+    """A part of a rank's way through a model."""
+
+    @property
+    def word(self) -> int:
+        """A number, alike on ranks that do the same."""
+        ...
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        ...
+
+
+class Drawn:
+    """That random numbers were drawn in a call, from a state of torch's generator."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.word = zlib.crc32(bytes(state.numpy()))
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        return (
+            f"for random numbers of torch's generator, in state {self.word:08x} when it began; seed it alike"
+            " on all ranks, and draw what is of one rank from a generator of its own"
+        )
 
 
 class Calls:
@@ -53,7 +81,7 @@ class Calls:
             said = self._told(described())
             raise MismatchError(f"{self._name}: the ranks call it in different ways: {said}")
 
-    def end(self, trail: Sequence[Step]) -> None:
+    def end(self, trail: Sequence[Word]) -> None:
         """End a call; ``MismatchError`` on all ranks if they went different ways."""
         if not self._open:
             return
@@ -65,7 +93,7 @@ class Calls:
             self._machine.segments.waiter.until(lambda: False, self._assembly.missing, 10 * _GRACE_SECONDS)
         raise MismatchError(self._parting(trail))
 
-    def failed(self, error: BaseException, trail: Sequence[Step]) -> None:
+    def failed(self, error: BaseException, trail: Sequence[Word]) -> None:
         """Say that the call raised: to ranks that do not raise alike this one has failed."""
         machine = self._machine
         begun, self._open = self._open, False
@@ -91,7 +119,7 @@ class Calls:
         self._assembly.start(self._title, self._code, phase, word, number)
         return self._assembly.wait(timeout)
 
-    def _parting(self, trail: Sequence[Step]) -> str:
+    def _parting(self, trail: Sequence[Word]) -> str:
         # Where the ways of the ranks parted: all of them tell each other all calls.
         ways = self._all_of([step.word for step in trail], "ways").values()
         at = next(at for at, words in enumerate(zip_longest(*ways)) if len(set(words)) > 1)
@@ -115,7 +143,7 @@ class Calls:
         return gather_words(self._machine.segments, words, f"calls of {self._name} ({what})", self.ranks)
 
 
-def _hash_of(trail: Sequence[Step]) -> int:
+def _hash_of(trail: Sequence[Word]) -> int:
     return hash(tuple([step.word for step in trail]))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.model.calls import Calls, modes
+from distdl_rma.model.calls import Calls, Drawn, Word, modes
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.segments.collectives.assembly import gather_words
@@ -27,7 +27,7 @@ from distdl_rma.split.entry import alike_on_all_ranks, grid_for
 from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain import beside
 from distdl_rma.split.shard import Grid, shard
-from distdl_rma.split.site import TRAILS, Step
+from distdl_rma.split.site import TRAILS
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 from distdl_rma.sync.gradients import GradientSync
 
@@ -70,8 +70,9 @@ class Distributed:
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._seen: set[object] = set()
         self._calls: dict[tuple[int, ...], Calls] = {}
-        # Of calls that run: who is told of their end, and what was being handled when they began.
-        self._running: list[tuple[Calls | None, BaseException | None]] = []
+        # Of calls that run: who is told of their end, what was being handled when they began, and where the
+        # generator was.
+        self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         model = memo.get(id(self._model()))
@@ -159,13 +160,13 @@ class Distributed:
             # Left by what no hook sees, as an interrupt.
             self._leave_trail()
         TRAILS.append([])
-        self._running.append((None, sys.exc_info()[1]))
+        self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
         dims = self._cut_dims(given)
         whole = [x for x in given if not split and x.dim() == dims]
         calls = self._calls_of(split[0].partition if split else self.grid)
-        self._running[-1] = calls, sys.exc_info()[1]
+        self._running[-1] = calls, *self._running[-1][1:]
         plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
         facts = *self._facts(given), len(args), crc32(plain.encode())
         calls.begin(facts, partial(self._described, given, plain))
@@ -185,20 +186,23 @@ class Distributed:
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         if not self._running:
             return
-        calls, before, trail = self._leave_trail()
+        calls, before, generator, trail = self._leave_trail()
         # This is also called when the forward raises.
         error = sys.exc_info()[1]
         if calls is None:
             return
         if error is None or error is before:
+            if not torch.equal(generator, torch.get_rng_state()):
+                # What is drawn for all of a tensor is drawn by all ranks.
+                trail.append(Drawn(generator))
             calls.end(trail)
         elif isinstance(error, ENOUGH):
             calls.abandon()
         else:
             calls.failed(error, trail)
 
-    def _leave_trail(self) -> tuple[Calls | None, BaseException | None, list[Step]]:
-        return *self._running.pop(), TRAILS.pop() or []
+    def _leave_trail(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, list[Word]]:
+        return *self._running.pop(), [*(TRAILS.pop() or ())]
 
     def _calls_of(self, grid: Grid) -> Calls:
         ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from distdl_rma import UnsupportedError, distribute
+from distdl_rma import MismatchError, UnsupportedError, distribute
 from distdl_rma.split import SplitTensor
 from tests.model.against_alone import whole
 from tests.model.training import STEPS, alike, both, inputs, loop, loss_of, made, split_as
@@ -271,3 +271,17 @@ def test_a_compiled_loss_is_called_as_it_is(comm):
         return loss
 
     both(act, grids=[{"H": -1}])
+
+
+def test_generators_that_are_not_alike_are_noticed_where_a_model_draws(comm):
+    split = distribute(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d()).double(), {"H": -1})
+    x = inputs()
+    torch.manual_seed(comm.rank)
+    with pytest.raises(MismatchError, match=r"rank 1: calls for random numbers of .* seed it alike"):
+        split(x)
+    # Nothing is drawn.
+    split.eval()(x)
+    split.train()
+    torch.manual_seed(3)
+    loss_of(split(x)).backward()
+    split.distributed.close()
