@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks import memory
 from benchmarks.measure import COMM, Row, added, compare
 from benchmarks.scaling.rows import asleep_until_all_are_here
-from benchmarks.unet import CLASSES, Layers, UNet, step_of
+from benchmarks.unet import Layers, UNet, image, step_of
 from distdl_rma import GradientSync, Machine, Partition, distribute, shard
 from distdl_rma.layers import (
     DistributedBatchNorm2d,
@@ -25,11 +24,10 @@ from distdl_rma.layers import (
 
 WIDTH, SIDE = 16, 256
 # For one process with as many threads as there are ranks.
-NARROW, LARGE = 8, 512
+NARROW, LARGE = memory.WIDTH, memory.SIDE
 REPETITIONS = 31
 # Of the memory of one process, by the number of ranks.
 MEMORY = {2: 0.55, 4: 0.30}
-MEMORY_STEPS = 3
 
 Step = Callable[[], object]
 
@@ -40,12 +38,6 @@ def rows(machine: Machine) -> Iterator[Row]:
     yield from network_rows(machine)
     yield one_process_row(machine)
     yield from dispatch_rows(machine)
-
-
-def image(side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An input, and what the network is to say of it; alike on all ranks."""
-    torch.manual_seed(2)
-    return torch.randn(1, 1, side, side), torch.randn(1, CLASSES, side, side)
 
 
 def distributed_step(P_x: Partition, width: int, side: int) -> Step:
@@ -115,44 +107,10 @@ def dispatch_rows(machine: Machine) -> Iterator[Row]:
 def memory_rows(machine: Machine) -> Iterator[Row]:
     """Peak memory of the first steps above what was there before, on the rank with most; of fresh ranks."""
     torch.set_num_threads(1)
-    x, target = image(LARGE)
-    alone = in_a_child(lambda: peak_kib(step_of(UNet(NARROW), x, target, F.mse_loss)), machine.rank == 0)
-    ours = peak_kib(distributed_step(machine.partition((1, 1, machine.size, 1)), NARROW, LARGE))
-    alone, ours = (max(COMM.allgather(kib)) / 1024 for kib in (alone, ours))
+    ours = memory.peak_kib(distributed_step(machine.partition((1, 1, machine.size, 1)), NARROW, LARGE))
+    most = max(COMM.allgather(ours)) / 1024
+    alone = memory.alone_mib() if machine.rank == 0 else (0.0, 0.0)
+    asleep_until_all_are_here()
     what = f"peak memory of a rank of {machine.size}, unmodified U-Net, width {NARROW}, {LARGE}x{LARGE}"
-    yield Row(what, "one process", ours, 0.0, alone, 0.0, MEMORY.get(machine.size), unit="MiB")
-
-
-def peak_kib(step: Step) -> int:
-    """Most memory that the first steps have at once, above what is there before them."""
-    # Has the kernel forget the peak so far.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_kib("VmRSS")
-    for _ in range(MEMORY_STEPS):
-        step()
-    return status_kib("VmHWM") - before
-
-
-def status_kib(name: str) -> int:
-    """A number that the kernel keeps of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def in_a_child(call: Callable[[], int], here: bool) -> int:
-    """What a function finds in a process of its own, on the rank that is to have one; 0 on the others."""
-    if not here:
-        return 0
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        # Leaves MPI alone, and what would be done at the end of this rank.
-        try:
-            os.write(writer, str(call()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        found = int(answer.read())
-    os.waitpid(child, 0)
-    return found
+    middle, spread = COMM.bcast(alone)
+    yield Row(what, "one process", most, 0.0, middle, spread, MEMORY.get(machine.size), unit="MiB")

@@ -25,7 +25,7 @@ from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, result
 from distdl_rma.ops.window_gather import WindowGather
 
 # Gradients of larger blocks are computed in pieces, of about so many bytes for each thread.
-_LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 19
+_LARGE_NBYTES, _PIECE_NBYTES = 1 << 21, 1 << 19
 # Puts the gradient of "weight" or "bias" where it is wanted, and returns it.
 Fill = Callable[[str, Tensor], Tensor]
 

@@ -1,0 +1,56 @@
+"""Peak memory of training steps of a model that nobody rewrote, against one process that has all of it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from benchmarks.unet import UNet, image, step_of
+
+WIDTH, SIDE, STEPS = 8, 512, 3
+# Of one process, how much is given back to the system in between depends on chance.
+PROCESSES = 5
+
+
+def peak_kib(step: Callable[[], object]) -> int:
+    """Most memory that the first steps have at once, above what is there before them."""
+    # Has the kernel forget the peak so far.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_kib("VmRSS")
+    for _ in range(STEPS):
+        step()
+    return status_kib("VmHWM") - before
+
+
+def status_kib(name: str) -> int:
+    """A number that the kernel keeps of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def alone_mib() -> tuple[float, float]:
+    """Median of fresh processes, and half the distance between their quartiles; they know nothing of MPI.
+
+    A child of this one would count pages of programs again that this one has.
+    """
+    known = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "MPI", "OMPI"))}
+    command = [sys.executable, "-m", __name__]
+    found = [
+        int(subprocess.run(command, env=known, check=True, capture_output=True, text=True).stdout) / 1024
+        for _ in range(PROCESSES)
+    ]
+    low, middle, high = statistics.quantiles(found, n=4)
+    return middle, (high - low) / 2
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    x, target = image(SIDE)
+    print(peak_kib(step_of(UNet(WIDTH), x, target, F.mse_loss)))
