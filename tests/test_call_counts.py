@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
 MOST = {
     "convolution": (Calls(60, 44), Calls(36, 29)),
     "convolution of 512x512": (Calls(66, 50), Calls(52, 35)),
-    "instance norm": (Calls(47, 51), Calls(49, 32)),
-    "batch norm": (Calls(59, 63), Calls(51, 32)),
+    "instance norm": (Calls(47, 50), Calls(47, 32)),
+    "batch norm": (Calls(59, 62), Calls(49, 32)),
     "max pool 2x2": (Calls(24, 22), Calls(0, 0)),
     "max pool 3x3": (Calls(57, 48), Calls(34, 27)),
     "linear": (Calls(41, 30), Calls(0, 0)),

@@ -60,7 +60,7 @@ class Distributed:
         for path, module in model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(_Enter(path, moves, elsewhere), prepend=True),
-                module.register_forward_hook(_leave, always_call=True),
+                module.register_forward_hook(site.leave, always_call=True),
             ]
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
 
@@ -262,19 +262,15 @@ _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
 class _Enter:
     # Calls from here on are those of the module of a path.
     def __init__(self, path: str, moves: bool, elsewhere: bool) -> None:
-        self.path, self.moves, self.elsewhere = path or "model", moves, elsewhere
+        self.entry = path or "model", moves, elsewhere
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        site.enter(self.path, self.moves, self.elsewhere)
+        site.THREAD.stack.append(self.entry)
         if (module._backward_hooks or module._backward_pre_hooks) and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{self.path}: backward hooks of modules come from a graph that split tensors do not have;"
-                " call register_hook on its input or output in a forward hook instead"
+                f"{self.entry[0]}: backward hooks of modules come from a graph that split tensors do not"
+                " have; call register_hook on its input or output in a forward hook instead"
             )
-
-
-def _leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-    site.leave()
 
 
 def distribute(

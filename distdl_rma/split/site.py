@@ -187,8 +187,8 @@ def enter(path: str, moves: bool = True, elsewhere: bool = False) -> None:
     THREAD.stack.append((path, moves, elsewhere))
 
 
-def leave() -> None:
-    """Calls from now on are those of the module that called the last one."""
+def leave(*_of_hook: object) -> None:
+    """Calls from now on are those of the module that called the last one; also as a hook of that."""
     # What raises before it entered leaves too.
     if len(THREAD.stack) > 1:
         THREAD.stack.pop()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl_rma import errors
-from distdl_rma.errors import ConfigurationError
+from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import synchronise
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
@@ -58,6 +58,16 @@ class GradientSlot:
     def unsummed(self) -> bool:
         """Whether that is more than zeros."""
         return self.pending and bool(self.parameter.grad.any())  # type: ignore[union-attr]
+
+    def keep_apart(self) -> None:
+        """Have .grad accumulate this rank's own share, as under ``no_sync``."""
+        gradient = self.parameter.grad
+        if gradient is not None and not self.local and bool(gradient.any()):
+            raise ProtocolError(
+                "no_sync: .grad already holds a synchronised gradient, which this rank's own cannot"
+                " be added to; call optimizer.zero_grad() first"
+            )
+        self.local = True
 
     def take_over(self, offer: Callable[[], torch.Tensor | None]) -> None:
         """Have the layers leave the summing to a GradientSync, and write the gradient where it offers."""
@@ -122,7 +132,7 @@ class Bucket:
 
     def put(self, slot: GradientSlot) -> bool:
         """Make sure that a gradient lies in the active buffer; return whether it was the last one."""
-        gradient, place = slot.parameter.grad, self._places()[0][slot.number]
+        gradient, place = slot.parameter.grad, (self._written or self._places())[0][slot.number]
         if gradient is not None:
             # Only what a layer was offered lies there.
             if slot.offered and gradient.data_ptr() == place.data_ptr():

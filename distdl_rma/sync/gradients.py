@@ -327,12 +327,7 @@ class GradientSync(Uncopyable):
         if gradient is None:
             slot.local = False
         if self._paused:
-            if gradient is not None and not slot.local and bool(gradient.any()):
-                raise ProtocolError(
-                    "no_sync: .grad already holds a synchronised gradient, which this rank's own cannot"
-                    " be added to; call optimizer.zero_grad() first"
-                )
-            slot.local = True
+            slot.keep_apart()
             return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
         if not self._in_backward or self._ending() is None:
             self._begin()

@@ -216,7 +216,8 @@ class ResultPool:
             blocks = self._idle.get(nbytes)
             block = blocks.pop() if blocks else None
             self.idle_nbytes -= 0 if block is None else nbytes
-        self._sort()
+        if self._returned:
+            self._sort()
         return self._make(nbytes) if block is None else block
 
     def _ended(self, loan: Any) -> None:
@@ -256,8 +257,6 @@ _results = ResultPool()
 
 def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a result that leaves the library, not initialised."""
-    if prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
-        return torch.empty(tuple(shape), dtype=dtype)
     return _results.empty(shape, dtype)
 
 
@@ -286,4 +285,4 @@ def result_like(x: torch.Tensor) -> torch.Tensor:
     """Memory for a result of the shape, type and strides of a tensor, not initialised."""
     if x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
         return torch.empty_like(x)
-    return result(x.shape, x.dtype)
+    return _results.empty(x.shape, x.dtype)

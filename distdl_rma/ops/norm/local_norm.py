@@ -99,7 +99,7 @@ class LocalNorm(OperatorFunction):
             arrive = statistics.sum(pair)
         mark("scale")
         d_parameters = [
-            _whole(name, [part.of_parameter(name) for part in parts], dtype, plan.fill) if needed else None
+            _whole(name, parts, dtype, plan.fill) if needed else None
             for name, dtype, needed in zip(_PARAMETERS, ctx.dtypes, needs_parameters, strict=True)
         ]
         if needs_x:
@@ -119,10 +119,12 @@ class LocalNorm(OperatorFunction):
         return d_x, *d_parameters, *(None,) * 5
 
 
-def _whole(name: str, runs: list[Tensor], dtype: torch.dtype, fill: Fill | None) -> Tensor:
-    # Runs are channels side by side.
-    whole = runs[0] if len(runs) == 1 else torch.cat([torch.empty(0), *runs])
-    whole = whole.to(dtype)
+def _whole(name: str, parts: list[_Gradient], dtype: torch.dtype, fill: Fill | None) -> Tensor:
+    if len(parts) == 1:
+        whole = parts[0].of_parameter(name).to(dtype)
+    else:
+        # Runs are channels side by side.
+        whole = torch.cat([torch.empty(0), *[part.of_parameter(name) for part in parts]]).to(dtype)
     return whole if fill is None else fill(name, whole)
 
 
