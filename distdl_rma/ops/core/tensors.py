@@ -257,6 +257,8 @@ _results = ResultPool()
 
 def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a result that leaves the library, not initialised."""
+    if prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
+        return torch.empty(tuple(shape), dtype=dtype)
     return _results.empty(shape, dtype)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.tensors import result_like
 from distdl_rma.ops.norm.rows import Array, without_fp_errors
-from distdl_rma.ops.norm.statistics import LocalRun, Statistics
+from distdl_rma.ops.norm.statistics import LocalRun, Shift, Statistics
 
 # Puts the gradient of a parameter, by name, where it is wanted.
 Fill = Callable[[str, Tensor], Tensor]
@@ -55,7 +55,7 @@ class LocalNorm(OperatorFunction):
         statistics, eps = plan.statistics, plan.eps
         mark = statistics.trace.marks(statistics.name)
         wide, shifted = x if x.dtype == plan.wide else x.to(plan.wide), None
-        by: Sequence[Tensor] = ()
+        by: Sequence[Shift] = ()
         if constants is None:
             mean, variance, shifted, by = statistics.of(wide, mark)
             if update is not None:
@@ -147,7 +147,7 @@ class _Scaling:
         variance: Array,
         eps: float,
         weight: Tensor | None,
-        shift: Tensor | None,
+        shift: Shift | None,
         dtype: torch.dtype,
     ) -> None:
         self.run, self.centred, self.dtype = run, centred, dtype
@@ -156,8 +156,12 @@ class _Scaling:
         inverse = variance + eps
         np.sqrt(inverse, out=inverse)
         self.inverse = np.divide(1, inverse, out=inverse)
-        self.shift = torch.from_numpy(mean).to(dtype) if shift is None else shift
-        self.rest = mean - self.shift.numpy() if centred else mean
+        if shift is None:
+            self.shift = torch.from_numpy(mean).to(dtype)
+            self.rest = mean - self.shift.numpy() if centred else mean
+        else:
+            self.shift, of_run = shift
+            self.rest = mean - of_run
         # Elements for elements, or values of float64.
         self.weight: Tensor | None = None
         self.factor = self.inverse

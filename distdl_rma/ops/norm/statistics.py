@@ -24,8 +24,9 @@ _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
 
 
 # Mean and variance of each group, in float64, and what the local tensor became on the way: if centred, with
-# something near to the mean taken off, and for each run what that was.
-Moments = tuple[Array, Array, Tensor | None, Sequence[Tensor]]
+# something near to the mean taken off, and for each run what that was, as torch and as numpy have it.
+Shift = tuple[Tensor, Array]
+Moments = tuple[Array, Array, Tensor | None, Sequence[Shift]]
 
 
 class LocalRun:
@@ -84,7 +85,7 @@ class LocalRun:
         array[...] = values
         return memory
 
-    def told(self, x: Tensor, out: Tensor | None) -> Tensor:
+    def told(self, x: Tensor, out: Tensor | None) -> Shift:
         """Write down what is told to the others; put the elements, less what is returned, in ``out`` if any.
 
         Squares about the local mean: a large mean does not swallow a small variance.
@@ -92,19 +93,21 @@ class LocalRun:
         if out is None or self.empty:
             if not self.empty:
                 self.squares[...] = self.reduced.squares(self.of(x))
-            return torch.zeros(self.reduced.shape, dtype=x.dtype)
+            nothing = torch.zeros(self.reduced.shape, dtype=x.dtype)
+            return nothing, nothing.numpy()
         if not self.whole:
             x, out = self._run.of(x), self._run.of(out)
         middle = x.mean(self.axes.reduced, True)
+        mean = middle.numpy()
         torch.sub(x, middle, out=out)
         # The sum of what is left makes up for the rounding of the mean. Rounding must not turn the squares of
         # what does not vary at all negative.
         rest = self.reduced.sums(out)
         left = np.divide(rest, self.length, dtype=np.float64)
-        np.add(middle.numpy(), left, out=self.mean)
+        np.add(mean, left, out=self.mean)
         squares = np.subtract(self.reduced.squares(out), np.multiply(left, rest, out=left), out=self.squares)
         np.maximum(squares, 0, out=squares)
-        return middle
+        return middle, mean
 
 
 class Statistics:
