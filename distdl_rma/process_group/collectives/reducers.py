@@ -77,7 +77,7 @@ class Reducer:
     def bound(self, rows: Sequence[Array], out: Array) -> Callable[[], object]:
         """The same, to be called again and again."""
         if self._plain and len(rows) == 2:
-            return partial(self._two, rows[0], rows[1], out)
+            return partial(self._two, rows[0], rows[1], out=out)
         return partial(self._quietly, rows, out)
 
     def _reduce(self, rows: Sequence[Array], out: Array) -> None:

@@ -81,3 +81,18 @@ def test_a_flat_tensor_is_the_tensor_or_goes_back_to_it():
     assert Flat(torch.tensor(2.0, requires_grad=True)).bytes.size == 4
     assert Flat(torch.zeros(3, dtype=torch.bfloat16)).elements.dtype == np.int16
     assert Flat(torch.tensor([1 + 2j]).conj()).elements.tolist() == [1 - 2j]
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.BXOR])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_is_bound_to_its_rows_is_the_same_again_and_again(op, count):
+    dtype = torch.int32 if op == ReduceOp.BXOR else torch.float32
+    rows = [torch.arange(5).to(dtype) * (k + 3) for k in range(count)]
+    out = rows[-1].clone()
+    bound = reducer_of(op, dtype, count).bound([Flat(r).elements for r in rows], Flat(out).elements)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            rows[0] += step
+            bound()
+            assert torch.equal(out, reduced(op, rows))
