@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts clean
+.PHONY: help demo test test-all bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -77,6 +77,11 @@ test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/laye
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and of failing ranks
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
 	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py
+
+# Not installed here: its builds are for GPUs, of gigabytes.
+test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH=its python, with this package and pytest)
+	NEWER_TORCH=$(NEWER_TORCH) $(BIN)/python -m pytest tests/process_group/test_newer_torch.py
+	$(NEWER_TORCH) tests/run_mpi.py --ranks 2 3 -- tests/process_group
 
 # Fewer bytes between the hosts than this would mean that the ranks have found another way.
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
