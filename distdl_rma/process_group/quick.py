@@ -20,8 +20,9 @@ from distdl_rma.process_group.operations import Lines, Operation, Script
 Array = NDArray[Any]
 Bytes = memoryview
 
-# Looks at the others' words before the wait becomes a patient one, and before others may have the core.
-_LOOKS, _SPINS = 500, 60
+# Looks at the others' words before the wait becomes a patient one, and before others may have the core. Where
+# ranks share cores, others may have it after each.
+_LOOKS, _CROWDED_LOOKS, _SPINS = 500, 100, 60
 _KEPT = 512
 
 
@@ -47,7 +48,9 @@ class QuickReductions:
         self._lock = rounds.manager.segment.lock
         self._most = min(WHOLE_BYTES, rounds.slot_bytes)
         # If nobody waits, and if somebody does.
-        self._patience = range(1), range(_LOOKS if rounds.manager.waiter.spins else 1)
+        self._patience = range(1), range(_CROWDED_LOOKS if rounds.crowded else _LOOKS)
+        # Ranks that share a core wait for each other's turn on it.
+        self._spins = 0 if rounds.crowded else _SPINS
         # By address, number of elements, type and operation: never used without a tensor that is there.
         self._known: dict[Hashable, Quick] = {}
 
@@ -114,7 +117,7 @@ class QuickReductions:
                 quick.reduce[number & 1]()
                 rounds.read(number)
                 return None
-            if look > _SPINS:
+            if look >= self._spins:
                 os.sched_yield()
 
         def rest() -> Script:
@@ -135,6 +138,6 @@ class QuickReductions:
                 return None
             looks = looks + 1 if rounds.number == number else 0
             number = rounds.number
-            if looks > _SPINS:
+            if looks > self._spins:
                 os.sched_yield()
         return script
