@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -18,6 +19,8 @@ from distdl_rma.segments.manager import SegmentManager
 
 # Up to this many bytes at each receiver, everyone's vector to everyone beats a share each.
 _ALL_PUSH_BYTES = 8 << 10
+# Up to so many bytes a share of two vectors is summed at once: it stays in the cache.
+_CACHED_NBYTES = 256 << 10
 # With more ranks than this, one message to each is no longer the fastest way for anything.
 _ALL_PUSH_RANKS = 32
 
@@ -123,11 +126,33 @@ class _ByAllPush:
 
 def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[], object]:
     # Everything that can be looked up before is: a small step takes a few microseconds in all.
-    if len(rows) == 2 and reduction.element.exact and reduction.op == "sum":
-        first, second = rows
-        add = without_fp_errors(np.add)
+    return adder(rows, out) if adds_two(reduction, rows) else lambda: reduction.reduce(rows, (out,))
+
+
+def adds_two(reduction: Reduction, rows: Sequence[Array]) -> bool:
+    """Whether nothing is to be done but to add two rows."""
+    return len(rows) == 2 and reduction.element.exact and reduction.op == "sum"
+
+
+def adder(rows: Sequence[Array], out: Array, copy: Array | None = None) -> Callable[[], object]:
+    """Function that adds two rows, and stores the sum to one or two places; not for two threads at once."""
+    (first, second), add = rows, without_fp_errors(np.add)
+    if copy is None:
         return lambda: add(first, second, out)
-    return lambda: reduction.reduce(rows, (out,))
+
+    def both() -> None:
+        add(first, second, out)
+        copy[...] = out
+
+    return both
+
+
+class _Cut(NamedTuple):
+    # The shares of a node's vectors that one rank reduces: all, its own, the others, and what reduces them.
+    shares: list[Array]
+    mine: Array
+    others: list[Array]
+    quick: Callable[[], object] | None
 
 
 class _AllreduceByNodes(ShareReduction):
@@ -139,6 +164,8 @@ class _AllreduceByNodes(ShareReduction):
         size = share.stop - share.start
         super().__init__(site, count, size, reduction, "collective=Allreduce")
         self._share = share
+        # For even and odd steps the shares of all vectors, looked up once.
+        self._cuts: dict[int, _Cut] = {}
         # Which of the share is finished on which node.
         self._split = Listed(Balanced(size, number).lengths)
         # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction.
@@ -147,10 +174,13 @@ class _AllreduceByNodes(ShareReduction):
 
     def reduce(self, rows: list[Array]) -> Iterator[None]:
         """Reduce this rank's share of all vectors, and store it to the ranks of the node."""
-        me = self.layout.here.index(self.layout.me)
-        shares = [row[self._share] for row in rows]
-        mine, others = shares[me], [share for at, share in enumerate(shares) if at != me]
-        if len(self.layout.nodes) == 1:
+        parity = self._step & 1
+        if parity not in self._cuts:
+            self._cuts[parity] = self._cut(rows)
+        shares, mine, others, quick = self._cuts[parity]
+        if quick is not None:
+            quick()
+        elif len(self.layout.nodes) == 1:
             self.reduction.reduce(shares, [mine, *others])
         else:
             self.reduction.partial(shares, self._sums)
@@ -158,6 +188,15 @@ class _AllreduceByNodes(ShareReduction):
             for other in others:
                 other[...] = mine
         self.count_puts(len(others), len(others) * mine.nbytes)
+
+    def _cut(self, rows: list[Array]) -> _Cut:
+        me, nbytes = self.layout.here.index(self.layout.me), self._elements * rows[0].itemsize
+        shares = [row[self._share] for row in rows]
+        others = [share for at, share in enumerate(shares) if at != me]
+        quick = None
+        if len(self.layout.nodes) == 1 and nbytes <= _CACHED_NBYTES and adds_two(self.reduction, shares):
+            quick = adder(shares, shares[me], others[0])
+        return _Cut(shares, shares[me], others, quick)
 
     def _combine(self, mine: Array) -> Iterator[None]:
         # Every element is reduced on one node and copied to the others: bitwise the same on all.

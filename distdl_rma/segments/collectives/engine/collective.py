@@ -161,18 +161,23 @@ class Collective:
         if self._closed or self._manager.closed:
             self._check()
         if self._running:
-            advance = self._advance
-            with self._manager.trace.span("wait", self.name):
-                for _ in self._looks:
-                    if advance():
-                        break
-                else:
-                    self._manager.waiter.until(advance, self._algorithm.waiting, timeout)
+            if self._manager.trace.recording is None:
+                self._finish(timeout)
+            else:
+                with self._manager.trace.span("wait", self.name):
+                    self._finish(timeout)
             self._end()
         elif not self._unfetched:
             raise ProtocolError(f"{self.name!r}: wait without a start")
         self._unfetched = False
         return self._results[self._steps & 1]
+
+    def _finish(self, timeout: float | None) -> None:
+        advance = self._advance
+        for _ in self._looks:
+            if advance():
+                return
+        self._manager.waiter.until(advance, self._algorithm.waiting, timeout)
 
     def reset(self, timeout: float | None = None) -> None:
         """Make the collective usable again after a step that some ranks did not start, or did not wait for.
@@ -214,8 +219,11 @@ class Collective:
             self._advance = trace.watched(type(self).__name__.lower(), self.name, algorithm.advance)
         try:
             self._steps, self._running, self._unfetched = self._steps + 1, True, False
-            with trace.span("start", self.name):
+            if trace.recording is None:
                 algorithm.begin(self._steps)
+            else:
+                with trace.span("start", self.name):
+                    algorithm.begin(self._steps)
             if algorithm.needs_progress:
                 # Every wait advances it: ranks may wait for their steps in different orders.
                 self._manager.defer(self._advance)

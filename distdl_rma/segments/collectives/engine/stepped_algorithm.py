@@ -108,8 +108,11 @@ class SteppedAlgorithm(Scripted, ABC):
         self._connected = False
         self._operation = manager.operation(name)
         self._counters = manager.counters
+        self._fence, self._acquire = manager.segment.store_fence, manager.segment.acquire
         self._step = 0
-        self._waits_for: tuple[tuple[int, ...], str] = ((), "")
+        # Of which ranks something is awaited: a phase on this node, or None for what goes between nodes.
+        self._waits_for: tuple[int, ...] = ()
+        self._phase: int | None = None
 
     @abstractmethod
     def script(self, parity: int) -> Iterator[None]:
@@ -164,13 +167,17 @@ class SteppedAlgorithm(Scripted, ABC):
 
     def waiting(self) -> WaitReason:
         """Which ranks the step waits for; for messages."""
-        ranks, where = self._waits_for
+        ranks, where = self._waits_for, "between nodes"
+        if self._phase is not None:
+            first, where = self._phase * len(self._at), "on this node"
+            ranks = tuple(rank for rank in ranks if self._words[first + self._at[rank]] < self._step)
         what = f"in {self.site.name!r} (step {self._step}, {where})"
         return WaitReason(ranks, what, "did every rank make the same calls?")
 
     def notify(self, phase: int, ranks: Sequence[int]) -> None:
         """Notify ranks of the node that a phase of this step is over here; what was stored is visible."""
-        self.manager.segment.fence()
+        if self._fence is not None:
+            self._fence()
         word = phase * len(self._at) + self._me
         for rank in ranks:
             self._peer_words[self._at[rank]][word] = self._step
@@ -178,12 +185,13 @@ class SteppedAlgorithm(Scripted, ABC):
     def wait_for(self, phase: int, ranks: Sequence[int]) -> Iterator[None]:
         """Wait until ranks of the node have notified this one that a phase of this step is over."""
         words, step, first = self._words, self._step, phase * len(self._at)
-        silent = [rank for rank in ranks if words[first + self._at[rank]] < step]
-        while silent:
-            self._waits_for = tuple(silent), "on this node"
-            yield
-            silent = [rank for rank in silent if words[first + self._at[rank]] < step]
-        self.manager.segment.acquire()
+        self._waits_for, self._phase = tuple(ranks), phase
+        # One after the other: a look is one word, however many they are.
+        for rank in ranks:
+            word = first + self._at[rank]
+            while words[word] < step:
+                yield
+        self._acquire()
 
     def complete(self, request: MPI.Request, nbytes: int) -> Iterator[None]:
         """Wait until a collective between nodes, which took so many bytes from here, is complete."""
@@ -191,8 +199,8 @@ class SteppedAlgorithm(Scripted, ABC):
         self._request = request
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
-        peers = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
-        self._waits_for = peers, "between nodes"
+        self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
+        self._phase = None
         while not request.Test():
             yield
         self._request = None
