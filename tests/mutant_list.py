@@ -166,8 +166,8 @@ _PROTOCOL = [
     Mutant(
         "a rank goes on before all of its node have told it",
         "distdl_rma/segments/collectives/engine/stepped_algorithm.py",
-        "silent = [rank for rank in ranks if words[first + self._at[rank]] < step]",
-        "silent = [rank for rank in ranks[:1] if words[first + self._at[rank]] < step]",
+        "        for rank in ranks:\n            word = first",
+        "        for rank in ranks[:1]:\n            word = first",
         _COLLECTIVE,
     ),
     Mutant(
