@@ -1,6 +1,7 @@
 """Puts, gets and notifications to a peer's buffer."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -350,6 +351,28 @@ def test_an_atomic_that_is_not_answered_names_the_peer_and_changes_nothing(meet,
             with pytest.raises(ExchangeTimeout, match=rf"for rank {peer} to answer before an atomic"):
                 call()
     assert remote.atomic_load(0) == 0
+    comm.Barrier()
+
+
+def test_threads_of_a_rank_change_words_at_the_same_time(meet, comm):
+    buffer, remotes = meet(64)
+    peer, found, each = (comm.rank + 1) % comm.size, [], 40
+
+    def add(number):
+        # A word of its own, and one of all.
+        for _ in range(each):
+            remotes[peer].fetch_add(8 + 8 * number, 1)
+            found.append(remotes[peer].fetch_add(0, 3))
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Nobody else adds to these words of the peer: each sum is found once.
+    assert sorted(found) == list(range(0, 3 * 4 * each, 3))
+    comm.Barrier()
+    assert [buffer.here.atomic_load(8 * at) for at in range(5)] == [3 * 4 * each, *[each] * 4]
     comm.Barrier()
 
 
