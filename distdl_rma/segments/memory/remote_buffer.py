@@ -390,6 +390,9 @@ def _int64(value: int) -> int:
 
 
 def _copy_in_pieces(near: memoryview, offset: int, source: memoryview) -> None:
-    for begin in range(0, len(source), _PIECE_NBYTES):
-        piece = source[begin : begin + _PIECE_NBYTES]
-        near[offset + begin : offset + begin + len(piece)] = piece
+    target, nbytes = near[offset : offset + len(source)], len(source)
+    # Of memory that is moved within itself a piece could overwrite what is still to be read.
+    within = np.may_share_memory(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    size = nbytes if within else _PIECE_NBYTES
+    for begin in range(0, nbytes, size):
+        target[begin : begin + size] = source[begin : begin + size]

@@ -354,6 +354,17 @@ def test_an_atomic_that_is_not_answered_names_the_peer_and_changes_nothing(meet,
     comm.Barrier()
 
 
+@pytest.mark.parametrize("shift", [-(1 << 10), 1 << 10])
+def test_a_buffer_may_be_moved_within_itself(meet, comm, shift):
+    buffer, _ = meet(3 << 20)
+    values = np.random.default_rng(comm.rank).integers(0, 255, 2 << 20).astype(np.uint8)
+    part = buffer.view(np.uint8, values.shape, 1 << 19)
+    part[...] = values
+    buffer.here.put(part, offset=(1 << 19) + shift)
+    buffer.here.flush()
+    assert (buffer.view(np.uint8, values.shape, (1 << 19) + shift) == values).all()
+
+
 def test_threads_of_a_rank_change_words_at_the_same_time(meet, comm):
     buffer, remotes = meet(64)
     peer, found, each = (comm.rank + 1) % comm.size, [], 40
