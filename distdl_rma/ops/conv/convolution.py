@@ -19,7 +19,7 @@ from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_piece
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, tied
 from distdl_rma.ops.core.movement import CallSite, Movement
-from distdl_rma.ops.core.operation import Agreed, Agreement, GatherComputeScatter
+from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
 from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, result, sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
@@ -148,7 +148,9 @@ class Convolution(GridConvolution):
         """What this rank adds to the output; blocking where the halo travels meanwhile."""
         if not self.overlaps:
             return super().carry_out(needs, x, weights)
-        return _scheduled(_Call(Agreed(self, needs), _returned), x, weights)
+        call = _Call(_returned)
+        call.operation, call.needs = self, needs
+        return _scheduled(call, x, weights)
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """That of what was gathered."""
@@ -163,15 +165,15 @@ class Convolution(GridConvolution):
         """What is told what the operation does, for a recording."""
         return self._trace.marks(self.site.name, backward)
 
-    def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, Tensor]:
-        """Epoch of the halo that is on its way, and what local data gives meanwhile."""
+    def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
+        """Start the halo, and convolve local data."""
         mark = self.marks()
         mark("start")
         epoch = self.start(x)
         mark("local")
         y = self.local(x, weight, bias)
         mark("")
-        return epoch, y
+        return epoch, y, mark
 
     def start(self, x: Tensor) -> int:
         """Put this rank's edges into the neighbours' slots; return the epoch."""
@@ -182,7 +184,7 @@ class Convolution(GridConvolution):
     def local(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What own data gives, at full speed; zeros where only the neighbours' data would add."""
         core, weight, bias = self.parts.core, self.block(weight), self._rows(bias)
-        if core is not None and core.outputs == core.within:
+        if core is not None and core.complete:
             return core.convolve(x, weight, bias)
         y = torch.zeros(self._shape, dtype=self.dtype)
         if core is not None:
@@ -191,11 +193,11 @@ class Convolution(GridConvolution):
 
     def receive(self, epoch: int) -> list[Tensor]:
         """Remote data, one block per strip, zero where the domain ends; blocking."""
-        blocks = [result(strip.region.shape, self.dtype) for strip in self.parts.strips]
-        for strip, block in zip(self.parts.strips, blocks, strict=True):
-            if strip.sticks_out:
-                block.zero_()
-        arrays = [as_words(block) for block in blocks]
+        blocks, arrays = [], []
+        for strip in self.parts.strips:
+            block = result(strip.region.shape, self.dtype)
+            blocks.append(block.zero_() if strip.sticks_out else block)
+            arrays.append(as_words(block))
         for (_, view), landing in zip(self._halo.forward.receive(epoch), self._landings, strict=True):
             for number, there, here in landing:
                 arrays[number][there] = view[here]
@@ -296,20 +298,35 @@ def convolve(
     if not (overlaps and isinstance(x, Tensor)):
         operation, needs = agreement.settle()
         return operation(needs, x, **weights), needs
-    call = _Call(agreement, fill)
+    call = _Call(fill, agreement)
     with no_autocast():
         y = _scheduled(call, x, weights)
     scatter = call.operation.scatter
     return y if scatter is None else scatter(y, call.needs.any), call.needs
 
 
+# Epoch of a halo that is on its way, what local data gives meanwhile, and what is told what is done.
+_Started = tuple[int, Tensor, Callable[[str], object]]
+
+
 class _Call:
-    # What goes into the operation of autograd beside tensors, and what comes out.
+    # What goes into the operation of autograd beside tensors, and what comes out of an agreement, if any.
     operation: Convolution
     needs: GradientNeeds
 
-    def __init__(self, agreement: Agreement[Convolution], fill: Fill) -> None:
-        self.agreement, self.fill = agreement, fill
+    def __init__(self, fill: Fill, agreement: Agreement[Convolution] | None = None) -> None:
+        self.fill, self.agreement = fill, agreement
+
+    def settle(
+        self, agreement: Agreement[Convolution], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> _Started:
+        """Agree, and meanwhile begin with the operation that is likely; begin with another if that holds."""
+        guess = agreement.guess
+        started = None if guess is None else guess.begin(x, weight, bias)
+        self.operation, self.needs = operation, _ = agreement.settle()
+        if started is None or operation is not guess:
+            started = operation.begin(x, weight, bias)
+        return started
 
 
 def _scheduled(call: _Call, x: Tensor, weights: Mapping[str, Any]) -> Tensor:
@@ -328,13 +345,12 @@ class _HaloSchedule(OperatorFunction):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, _anchor: Any, call: _Call
     ) -> Tensor:
         """Start the halo, convolve local data, wait, convolve remote strips, fuse."""
-        guess = call.agreement.guess
-        started = None if guess is None else guess.begin(x, weight, bias)
-        call.operation, call.needs = operation, needs = call.agreement.settle()
-        if started is None or operation is not guess:
-            started = operation.begin(x, weight, bias)
-        epoch, y = started
-        mark, block = operation.marks(), operation.block(weight)
+        agreement = call.agreement
+        if agreement is None:
+            epoch, y, mark = call.operation.begin(x, weight, bias)
+        else:
+            epoch, y, mark = call.settle(agreement, x, weight, bias)
+        operation, needs, block = call.operation, call.needs, call.operation.block(weight)
         mark("wait")
         strips = operation.receive(epoch)
         for strip, data in zip(operation.parts.strips, strips, strict=True):

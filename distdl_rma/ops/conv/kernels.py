@@ -68,7 +68,9 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     type that sums are taken in.
     """
     if _safe(x, weight, steps):
-        return torch.convolution(x, weight, bias, *steps.arguments)
+        stride, padding, dilation, groups, transposed = steps
+        nothing = (0,) * len(stride)
+        return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, nothing, groups)
     y: Tensor = _Plain.apply(x, weight, bias, steps)
     return y
 
@@ -77,17 +79,21 @@ def convolution_adjoint(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the input and of the weight of :func:`convolution`, those that are needed."""
-    inner, taps, _ = _adjoint(gradient, x, weight, steps, (*needs, False))
+    if not _safe(x, weight, steps):
+        inner, taps, _ = _adjoint(gradient, x, weight, steps, (*needs, False))
+        return inner, taps
+    stride, padding, dilation, groups, transposed = steps
+    behind = stride, padding, dilation, transposed, (0,) * len(stride), groups, (*needs, False)
+    inner, taps, _ = torch.ops.aten.convolution_backward(gradient, x, weight, None, *behind)
     return inner, taps
 
 
 def _adjoint(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
+    # By torch's own kernels.
     channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
     behind = channels if needs[2] else None, *steps.arguments, needs
-    if _safe(x, weight, steps):
-        return tuple(torch.ops.aten.convolution_backward(gradient, x, weight, *behind))
     wide, dtype = sum_dtype(x.dtype), x.dtype
     with _without_onednn():
         found = torch.ops.aten.convolution_backward(gradient.to(wide), x.to(wide), weight.to(wide), *behind)
@@ -126,7 +132,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _safe(x: Tensor, weight: Tensor, steps: ConvolutionArguments) -> bool:
-    if x.dtype not in _AT_FAULT or not x.numel():
+    if x.dtype not in _AT_FAULT or 0 in x.shape:
         return True
     return _wide_enough(steps, x.shape[2:], weight.shape[2:], x.dtype.itemsize < torch.float32.itemsize)
 

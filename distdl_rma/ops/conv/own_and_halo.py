@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.exchange import Piece
@@ -78,6 +77,11 @@ class Patch:
         return (batch, _ALL, *space)
 
     @cached_property
+    def complete(self) -> bool:
+        """Whether these are all outputs there are."""
+        return self.outputs == self.within
+
+    @cached_property
     def inside(self) -> Box:
         """Data of the region."""
         return self.data & self.region
@@ -128,7 +132,17 @@ class Patch:
         inside = block[self.crop]
         if self.native_padding is not None:
             return inside
-        return F.pad(inside, [n for pair in reversed(self.margins[LEADING:]) for n in pair])
+        return torch.constant_pad_nd(inside, self._around)
+
+    @cached_property
+    def _around(self) -> list[int]:
+        # Zeros beside the data, as torch wants them: of the last dimension first.
+        return [n for pair in reversed(self.margins[LEADING:]) for n in pair]
+
+    @cached_property
+    def data_in_region(self) -> Slices | None:
+        """Slices of the data in what is convolved; None if that is all."""
+        return None if self.native_padding is not None else self.inside.slices(self.region)
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Outputs of the patch, from the tensor that is held."""
@@ -143,8 +157,8 @@ class Patch:
         )
         if inner is None or self._whole:
             return inner, taps
-        if self.native_padding is None:
-            inner = inner[self.inside.slices(self.region)]
+        if self.data_in_region is not None:
+            inner = inner[self.data_in_region]
         if inner.shape == block.shape:
             return inner, taps
         outer = torch.zeros_like(block)
@@ -186,8 +200,8 @@ def adjoint_of_pieces(
             gradient[piece.place], piece._operand(block), weight[piece.weight], piece._steps, needs
         )
         if outer is not None and part is not None:
-            whole = piece.native_padding is not None
-            outer[piece.crop] = part if whole else part[piece.inside.slices(piece.region)]
+            inside = piece.data_in_region
+            outer[piece.crop] = part if inside is None else part[inside]
         total = taps if total is None or taps is None else total.add_(taps)
     return outer, total
 
