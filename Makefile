@@ -11,6 +11,8 @@ WORKERS ?= 2
 HOSTS_RANKS ?= 2 4
 BENCH_SECONDS ?= 1800
 FUZZ_SECONDS ?= 60
+# Interpreter of an environment with a newer torch, for the target of that name.
+NEWER_TORCH ?=
 
 # Two MPIs cannot share an environment: each brings a mpiexec of its own.
 VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
