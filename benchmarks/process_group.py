@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ def rows(_machine: Machine) -> Iterator[Row]:
     dist.init_process_group("rma")
     gloo = dist.new_group(backend="gloo")
     yield from all_reduce_rows(gloo)
+    yield floor_row()
     yield from movement_rows(gloo)
     yield from step_rows(gloo)
     dist.destroy_process_group()
@@ -62,6 +64,41 @@ def all_reduce_rows(gloo: dist.ProcessGroup) -> Iterator[Row]:
                 inner=inner,
                 repetitions=FEW if count > 1 << 20 else 31,
             )
+
+
+def floor_row() -> Row:
+    """What torch does before it calls a group, and after."""
+    nothing = Nothing(COMM.rank, COMM.size)
+    x, array = torch.zeros(1 << 10), np.zeros(1 << 10, np.float32)
+    return compare(
+        "torch's all_reduce, 4 KiB float32, of a group that does nothing",
+        lambda: dist.all_reduce(x, group=nothing),
+        lambda: COMM.Allreduce(MPI.IN_PLACE, array),
+        against=f"MPI_Allreduce in place, {COMM.size} ranks",
+        inner=100,
+        repetitions=31,
+    )
+
+
+class Over(dist.Work):
+    """A call that is over."""
+
+    def wait(self, *_: object) -> bool:
+        """Return at once."""
+        return True
+
+
+_Base: Any = dist.ProcessGroup
+
+
+class Nothing(_Base):  # type: ignore[misc]
+    """A group in Python whose calls are over before they begin."""
+
+    over = Over()
+
+    def allreduce(self, *_: object) -> dist.Work:
+        """Do nothing."""
+        return self.over
 
 
 def movement_rows(gloo: dist.ProcessGroup) -> Iterator[Row]:
