@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -25,8 +24,7 @@ SHORT_RUN_BYTES = 2 << 10
 _ANSWERS, _MOST_QUESTIONS = 2, 5
 
 
-@dataclass(frozen=True)
-class ByteRuns:
+class ByteRuns(NamedTuple):
     """Stretches of contiguous bytes in a segment: where each begins, and how long all are.
 
     Where they are not equally long, ``lengths`` are those of each, and ``nbytes`` is the largest.
@@ -133,9 +131,13 @@ class RmaPeer:
 
 def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
     # Many short runs travel together, as one datatype.
+    if len(runs.offsets) == 1:
+        # By far the most: without slices.
+        there = runs.offsets[0], runs.nbytes, MPI.BYTE
+        return [call([data, MPI.BYTE], there)] if runs.nbytes else []
     if not runs.total:
         return []
-    if len(runs.offsets) == 1 or runs.nbytes >= _LONG_RUN_BYTES:
+    if runs.nbytes >= _LONG_RUN_BYTES:
         return [
             call([data[part], MPI.BYTE], (offset, part.stop - part.start, MPI.BYTE))
             for offset, part in runs.packed()
