@@ -16,6 +16,7 @@ from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
+from distdl_rma.ops.core.plain_losses import come_by_whole
 from distdl_rma.split.moves import once, reduced
 from distdl_rma.split.site import Site, site_of, summed_elsewhere
 
@@ -43,9 +44,14 @@ class _Gathered(OperatorFunction):
         return x.view_as(x)
 
     @staticmethod
-    @first_derivative
-    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return (gradient,)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        come_by_whole(ctx, is_synchronised)
+        return _handed_on(ctx, gradient)
+
+
+@first_derivative
+def _handed_on(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return (gradient,)
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:

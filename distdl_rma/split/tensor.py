@@ -18,7 +18,8 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, come_by_blocks, compiles
+from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
+from distdl_rma.ops.core.plain_losses import come_by_blocks
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
@@ -30,6 +31,9 @@ from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 # What moves nothing, for which nobody waits.
 _ONE_ALONE = frozenset({"query", "value", "refused"})
+# What waits for other ranks, and makes new tensors.
+_EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
+_hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
 # So many use the memory of a tensor that shares it with none, when they are counted.
@@ -161,9 +165,8 @@ class SplitTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """All of it on every rank, a plain tensor in the graph; blocking.
 
-        Every rank is to use it alike: its gradient is taken from each rank's own use. Parameters that are in
-        front of it too should not come behind it, since that would count once for each rank;
-        ``redistribute()`` is for that.
+        Every rank is to use it alike: its gradient is taken from each rank's own use. In a backward that begins
+        behind it, parameters of a distributed model that are used there count once.
         """
         return gathered(self.redistribute()._local)
 
@@ -214,7 +217,12 @@ class SplitTensor(torch.Tensor):
                     return OBSERVERS[-1](rule, func, args, kwargs or {})
                 if kwargs is not None and kwargs.get("out") is not None and rule.kind not in _WITH_OUT:
                     raise refused(func, "out= is not supported; what it returns is to be assigned")
-                return rule.handler(func, args, kwargs or {})
+                found = rule.handler(func, args, kwargs or {})
+                if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
+                    for x in tensors_in(found):
+                        if isinstance(x, SplitTensor):
+                            x._local = recomputed_alike(x._local)
+                return found
             except Exception as error:
                 if rule.kind not in _ONE_ALONE:
                     _tell_peers(error, tensors_in(args, kwargs))

@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import alike_so_far
+from distdl_rma.ops.core.plain_losses import own_part
 from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.bucket import GradientSlot
@@ -60,12 +60,10 @@ def contribution(
 
     ``alike_on`` are ranks on which plain tensors are alike. Blocking where a user has hooks on the parameter.
     """
-    found = None
-    if alike_so_far():
-        # Of a loss that no split tensor is in, each rank has the whole: the first contributes it.
-        first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
-        found = None if first == machine.rank else torch.zeros_like(computed)
     parameter: Any = slot.parameter
+    first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
+    # What all ranks have alike, as of a penalty on weights, the first contributes for all of them.
+    found = None if first == machine.rank else own_part(parameter, computed)
     if len(parameter._post_accumulate_grad_hooks) > 1:
         label = machine.labels.readable(slot.entry.name)
         raise UnsupportedError(

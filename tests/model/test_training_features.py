@@ -277,3 +277,44 @@ def test_a_loss_of_the_own_block_is_one_of_its_rank(comm):
     (y.to_local().square().sum()).backward()
     torch.testing.assert_close(split.weight.grad, alone.weight.grad, atol=1e-9, rtol=1e-9)
     split.distributed.close()
+
+
+class Parts(nn.Module):
+    """Steps of which some are recomputed in the backward."""
+
+    def __init__(self, start, stop):
+        super().__init__()
+        torch.manual_seed(3)
+        steps = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Conv2d(4, 3, 3)
+        self.steps, self.start, self.stop = nn.Sequential(*steps), start, stop
+
+    def forward(self, x):
+        x = self.steps[: self.start](x)
+        x = checkpoint(self.steps[self.start : self.stop], x, use_reentrant=False)
+        return self.steps[self.stop :](x)
+
+
+@pytest.mark.parametrize("part", [(1, 2), (2, 3), (2, 4), (0, 4)], ids=str)
+def test_ranks_without_elements_recompute_with_the_others(comm, part):
+    # Three channels or rows of four ranks.
+    def act(model):
+        y = model(inputs()[:, :, :10])
+        loss = y.square().mean()
+        loss.backward()
+        return loss
+
+    both(act, lambda: Parts(*part).double(), grids=[{"C": -1}, {"H": -1}])
+
+
+def test_a_penalty_behind_all_of_a_tensor(comm):
+    def act(model):
+        weights = torch.exp(-model.scale)
+        penalty = sum(p.square().sum() for p in model.parameters())
+        y = whole(model(inputs()))
+        loss = (weights * (y - 1).abs()).mean() + model.scale.sum() + penalty
+        loss.backward(retain_graph=True)
+        loss.backward()
+        loss_of(model(inputs(1))).backward()
+        return loss
+
+    both(act, grids=[{"H": -1}])

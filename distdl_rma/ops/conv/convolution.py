@@ -17,7 +17,14 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
-from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, tied
+from distdl_rma.ops.core.autograd import (
+    GradientNeeds,
+    OperatorFunction,
+    anchor,
+    first_derivative,
+    recomputed_alike,
+    tied,
+)
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
 from distdl_rma.ops.core.staged import Moves, movement_or_none
@@ -68,7 +75,7 @@ class GridConvolution(GatherComputeScatter):
         """What this rank adds to the output, by torch's autograd."""
         weight, bias = weights["weight"], weights.get("bias")
         if self._empty:
-            return tied(weight.new_zeros(self._shape), (x, weight, bias))
+            return recomputed_alike(tied(weight.new_zeros(self._shape), (x, weight, bias)))
         return self.convolve_block(x, self.block(weight), bias)
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:

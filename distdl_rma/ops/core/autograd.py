@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -14,6 +13,7 @@ from torch._compile import _disable_dynamo
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.machine import Machine
+from distdl_rma.ops.core.plain_losses import come_by_blocks
 
 # Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
@@ -25,6 +25,7 @@ _REASON = "distributed layers exchange data with other ranks, which is no part o
 # What looks at the functions that are called: part of torch itself, unlike the compiler.
 _frames: Any = torch._C._dynamo.eval_frame
 compiles: Callable[[], object] = _frames.get_eval_frame_callback
+_hooks_of_saved: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -202,36 +203,6 @@ def asked() -> tuple[int, ...] | None:
     return _asked[-1] if _asked else None
 
 
-class _Backward(threading.local):
-    # How many backwards from split tensors run here, and the last that came by blocks, by torch's number.
-    depth = 0
-    by_blocks = -1
-
-
-_backward = _Backward()
-_number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
-
-
-@contextmanager
-def from_split_tensor() -> Iterator[None]:
-    """Context of a backward that begins at a split tensor."""
-    _backward.depth += 1
-    try:
-        yield
-    finally:
-        _backward.depth -= 1
-
-
-def come_by_blocks(_gradient: torch.Tensor | None = None) -> None:
-    """Note that the running backward has come by what each rank has a block of."""
-    _backward.by_blocks = _number_of_backward()
-
-
-def alike_so_far() -> bool:
-    """Whether the running backward began at a plain tensor, and came by nothing but plain ones until now."""
-    return not _backward.depth and _backward.by_blocks != _number_of_backward()
-
-
 class GradientNeeds(NamedTuple):
     """What any rank of a layer needs the gradient of, so that all of them take part in the backward."""
 
@@ -292,7 +263,35 @@ def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.T
     An input without elements keeps its shape, any other becomes one of shape (b, 0).
     """
     y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
-    return tied(y, others)
+    return recomputed_alike(tied(y, others))
+
+
+class _Recomputed(OperatorFunction):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y.new_empty(0))
+        # Not a view, which nobody could change in place.
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor]:
+        # Where that is a checkpoint, the forward runs again here.
+        _ = ctx.saved_tensors
+        return (gradient,)
+
+
+def recomputed_alike(y: torch.Tensor) -> torch.Tensor:
+    """A new tensor, in whose backward a checkpoint runs its forward again, if it is in one.
+
+    A checkpoint does so where something is needed that was saved, and up to the last of that. Ranks without
+    elements may save nothing: without this they would do so elsewhere than others, who wait for them.
+    """
+    if y.grad_fn is None or y._is_view() or _hooks_of_saved(False) is None or not torch.is_grad_enabled():
+        return y
+    recomputed: torch.Tensor = _Recomputed.apply(y)
+    return recomputed
 
 
 def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:

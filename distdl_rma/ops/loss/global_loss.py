@@ -15,7 +15,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, tied, uncompiled
+from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, recomputed_alike, tied, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
@@ -205,7 +205,7 @@ class GlobalLoss(Operation):
         function, reduction, arguments = self.options
         if not self._counts and reduction != "none":
             # Nothing to add, and still part of the way back.
-            return tied(torch.zeros(()), (input, target)).abs(), 0.0
+            return recomputed_alike(tied(torch.zeros(()), (input, target)).abs()), 0.0
         parts = {key: None if w is None else _wide(self._part(key, w, input)) for key, w in weights.items()}
         with no_autocast():
             how = "none" if reduction == "none" else "sum"

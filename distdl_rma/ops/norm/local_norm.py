@@ -80,10 +80,16 @@ class LocalNorm(OperatorFunction):
 
     @staticmethod
     @first_derivative
-    @without_fp_errors
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         """Gradients; blocking where those of the input depend on other ranks."""
-        (x, _), plan, statistics = ctx.saved_tensors, ctx.plan, ctx.plan.statistics
+        # In a checkpoint this runs the forward again.
+        x, _ = ctx.saved_tensors
+        return LocalNorm._gradients(ctx, x, d_y)
+
+    @staticmethod
+    @without_fp_errors
+    def _gradients(ctx: Any, x: Tensor, d_y: Tensor) -> tuple[Any, ...]:
+        plan, statistics = ctx.plan, ctx.plan.statistics
         needs_x, *needs_parameters = ctx.needs_input_grad[:3]
         mark = statistics.trace.marks(statistics.name, backward=True)
         d_x = arrive = None

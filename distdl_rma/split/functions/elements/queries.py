@@ -9,7 +9,8 @@ import torch
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import asking, from_split_tensor
+from distdl_rma.ops.core.autograd import asking
+from distdl_rma.ops.core.plain_losses import from_split_tensor
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition

@@ -1,0 +1,100 @@
+"""Backwards from plain losses: what of a gradient all ranks have alike, and what is a contribution of each.
+
+A plain tensor is alike on all ranks, so each of them has the whole gradient of what is computed of it. Of
+what lies behind a split tensor that was brought together for the loss, a rank has a contribution.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+_number: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class _Backward(threading.local):
+    # How many backwards from split tensors run in this thread; and of one from a plain tensor, by torch's
+    # number, whether it has come by split ones: then what parameters get from behind these, by ``id``, or
+    # None if that is the loss of this rank alone.
+    depth = 0
+    number = -1
+    behind: dict[int, torch.Tensor] | None = None
+    nodes: set[Any]
+
+
+_running = _Backward()
+
+
+@contextmanager
+def from_split_tensor() -> Iterator[None]:
+    """Context of a backward that begins at a split tensor."""
+    _running.depth += 1
+    try:
+        yield
+    finally:
+        _running.depth -= 1
+
+
+def come_by_blocks(_gradient: torch.Tensor | None = None) -> None:
+    """Note that the running backward has come by what each rank has a block of."""
+    if _running.number != _number():
+        _running.number, _running.behind = _number(), None
+
+
+def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> None:
+    """Note that the running backward has come by all of a split tensor, at this node of its graph.
+
+    From now on what comes to parameters from behind it is added up, to tell it from what they get besides.
+    """
+    if _running.depth:
+        return
+    if _running.number != _number():
+        _running.number, _running.behind, _running.nodes = _number(), {}, set()
+    if _running.behind is None:
+        return
+    handles, ahead = [], [node]
+    while ahead:
+        one = ahead.pop()
+        if one in _running.nodes:
+            continue
+        _running.nodes.add(one)
+        leaves = {}
+        for at, (following, _) in enumerate(one.next_functions):
+            leaf = getattr(following, "variable", None)
+            if leaf is None:
+                ahead += [] if following is None else [following]
+            elif summed_later(leaf):
+                leaves[at] = id(leaf)
+        if leaves:
+            handles.append(one.register_hook(partial(_add_up, _running.behind, leaves)))
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, handles))
+
+
+def _add_up(behind: dict[int, torch.Tensor], leaves: dict[int, int], found: Any, _given: Any) -> None:
+    for at, leaf in leaves.items():
+        if found[at] is not None:
+            behind[leaf] = behind[leaf] + found[at] if leaf in behind else found[at]
+
+
+def _leave(handles: list[Any]) -> None:
+    # The graph may be kept for another backward.
+    _running.number, _running.behind, _running.nodes = -1, None, set()
+    for handle in handles:
+        handle.remove()
+
+
+def own_part(parameter: torch.Tensor, computed: torch.Tensor) -> torch.Tensor | None:
+    """Of a gradient what is a contribution, without what all ranks have alike; None if all of it is."""
+    if _running.depth:
+        return None
+    if _running.number != _number():
+        return torch.zeros_like(computed)
+    if _running.behind is None:
+        return None
+    part = _running.behind.get(id(parameter))
+    return torch.zeros_like(computed) if part is None else part
