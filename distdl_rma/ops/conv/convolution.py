@@ -15,7 +15,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, with_channels
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, pieces_of, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import (
     GradientNeeds,
@@ -31,8 +31,6 @@ from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast, result, sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 
-# Gradients of larger blocks are computed in pieces, of about so many bytes for each thread.
-_LARGE_NBYTES, _PIECE_NBYTES = 1 << 21, 1 << 19
 # Puts the gradient of "weight" or "bias" where it is wanted, and returns it.
 Fill = Callable[[str, Tensor], Tensor]
 
@@ -239,8 +237,7 @@ class Convolution(GridConvolution):
         # Sums of short types would be rounded once per piece.
         if core is None or self._sum_dtype != self.dtype:
             return ()
-        nbytes = max(core.data.volume, prod(self._shape)) * self.dtype.itemsize // torch.get_num_threads()
-        return core.cut(nbytes // _PIECE_NBYTES) if nbytes >= _LARGE_NBYTES else ()
+        return pieces_of(core, max(core.data.volume, prod(self._shape)) * self.dtype.itemsize)
 
     def add_adjoint(self, gradient: Tensor, epoch: int) -> Tensor:
         """Add what the readers of this rank's data send back; blocking."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convo
 
 Slices = tuple[slice, ...]
 _ALL = slice(None)
+# Gradients of larger patches are computed in pieces, of about so many bytes for each thread.
+_LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 20
+# Of fewer elements, the last dimension of volumes apart, torch leaves them to slower kernels.
+_PIECE_ELEMENTS = 1 << 15
 
 
 def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
@@ -166,24 +171,33 @@ class Patch:
         return outer, taps
 
     def cut(self, count: int) -> tuple[Patch, ...]:
-        """Patches of so many pieces of its data, or fewer; none where pieces do not make up the whole.
+        """Patches of so many pieces of its data, or down to half as many; none where that cannot be.
 
         Along the first dimension that is long enough: what two neighbours both compute is little then.
         """
         dims = [d for d in range(len(self.data.bounds)) if d != 1]
         most = [min(count, self._most_pieces(d)) for d in dims]
+        if max(most) < max(2, count / 2):
+            return ()
         count, d = max(most), dims[most.index(max(most))]
         low, high = self.data.bounds[d]
-        ends = [low + (high - low) * n // max(1, count) for n in range(count + 1)]
+        ends = [low + (high - low) * n // count for n in range(count + 1)]
         boxes = [self.data.replace(d, *bounds) for bounds in pairwise(ends)]
         found = [Patch.of(self.stencil, box, self.outputs, self.held, self.groups) for box in boxes]
         pieces = tuple(p for p in found if p is not None and p.taps == self.taps and p.inside == p.data)
-        return pieces if 1 < len(pieces) == count else ()
+        return pieces if len(pieces) == count else ()
 
     def _most_pieces(self, d: int) -> int:
         # Eight windows a piece; instances are independent of each other.
         low, high = self.data.bounds[d]
         return (high - low) // (8 * self.stencil.windows[d].span) if d else high - low
+
+
+def pieces_of(patch: Patch, nbytes: int) -> tuple[Patch, ...]:
+    """Pieces to compute the gradients of a patch in, whose larger operand has so many bytes; or none."""
+    each = nbytes // torch.get_num_threads()
+    count, most = each // _PIECE_NBYTES, prod(patch.data.shape[:4]) // _PIECE_ELEMENTS
+    return patch.cut(count) if each >= _LARGE_NBYTES and count <= most else ()
 
 
 def adjoint_of_pieces(

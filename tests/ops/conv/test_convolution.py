@@ -6,7 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Stencil
-from distdl_rma.ops.conv import convolution
+from distdl_rma.ops.conv import own_and_halo
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT, ConvolutionOptions, WorkerGrid, can_overlap
 from distdl_rma.ops.core.autograd import GradientNeeds
@@ -88,8 +88,9 @@ def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form, kept):
 
 @pytest.mark.mpi
 def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
-    monkeypatch.setattr(convolution, "_LARGE_NBYTES", 1 << 10)
-    monkeypatch.setattr(convolution, "_PIECE_NBYTES", 1 << 10)
+    # Blocks of 8640 bytes.
+    for name, number in (("_LARGE_NBYTES", 8 << 10), ("_PIECE_NBYTES", 4 << 10), ("_PIECE_ELEMENTS", 1)):
+        monkeypatch.setattr(own_and_halo, name, number)
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     workers = WorkerGrid(
         P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size, 1)), OUT, 1, WEIGHT
@@ -109,6 +110,9 @@ def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     agree(local.grad, part(source, x.grad), "input gradient")
     total = torch.from_numpy(sum(comm.allgather(mine.grad.numpy())))
     agree(total, weight.grad, "weight gradient")
+    monkeypatch.setattr(own_and_halo, "_PIECE_ELEMENTS", 1 << 10)
+    whole = Convolution(CallSite(Machine.of(P_world), "whole"), options, source, P_x, torch.float64)
+    assert not whole._pieces, "pieces that torch would leave to slower kernels"
 
 
 def whole_gradient(mine, blocks, weight):
