@@ -165,8 +165,8 @@ class SplitTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """All of it on every rank, a plain tensor in the graph; blocking.
 
-        Every rank is to use it alike: its gradient is taken from each rank's own use. In a backward that begins
-        behind it, parameters of a distributed model that are used there count once.
+        Every rank is to use it alike: its gradient is taken from each rank's own use. In a backward that
+        begins behind it, parameters of a distributed model that are used there count once.
         """
         return gathered(self.redistribute()._local)
 

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.plain_losses import come_by_blocks
+from distdl_rma.ops.core.plain_losses import RUNNING, number_of_backward
 
 # Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
@@ -125,7 +125,9 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
-        _backward.by_blocks = _number_of_backward()
+        # As come_by_blocks, without a call of Python.
+        if RUNNING.number != (number := number_of_backward()):
+            RUNNING.number, RUNNING.behind = number, None
         try:
             return backward(ctx, *gradients) if compiles() is None else apart(backward, ctx, *gradients)
         except Exception as error:
@@ -146,9 +148,13 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
     @wraps(forward)
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
         try:
-            if compiles() is None:
-                return forward(layer, *args, **kwargs)
-            return apart(forward, layer, *args, **kwargs)
+            if compiles() is not None:
+                return apart(forward, layer, *args, **kwargs)
+            found: Any = forward(layer, *args, **kwargs)
+            if _hooks_of_saved(False) is not None and type(found) is torch.Tensor:
+                found = recomputed_alike(found)
+            result: R = found
+            return result
         except ENOUGH:
             raise
         except Exception as error:

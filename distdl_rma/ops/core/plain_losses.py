@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_number: Callable[[], int] = torch._C._current_graph_task_id
+number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _Backward(threading.local):
@@ -27,23 +27,23 @@ class _Backward(threading.local):
     nodes: set[Any]
 
 
-_running = _Backward()
+RUNNING = _Backward()
 
 
 @contextmanager
 def from_split_tensor() -> Iterator[None]:
     """Context of a backward that begins at a split tensor."""
-    _running.depth += 1
+    RUNNING.depth += 1
     try:
         yield
     finally:
-        _running.depth -= 1
+        RUNNING.depth -= 1
 
 
 def come_by_blocks(_gradient: torch.Tensor | None = None) -> None:
     """Note that the running backward has come by what each rank has a block of."""
-    if _running.number != _number():
-        _running.number, _running.behind = _number(), None
+    if RUNNING.number != number_of_backward():
+        RUNNING.number, RUNNING.behind = number_of_backward(), None
 
 
 def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> None:
@@ -51,18 +51,18 @@ def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> No
 
     From now on what comes to parameters from behind it is added up, to tell it from what they get besides.
     """
-    if _running.depth:
+    if RUNNING.depth:
         return
-    if _running.number != _number():
-        _running.number, _running.behind, _running.nodes = _number(), {}, set()
-    if _running.behind is None:
+    if RUNNING.number != number_of_backward():
+        RUNNING.number, RUNNING.behind, RUNNING.nodes = number_of_backward(), {}, set()
+    if RUNNING.behind is None:
         return
     handles, ahead = [], [node]
     while ahead:
         one = ahead.pop()
-        if one in _running.nodes:
+        if one in RUNNING.nodes:
             continue
-        _running.nodes.add(one)
+        RUNNING.nodes.add(one)
         leaves = {}
         for at, (following, _) in enumerate(one.next_functions):
             leaf = getattr(following, "variable", None)
@@ -71,7 +71,7 @@ def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> No
             elif summed_later(leaf):
                 leaves[at] = id(leaf)
         if leaves:
-            handles.append(one.register_hook(partial(_add_up, _running.behind, leaves)))
+            handles.append(one.register_hook(partial(_add_up, RUNNING.behind, leaves)))
     torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, handles))
 
 
@@ -83,18 +83,18 @@ def _add_up(behind: dict[int, torch.Tensor], leaves: dict[int, int], found: Any,
 
 def _leave(handles: list[Any]) -> None:
     # The graph may be kept for another backward.
-    _running.number, _running.behind, _running.nodes = -1, None, set()
+    RUNNING.number, RUNNING.behind, RUNNING.nodes = -1, None, set()
     for handle in handles:
         handle.remove()
 
 
 def own_part(parameter: torch.Tensor, computed: torch.Tensor) -> torch.Tensor | None:
     """Of a gradient what is a contribution, without what all ranks have alike; None if all of it is."""
-    if _running.depth:
+    if RUNNING.depth:
         return None
-    if _running.number != _number():
+    if RUNNING.number != number_of_backward():
         return torch.zeros_like(computed)
-    if _running.behind is None:
+    if RUNNING.behind is None:
         return None
-    part = _running.behind.get(id(parameter))
+    part = RUNNING.behind.get(id(parameter))
     return torch.zeros_like(computed) if part is None else part

@@ -190,7 +190,7 @@ class Statistics:
         arrive = self.trace.depart("allreduce", self._title)
         self._round.start(self._row)
         mark("wait")
-        rows = self._round.wait().reshape(self._rows)
+        rows = self._round.received().reshape(self._rows)
         arrive()
         mark("fuse")
         means, squares = rows[:, 0], rows[:, 1]

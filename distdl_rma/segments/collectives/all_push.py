@@ -124,11 +124,15 @@ class AllPush:
 
     def wait(self, timeout: float | None = None) -> NDArray[Any]:
         """All vectors, one row per rank in the order of ``ranks``; blocking. An array of its own."""
+        return self.received(timeout).copy()
+
+    def received(self, timeout: float | None = None) -> NDArray[Any]:
+        """The same where they lie, in the segment: valid until the next but one start."""
         self._check()
         if not self.arrived():
             self._manager.waiter.until(self.arrived, self.missing, timeout)
         self._waited = self.epoch
-        rows: NDArray[Any] = self._slots[self.epoch & 1].copy()
+        rows: NDArray[Any] = self._slots[self.epoch & 1]
         return rows
 
     def close(self) -> None:
