@@ -88,7 +88,8 @@ test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH
 # Fewer bytes between the hosts than this would mean that the ranks have found another way.
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) $(TODAYS) \
-	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments
+	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments \
+	    tests/ops/core/test_staged.py
 
 fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
