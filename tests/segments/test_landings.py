@@ -123,7 +123,8 @@ def test_a_receive_that_gave_up_is_repeated_into_the_same_result(machine, comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_results_land_only_where_peers_are_near_and_nothing_is_summed(machine):
-    direct = bool(machine.segments.segment.arenas)
+    # Of two ranks of three, less than half of a result comes from a near one.
+    direct = len(machine.segments.segment.arenas) == machine.size - 1
     lands = {
         name: any(landing_channel(machine, exchange, name)[0].landed)
         for name, exchange in movements(machine).items()
