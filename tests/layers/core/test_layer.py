@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import ConfigurationError, GradientSync, Machine, ShapeError
+from distdl_rma import ConfigurationError, GradientSync, Machine, ShapeError, shard
 from distdl_rma.layers import DistributedAvgPool2d, DistributedConv2d, DistributedInstanceNorm2d
 from tests.layers.every_layer import local, rows
 
@@ -116,3 +117,18 @@ def test_a_synchronisation_calls_parameters_by_their_paths(P_world, comm):
         assert bool(ranges) == (comm.size > 1)
         with pytest.raises(ConfigurationError, match=f"'{prefix}down2.conv.0.weight' already belongs"):
             GradientSync(model, P_world)
+
+
+@pytest.mark.parametrize("kind", ["pool", "convolution"])
+def test_ranks_without_elements_recompute_with_the_others(P_world, comm, kind):
+    # Two rows: the third of three ranks has none, and saves nothing of a pool.
+    P_x = rows(P_world)
+    before = DistributedConv2d(P_x, 2, 2, 3, padding=1)
+    layer = DistributedAvgPool2d(P_x, 2) if kind == "pool" else DistributedConv2d(P_x, 2, 2, 3, padding=1)
+    x = shard(P_x, torch.ones(1, 2, 2, 4)).to_local()
+    gradients = []
+    for act in (layer, lambda y: checkpoint(layer, y, use_reentrant=False)):
+        before.zero_grad()
+        act(before(x)).square().sum().backward()
+        gradients.append(before.weight.grad)
+    torch.testing.assert_close(*gradients)
