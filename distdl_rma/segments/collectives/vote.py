@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +85,7 @@ class Vote(Scripted):
         self._extent: _Extent | None = None
         self._said: tuple[int, ...] = (0,) * WORDS
         self.epoch = self._waited = 0
-        # Whether a wait for this epoch has ended before all were there.
+        # Whether a wait for this epoch has ended before all were there, so that its call may be repeated.
         self._late = False
 
     def connect(self, timeout: float | None = None) -> None:
@@ -130,9 +130,9 @@ class Vote(Scripted):
         if self.epoch != self._waited:
             if self._late and (name, words) == (self._for, self._said):
                 return self.epoch
-            self.wait()
+            self._finish(self.epoch, None)
         self.connect()
-        self._for, self._said = name, words
+        self._for, self._said, self._late = name, words, False
         self.epoch = epoch = self.epoch + 1
         line, words_of_line = self._mine[epoch & 1]
         _ROW.pack_into(words_of_line, 0, *words)
@@ -154,17 +154,9 @@ class Vote(Scripted):
         started since then, whose answer is not this one's.
         """
         self._check()
-        epoch = self._last(epoch)
-        if len(self._layout.nodes) > 1:
-            if not self.advance():
-                self._until(self.advance, timeout)
-            self._manager.withdraw(self.advance)
-        else:
-            if not self._board_is_full(epoch):
-                self._until(lambda: self._board_is_full(epoch), timeout)
-            self._acquire()
-            self._extent = self._extent_here(epoch)
-        self._waited = epoch
+        epoch, self._late = self._last(epoch), True
+        self._finish(epoch, timeout)
+        self._late = False
         return self._extent is None
 
     def _last(self, epoch: int | None) -> int:
@@ -172,10 +164,18 @@ class Vote(Scripted):
             raise ProtocolError(f"{self.name!r}: epoch {epoch} was overtaken, by {self._for!r}")
         return self.epoch
 
-    def _until(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        self._late = True
-        self._manager.waiter.until(ready, self.missing, timeout)
-        self._late = False
+    def _finish(self, epoch: int, timeout: float | None) -> None:
+        until, missing = self._manager.waiter.until, self.missing
+        if len(self._layout.nodes) > 1:
+            if not self.advance():
+                until(self.advance, missing, timeout)
+            self._manager.withdraw(self.advance)
+        else:
+            if not self._board_is_full(epoch):
+                until(lambda: self._board_is_full(epoch), missing, timeout)
+            self._acquire()
+            self._extent = self._extent_here(epoch)
+        self._waited = epoch
 
     @property
     def smallest(self) -> tuple[int, ...]:

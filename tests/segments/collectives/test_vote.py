@@ -169,3 +169,43 @@ def test_what_is_said_again_after_a_timeout_is_the_same_epoch(segments, comm):
         assert vote.wait()
         comm.Barrier()
     vote.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("given_up", [False, True], ids=["waited for again", "given up"])
+def test_a_timeout_of_long_ago_makes_no_call_a_repeated_one(segments, comm, given_up):
+    vote = Vote(segments, segments.ranks, "long ago")
+    vote.connect()
+    if comm.rank == 0:
+        vote.start("first", 1, 0, 0, 0)
+        with pytest.raises(ExchangeTimeout):
+            vote.wait(0.01)
+    comm.Barrier()
+    if comm.rank != 0:
+        vote.start("first", 1, 0, 0, 0)
+    comm.Barrier()
+    if not given_up:
+        assert vote.wait()
+    # All ranks refuse the first of them.
+    assert [vote.start("second", 2, 0, 0, 0) for _ in range(2)] == [2, 3]
+    assert vote.wait()
+    vote.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_timeout_before_a_call_begins_makes_it_not_the_one_before(segments, comm, monkeypatch):
+    vote = Vote(segments, segments.ranks, "not begun")
+    vote.connect()
+    if comm.rank == 0:
+        # Refused after that, and called again before the others have come.
+        assert vote.start("it", 1, 0, 0, 0) == 1
+        monkeypatch.setattr(segments.waiter, "timeout", 0.01)
+        with pytest.raises(ExchangeTimeout):
+            vote.start("it", 1, 0, 0, 0)
+        monkeypatch.undo()
+    comm.Barrier()
+    if comm.rank != 0:
+        assert vote.start("it", 1, 0, 0, 0) == 1
+    assert vote.start("it", 1, 0, 0, 0) == 2
+    assert vote.wait()
+    vote.close()
