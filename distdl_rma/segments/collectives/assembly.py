@@ -40,6 +40,7 @@ class Assembly:
         self._passes: Allgather | None = None
         # What a timeout may have left: passes that are over, and whether it was words, or a refusal.
         self._parts: list[NDArray[np.uint8]] = []
+        self._telling: tuple[bytes, int] | None = None
         self._gathering: tuple[str, bytes] | None = None
         self._said: tuple[str, tuple[int, ...]] = "", ()
         self._refusing = False
@@ -61,10 +62,13 @@ class Assembly:
         """Say three integers of 64 bits; ``code`` is the fingerprint of the title. Does not wait.
 
         Returns the number of the epoch, for ``wait``; what was said is gone on with where it is said again
-        after a timeout.
+        after a timeout. Texts that were given up after one are waited for now.
         """
         if self._refusing and (title, words) == self._said:
             return self._vote.epoch
+        if self._telling is not None:
+            # Given up here; the others take it to its end.
+            self.texts(*self._telling)
         self._title, self._code, self._said, self._refusing = title, code, (title, words), False
         return self._vote.start(title, code, *words)
 
@@ -111,6 +115,7 @@ class Assembly:
                 self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
             )
         size, head = len(self.ranks), len(text).to_bytes(4, "little")
+        self._telling = text, longest
         count = -(-(longest + len(head)) // self._pass_nbytes)
         mine = np.frombuffer((head + text).ljust(count * self._pass_nbytes, b"\0"), np.uint8)
         for part in mine.reshape(count, self._pass_nbytes)[len(self._parts) :]:
@@ -118,7 +123,7 @@ class Assembly:
                 self._passes.active[:] = part
                 self._passes.start()
             self._parts.append(self._passes.wait().reshape(size, -1).copy())
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._telling = self._parts, [], None
         rows = [row.tobytes() for row in np.concatenate(parts, axis=1)]
         return [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in rows]
 

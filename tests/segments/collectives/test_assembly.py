@@ -75,3 +75,22 @@ def test_a_call_that_is_repeated_after_a_timeout_is_one_call(segments, comm, sam
             segments.waiter.timeout = timeout
         assert said == expected
         assert gather_words(segments, turn, f"{name}, turn {turn}") == dict.fromkeys(segments.ranks, turn)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_texts_that_were_given_up_after_a_timeout_are_not_those_of_the_next_call(segments, comm, monkeypatch):
+    assembly, text = Assembly(segments, segments.ranks), bytes([comm.rank]) * 1200
+    assembly.gather("first of all", bytes([comm.rank]))
+    assembly.start("given up", fingerprint("given up"), len(text), fingerprint(text), 0)
+    assert not assembly.wait()
+    comm.Barrier()
+    if comm.rank == 0:
+        monkeypatch.setattr(segments.waiter, "timeout", 0.01)
+        with pytest.raises(ExchangeTimeout):
+            assembly.texts(text, len(text))
+        monkeypatch.undo()
+    comm.Barrier()
+    if comm.rank != 0:
+        assert assembly.texts(text, len(text)) == [bytes([rank]) * 1200 for rank in range(comm.size)]
+    said = assembly.gather("next", bytes([comm.rank + 100]))
+    assert said == [bytes([rank + 100]) for rank in range(comm.size)]
