@@ -175,7 +175,7 @@ class Lines:
 
     def _wait(self, operation: Operation, seconds: float) -> None:
         # Every step that is made is waited for by itself: a wait that takes long looks less often.
-        waiter, deadline = self.manager.waiter, time.monotonic() + seconds
+        waiter, whole, deadline = self.manager.waiter, seconds, time.monotonic() + seconds
         # Whoever shares this core with others helps them by no more than a few looks.
         spins = min(waiter.spins, _SPINS)
         before: object = None
@@ -188,7 +188,7 @@ class Lines:
 
         while not operation.done:
             before = self.progress()
-            waiter.until(further, operation.reason, seconds, spins)
+            waiter.until(further, operation.reason, seconds, spins, whole)
             seconds = max(deadline - time.monotonic(), 0.0)
 
     def fail(self, operation: Operation, error: BaseException) -> None:

@@ -1,6 +1,7 @@
 """What is under way when something else happens: a late rank, an interruption, the end of the group."""
 
 import gc
+import time
 import weakref
 from datetime import timedelta
 
@@ -48,6 +49,27 @@ def test_the_future_of_a_call_that_others_do_not_make_ends_in_time(machine, comm
     comm.Barrier()
     if comm.rank:
         work = group.allreduce([x])
+    work.wait(timedelta(seconds=20))
+    assert x.tolist() == [comm.size] * 3
+    group.shutdown()
+
+
+def test_a_wait_that_came_further_says_how_long_it_was_in_all(machine, comm):
+    if comm.size == 1:
+        return
+    group = RmaProcessGroup(machine.segments, machine.ranks, "further", 0.4)
+    x = torch.ones(3)
+    comm.Barrier()
+    if comm.rank == 0:
+        _, work = group.allreduce([x]), group.barrier()
+        with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 0.4 s for rank.* in barrier"):
+            work.wait()
+    else:
+        time.sleep(0.2)
+        group.allreduce([x]).wait(timedelta(seconds=20))
+    comm.Barrier()
+    if comm.rank:
+        work = group.barrier()
     work.wait(timedelta(seconds=20))
     assert x.tolist() == [comm.size] * 3
     group.shutdown()

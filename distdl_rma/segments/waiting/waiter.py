@@ -60,21 +60,22 @@ class Waiter:
         reason: Callable[[], WaitReason],
         timeout: float | None = None,
         spins: int | None = None,
+        whole: float | None = None,
     ) -> None:
         """Return as soon as ``ready()`` is true; blocking.
 
         ``ready`` is a cheap test without side effects, or one that advances what is waited for. ``reason``
         says who is waited for, and is called only when the wait takes long. ``timeout`` is in seconds, 0 to
-        look once, ``spins`` are the turns of the busy loop for who has looked before. ``ExchangeTimeout`` at
-        the deadline, after which the wait can be repeated; ``PeerFailedError`` if a rank of the machine
-        failed, or one that is waited for has left.
+        look once, ``spins`` are the turns of the busy loop for who has looked before, ``whole`` the seconds
+        of a wait that this is the last part of. ``ExchangeTimeout`` at the deadline, after which the wait can
+        be repeated; ``PeerFailedError`` if a rank of the machine failed, or one that is waited for has left.
         """
         if ready():
             return
         begin = time.perf_counter()
         try:
             seconds = self.timeout if timeout is None else check_timeout(timeout)
-            self._wait(ready, reason, seconds, begin, self.spins if spins is None else spins)
+            self._wait(ready, reason, seconds, begin, self.spins if spins is None else spins, whole)
         finally:
             self.counters.waits += 1
             self.counters.seconds_waited += time.perf_counter() - begin
@@ -86,6 +87,7 @@ class Waiter:
         timeout: float,
         begin: float,
         spins: int,
+        whole: float | None,
     ) -> None:
         if timeout > 0:
             for _ in range(spins):
@@ -104,7 +106,8 @@ class Waiter:
                     looked = elapsed
                     watch.look(reason())
                 if elapsed > timeout:
-                    raise ExchangeTimeout(watch.timeout_message(reason(), timeout))
+                    said = timeout if whole is None else whole
+                    raise ExchangeTimeout(watch.timeout_message(reason(), said))
                 if elapsed < _YIELD_SECONDS:
                     os.sched_yield()
                 else:
