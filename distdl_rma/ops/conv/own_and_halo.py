@@ -19,7 +19,7 @@ from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convo
 Slices = tuple[slice, ...]
 _ALL = slice(None)
 # Gradients of larger patches are computed in pieces, of about so many bytes for each thread.
-_LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 20
+_LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 19
 # Of fewer elements, the last dimension of volumes apart, torch leaves them to slower kernels.
 _PIECE_ELEMENTS = 1 << 15
 
