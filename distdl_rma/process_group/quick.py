@@ -20,9 +20,9 @@ from distdl_rma.process_group.operations import Lines, Operation, Script
 Array = NDArray[Any]
 Bytes = memoryview
 
-# Looks at the others' words before the wait becomes a patient one, and before others may have the core. Where
-# ranks share cores, others may have it after each.
-_LOOKS, _CROWDED_LOOKS, _SPINS = 500, 100, 60
+# Looks at the others' words before the wait becomes a patient one, and before others may have the core: what
+# takes it then may keep it for milliseconds. Where ranks share cores, others may have it after each.
+_LOOKS, _CROWDED_LOOKS, _SPINS = 1500, 100, 1000
 _KEPT = 512
 
 

@@ -17,6 +17,11 @@ Array = NDArray[Any]
 Script = Iterator[None]
 
 
+# Both slots of so many bytes fit into the cache of a core. But a rank that shares its core, with others or
+# with programs that it knows nothing of, waits for its turn in each round: long vectors have few of them.
+_CACHED_BYTES, _ROUNDS = 512 << 10, 16
+
+
 class Cut(NamedTuple):
     """A vector in the parts of all ranks: pairs of where a copy goes, and from where."""
 
@@ -36,11 +41,16 @@ class NodeCollectives:
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
-        # What is shown to all alike at most, and not a part to each of them.
-        self._whole_bytes = rounds.slot_bytes // (1 if rounds.crowded else 2)
         # In whose slot lies what the rank of a position makes: in its own, where it shows nothing to itself.
         # Of two ranks, in place of what the other one showed to it, which is in the cache already.
         self.places = [1, 0] if self.size == 2 else list(range(self.size))
+
+    def _piece(self, nbytes: int, parts: int) -> int:
+        """Bytes of a part shown in one round at most, of so many parts that have ``nbytes`` each."""
+        room = self._rounds.slot_bytes // parts // 8 * 8
+        if self._rounds.crowded:
+            return room
+        return min(room, max(_CACHED_BYTES, nbytes // _ROUNDS // 8 * 8))
 
     def barrier(self) -> Script:
         """Wait for all."""
@@ -82,7 +92,7 @@ class NodeCollectives:
 
         What fits into one round is cut into its parts here.
         """
-        most = self._rounds.slot_bytes // self.size // x.itemsize * self.size
+        most = self._piece(x.nbytes // self.size, self.size) // x.itemsize * self.size
         if x.size > most:
             return partial(self._reduce_shares, x, reducer, None)
         return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
@@ -131,7 +141,7 @@ class NodeCollectives:
         """Every rank reduces a share of each round's chunk, and puts what became of it into a slot."""
         rounds, me, size = self._rounds, self.me, self.size
         slots = rounds.slots(x.dtype)
-        most = rounds.slot_bytes // x.itemsize // size
+        most = self._piece(x.nbytes // size, size) // x.itemsize
         turns = -(-x.size // (most * size))
         share = -(-x.size // (turns * size))
         numbers: list[int] = []
@@ -201,7 +211,7 @@ class NodeCollectives:
     ) -> Script:
         """Give what ranks have to all that want it: ``sizes`` of each, this rank's, and where each goes."""
         rounds, me = self._rounds, self.me
-        slots, most = rounds.slots(np.dtype(np.uint8)), self._whole_bytes
+        slots, most = rounds.slots(np.dtype(np.uint8)), self._piece(max(sizes), 1)
         turns = max(1, -(-max(sizes) // most))
         numbers: list[int] = []
         for turn in range(turns + 1):

@@ -20,10 +20,8 @@ Array = NDArray[Any]
 # Up to so many bytes everyone reduces everything itself, in one round.
 WHOLE_BYTES = 64 << 10
 _PARITIES = 2
-# Memory of one slot: what both of them show at a time fits into the cache of a core. A rank that shares its
-# core with others waits for them in each round, and has few long ones. And a part of a segment, so that there
-# is room for many groups.
-_SLOT_BYTES, _CROWDED_SLOT_BYTES = 1 << 20, 4 << 20
+# Memory of one slot at most. And a part of a segment, so that there is room for many groups.
+_SLOT_BYTES = 4 << 20
 _SHARE_OF_SEGMENT = 512
 _PAGE = 4096
 # A word that announces a round: its number, then that of the kind of call.
@@ -50,8 +48,7 @@ class Rounds:
         self.manager, self.ranks, self.name = manager, tuple(ranks), name
         self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
         self.crowded = manager.segment.crowded
-        most = _CROWDED_SLOT_BYTES if self.crowded else _SLOT_BYTES
-        room = min(most, manager.segment.nbytes // _SHARE_OF_SEGMENT)
+        room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
         self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
         self._table = SAID_BYTES + 16 * self.size
         self._table += -self._table % 64
