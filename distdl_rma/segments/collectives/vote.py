@@ -71,6 +71,8 @@ class Vote(Scripted):
         # Epochs of whoever had the memory before.
         self._memory.array[:] = 0
         self._remotes: dict[int, RemoteBuffer] = {}
+        # Whether peers may have the address.
+        self._told = False
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self._counters = manager.counters
         # By parity: the lines of the board as tables, as words, and this one's as bytes; then the results.
@@ -98,7 +100,7 @@ class Vote(Scripted):
         peers = dict.fromkeys((*near, *far), ())
         terms = f"ranks={layout.ranks}"
         if peers:
-            plan = fingerprint("vote", terms)
+            plan, self._told = fingerprint("vote", terms), True
             self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
@@ -204,7 +206,10 @@ class Vote(Scripted):
                 self._manager.retire(self._memory, self._idle)
 
     def _idle(self) -> bool:
-        # The others may still read what all said last. Before all are connected, nobody has the address.
+        # The others may still read what all said last. Some may write at any time where others never came to
+        # connect: then the memory is not used again.
+        if self._told and not self._tables:
+            return False
         read = not self._leads or bool(self._marks.all())
         return self._is_over() and read and all(remote.delivered() for remote in self._remotes.values())
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmarks.traffic import vote_traffic
-from distdl_rma import ClosedError, ExchangeTimeout, MismatchError, ProtocolError
+from distdl_rma import ClosedError, ExchangeTimeout, Machine, MismatchError, ProtocolError
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.vote import Vote, vote_turns
 from tests.segments.collectives.engine.test_node_layout import machine_nodes
@@ -209,3 +209,29 @@ def test_a_timeout_before_a_call_begins_makes_it_not_the_one_before(segments, co
     assert vote.start("it", 1, 0, 0, 0) == 2
     assert vote.wait()
     vote.close()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_the_board_is_not_used_again_where_only_some_ranks_are_connected(comm):
+    with Machine(comm, segment_size="1MiB") as machine:
+        segments = machine.segments
+        vote = Vote(segments, segments.ranks, "not all")
+        nbytes, others = vote._memory.nbytes, []
+        comm.Barrier()
+        if comm.rank == 0:
+            with pytest.raises(ExchangeTimeout):
+                vote.connect(0.05)
+            vote.close()
+            others = [segments.get_segment_buffer(nbytes) for _ in range(8)]
+            for buffer in others:
+                buffer.array[:] = 0
+        elif comm.rank == 1:
+            vote.connect()
+        comm.Barrier()
+        if comm.rank == 1:
+            vote.start("it", 1, 2, 3, 4)
+        comm.Barrier()
+        assert not any(buffer.array.any() for buffer in others)
+        if comm.rank > 1:
+            vote.connect()
+        comm.Barrier()
