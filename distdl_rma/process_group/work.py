@@ -121,14 +121,14 @@ class _Pending(NamedTuple):
     operation: Operation
     future: torch.futures.Future[Any]
     tensors: Any
-    # How long in seconds, and until when.
+    # How long in seconds, which may be for ever, and since when.
     timeout: float
-    deadline: float
+    begun: float
 
     def say_done(self) -> None:
         """Tell others that it is not waited for any more, if they were told that it is."""
         manager = self.lines.manager
-        if time.monotonic() - self.deadline + self.timeout > _LOOK_SECONDS:
+        if time.monotonic() - self.begun > _LOOK_SECONDS:
             with manager.segment.lock:
                 if not manager.closed:
                     manager.watch.say_done()
@@ -157,7 +157,7 @@ class _Driver:
     ) -> None:
         """Settle a future when an operation is over, or when that took too long."""
         seconds = lines.manager.waiter.timeout if timeout is None else timeout
-        item = _Pending(lines, operation, future, tensors, seconds, time.monotonic() + seconds)
+        item = _Pending(lines, operation, future, tensors, seconds, time.monotonic())
         with self._change:
             self._pending.append(item)
             self._appoint()
@@ -239,7 +239,7 @@ class _Driver:
         if not look or operation.done:
             return
         manager.watch.look(operation.reason())
-        if time.monotonic() > item.deadline:
+        if time.monotonic() - item.begun > item.timeout:
             raise ExchangeTimeout(manager.watch.timeout_message(operation.reason(), item.timeout))
 
 

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from distdl_rma.errors import ExchangeTimeout, MismatchError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.process_group.operations import Operation
-from distdl_rma.segments.waiting.header import WaitReason
+from distdl_rma.segments.waiting.header import HEADER_BYTES, RankState, WaitReason, parse
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -51,6 +51,19 @@ def test_the_future_of_a_call_that_others_do_not_make_ends_in_time(machine, comm
         work = group.allreduce([x])
     work.wait(timedelta(seconds=20))
     assert x.tolist() == [comm.size] * 3
+    group.shutdown()
+
+
+@pytest.mark.parametrize("timeout", [20, float("inf")])
+def test_nobody_waits_any_more_when_a_future_is_there(machine, comm, timeout):
+    segments = machine.segments
+    group = RmaProcessGroup(segments, machine.ranks, "there", timeout)
+    comm.Barrier()
+    if comm.rank:
+        time.sleep(0.4)
+    future = group.allreduce([torch.ones(3)]).get_future()
+    assert future.wait()[0].tolist() == [comm.size] * 3
+    assert parse(segments.segment.memory[:HEADER_BYTES].tobytes()).state is RankState.RUNNING
     group.shutdown()
 
 
