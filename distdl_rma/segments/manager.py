@@ -149,16 +149,17 @@ class SegmentManager(SegmentContext, Uncopyable):
 
     def _reclaim(self) -> None:
         # Finalizers append meanwhile, and what raises stays, as do those behind it.
-        for _ in range(len(self._retired)):
-            buffer, idle = self._retired.pop(0)
-            done = False
-            try:
-                done = self.closed or idle()
-            finally:
-                if not done:
-                    self._retired.append((buffer, idle))
-            if done:
-                buffer.free()
+        with self.segment.lock:
+            for _ in range(len(self._retired)):
+                buffer, idle = self._retired.pop(0)
+                done = False
+                try:
+                    done = self.closed or idle()
+                finally:
+                    if not done:
+                        self._retired.append((buffer, idle))
+                if done:
+                    buffer.free()
 
     def queue(self, name: str = "queue") -> Queue:
         """Make a queue to post puts and gets to; local."""

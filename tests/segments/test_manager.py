@@ -1,5 +1,7 @@
 """What a machine tells about itself and its segment."""
 
+import sys
+import threading
 import time
 
 import numpy as np
@@ -135,3 +137,29 @@ def test_rank_whose_close_timed_out_has_not_left(comm):
         buffer.notify_wait(0)
     comm.Barrier()
     manager.close()
+
+
+@pytest.mark.sizes(1)
+def test_threads_make_and_retire_buffers_at_the_same_time(comm):
+    errors, interval = [], sys.getswitchinterval()
+
+    def work():
+        try:
+            for _ in range(3000):
+                segments.retire(segments.get_segment_buffer(64, 1, "of a thread"), lambda: True)
+        except Exception as error:
+            errors.append(error)
+
+    with Machine(comm, segment_size="8MiB") as machine:
+        segments = machine.segments
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert not errors
+        assert "of a thread" not in segments.stats().owners

@@ -38,7 +38,9 @@ class SegmentBuffer:
         self.nbytes, self.notifications, self.owner = nbytes, notifications, owner
         # Data first, words behind it: the data is then aligned to a cache line.
         data_nbytes = aligned(nbytes) if nbytes else 0
-        self.offset = context.heap.allocate(data_nbytes + notifications * 8, owner)
+        # Threads of a rank may make and free buffers at the same time.
+        with context.segment.lock:
+            self.offset = context.heap.allocate(data_nbytes + notifications * 8, owner)
         self._first_word = (self.offset + data_nbytes) // 8
         self._words = self._segment.words[self._first_word : self._first_word + notifications]
         self._array = np.frombuffer(self._words, np.int64)
@@ -279,10 +281,11 @@ class SegmentBuffer:
 
     def free(self) -> None:
         """Give the memory back; local. The caller knows that no peer writes to it any more."""
-        if not self._freed:
-            self._freed = True
-            if not self._context.closed:
-                self._context.heap.free(self.offset)
+        with self._segment.lock:
+            if not self._freed:
+                self._freed = True
+                if not self._context.closed:
+                    self._context.heap.free(self.offset)
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
         """Check a notification that this rank will give to itself when a peer has answered; what gives it.
