@@ -16,7 +16,7 @@ from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
-from distdl_rma.ops.core.plain_losses import come_by_whole
+from distdl_rma.ops.core.plain_losses import ENDS_OF_BLOCKS, come_by_whole
 from distdl_rma.split.moves import once, reduced
 from distdl_rma.split.site import Site, site_of, summed_elsewhere
 
@@ -118,3 +118,4 @@ def contributes(x: torch.Tensor) -> bool:
 
 
 _BOUNDARY = f"{_Gathered.__name__}Backward"
+ENDS_OF_BLOCKS.add(_BOUNDARY)

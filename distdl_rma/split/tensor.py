@@ -19,7 +19,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
-from distdl_rma.ops.core.plain_losses import come_by_blocks
+from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
@@ -156,6 +156,7 @@ class SplitTensor(torch.Tensor):
         A backward from what is computed of it is that of this rank's own loss.
         """
         local = self._local
+        show_block(local)
         if local.grad_fn is not None and not self._shown:
             self._shown = True
             with _NO_SUBCLASS():

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import UnsupportedError, distribute
+from distdl_rma import SplitTensor, UnsupportedError, distribute
 from distdl_rma.sync import DistributedGradScaler
 from tests.model.against_alone import whole
 from tests.model.training import STEPS, Net, both, inputs, loop, loss_of, made, split_as
@@ -277,6 +277,26 @@ def test_a_loss_of_the_own_block_is_one_of_its_rank(comm):
     (y.to_local().square().sum()).backward()
     torch.testing.assert_close(split.weight.grad, alone.weight.grad, atol=1e-9, rtol=1e-9)
     split.distributed.close()
+
+
+def test_a_head_behind_own_blocks_counts_on_every_rank(comm):
+    def act(model):
+        y = model.norm(model.stem(split_as(model, inputs())))
+        own = y.to_local() if isinstance(y, SplitTensor) else y
+        model.head(own.transpose(1, 3)).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in (model.head.weight, model.head.bias, model.stem.weight)])
+
+    both(act, grids=[{"H": -1}])
+
+
+def test_a_block_that_is_only_looked_at_changes_no_count(comm):
+    def act(model):
+        y = model.norm(model.stem(split_as(model, inputs())))
+        assert not isinstance(y, SplitTensor) or y.to_local().isfinite().all()
+        model.head(whole(y).transpose(1, 3)).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in (model.head.weight, model.head.bias, model.stem.weight)])
+
+    both(act, grids=[{"H": -1}])
 
 
 class Parts(nn.Module):
