@@ -145,7 +145,7 @@ def broadcast_nbytes(size, per_node, count):
 
     manager = SimpleNamespace(
         rank=0,
-        segment=SimpleNamespace(direct_nodes=nodes, lock=threading.RLock()),
+        segment=SimpleNamespace(direct_nodes=nodes, lock=threading.RLock(), store_fence=None, acquire=None),
         waiter=SimpleNamespace(spins=0),
         counters=None,
         get_segment_buffer=buffer,
