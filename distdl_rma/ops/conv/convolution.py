@@ -15,7 +15,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, pieces_of, with_channels
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, adjoint_of_pieces, pieces_of, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import (
     GradientNeeds,
@@ -136,7 +136,9 @@ class Convolution(GridConvolution):
             Box((batches, (0, int(not self._empty)), *outputs)),
             workers.groups,
         )
-        self._pieces = self._in_pieces()
+        # Sums of short types would be rounded once per piece.
+        core = self.parts.core if self._sum_dtype == dtype else None
+        self._pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
         self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
 
@@ -231,13 +233,6 @@ class Convolution(GridConvolution):
         if self._pieces:
             return adjoint_of_pieces(self._pieces, gradient, x, block, needs)
         return core.convolve_adjoint(gradient, x, block, needs)
-
-    def _in_pieces(self) -> tuple[Patch, ...]:
-        core = self.parts.core
-        # Sums of short types would be rounded once per piece.
-        if core is None or self._sum_dtype != self.dtype:
-            return ()
-        return pieces_of(core, max(core.data.volume, prod(self._shape)) * self.dtype.itemsize)
 
     def add_adjoint(self, gradient: Tensor, epoch: int) -> Tensor:
         """Add what the readers of this rank's data send back; blocking."""

@@ -193,9 +193,9 @@ class Patch:
         return (high - low) // (8 * self.stencil.windows[d].span) if d else high - low
 
 
-def pieces_of(patch: Patch, nbytes: int) -> tuple[Patch, ...]:
-    """Pieces to compute the gradients of a patch in, whose larger operand has so many bytes; or none."""
-    each = nbytes // torch.get_num_threads()
+def pieces_of(patch: Patch, outputs: int, itemsize: int) -> tuple[Patch, ...]:
+    """Pieces to compute the gradients of a patch in, that has so many outputs; none if it is small."""
+    each = max(patch.data.volume, outputs) * itemsize // torch.get_num_threads()
     count, most = each // _PIECE_NBYTES, prod(patch.data.shape[:4]) // _PIECE_ELEMENTS
     return patch.cut(count) if each >= _LARGE_NBYTES and count <= most else ()
 
