@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
+from itertools import count
 from operator import index as as_int
 from typing import Any
 
@@ -31,6 +32,7 @@ Message = NDArray[np.int64]
 # Requests that MPI still works on, and the memory that it reads and writes, whatever became of the buffer,
 # the handshake and the machine that they were for.
 _UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
+_NUMBERS = count()
 
 
 @dataclass
@@ -105,8 +107,10 @@ class Handshake:
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
         self._requests: list[MPI.Request] = []
+        # No address: those that a closed machine left behind stay, and another handshake may have theirs.
+        self._number = next(_NUMBERS)
         with context.segment.lock:
-            _UNFINISHED[id(self)] = self._requests, (self._incoming, self._outgoing)
+            _UNFINISHED[self._number] = self._requests, (self._incoming, self._outgoing)
             context.waiter.defer(self.test)
             for peer in purpose.notes:
                 position = context.ranks.index(peer)
@@ -120,7 +124,7 @@ class Handshake:
         with self._context.segment.lock:
             if not MPI.Request.Testall(self._requests):
                 return False
-            _UNFINISHED.pop(id(self), None)
+            _UNFINISHED.pop(self._number, None)
         return True
 
     def check_same(self, purpose: Purpose) -> None:
