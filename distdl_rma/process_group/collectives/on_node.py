@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -144,7 +144,6 @@ class NodeCollectives:
         most = self._piece(x.nbytes // size, size) // x.itemsize
         turns = -(-x.size // (most * size))
         share = -(-x.size // (turns * size))
-        numbers: list[int] = []
 
         def part(turn: int, position: int) -> Array:
             begin = (turn * size + position) * share
@@ -153,32 +152,27 @@ class NodeCollectives:
         def made(number: int, position: int) -> Array:
             return slots[self.places[position]][number & 1][position * share : (position + 1) * share]
 
-        for turn in range(turns + 1):
-            if turn < turns:
-                yield from rounds.opened()
-                numbers.append(rounds.number)
-                slot = slots[me][rounds.number & 1]
+        def show(turn: int, slot: Array) -> None:
+            for position in rounds.others:
+                shown = part(turn, position)
+                slot[position * share : position * share + shown.size] = shown
+
+        def take(turn: int, number: int) -> Script:
+            mine = part(turn, me)
+            begin, end = me * share, me * share + mine.size
+            rows = [slot[number & 1][begin:end] for slot in slots]
+            rows[me] = mine
+            result = made(number, me)[: mine.size]
+            reducer.reduce(rows, result)
+            rounds.made(number)
+            if root in (None, me):
+                mine[...] = result
+                yield from rounds.all_made(number)
                 for position in rounds.others:
-                    shown = part(turn, position)
-                    slot[position * share : position * share + shown.size] = shown
-                rounds.announce(rounds.number, turn == 0)
-            if turn:
-                number, before = numbers[turn - 1], turn - 1
-                yield from rounds.seen(number)
-                mine = part(before, me)
-                begin, end = me * share, me * share + mine.size
-                rows = [slot[number & 1][begin:end] for slot in slots]
-                rows[me] = mine
-                result = made(number, me)[: mine.size]
-                reducer.reduce(rows, result)
-                rounds.made(number)
-                if root in (None, me):
-                    mine[...] = result
-                    yield from rounds.all_made(number)
-                    for position in rounds.others:
-                        target = part(before, position)
-                        target[...] = made(number, position)[: target.size]
-                rounds.read(number)
+                    target = part(turn, position)
+                    target[...] = made(number, position)[: target.size]
+
+        yield from self._in_turns(turns, slots[me], show, take)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
@@ -186,25 +180,20 @@ class NodeCollectives:
         slots = rounds.slots(out.dtype)
         most = rounds.slot_bytes // out.itemsize // size
         turns = max(1, -(-max(part.size for part in parts) // most))
-        numbers: list[int] = []
-        for turn in range(turns + 1):
-            if turn < turns:
-                yield from rounds.opened()
-                numbers.append(rounds.number)
-                slot = slots[me][rounds.number & 1]
-                for position in rounds.others:
-                    shown = parts[position][turn * most : (turn + 1) * most]
-                    slot[position * most : position * most + shown.size] = shown
-                rounds.announce(rounds.number, turn == 0)
-            if turn:
-                number, begin = numbers[turn - 1], (turn - 1) * most
-                yield from rounds.seen(number)
-                target = out[begin : begin + most]
-                first, last = me * most, me * most + target.size
-                rows = [slot[number & 1][first:last] for slot in slots]
-                rows[me] = parts[me][begin : begin + most]
-                reducer.reduce(rows, target)
-                rounds.read(number)
+
+        def show(turn: int, slot: Array) -> None:
+            self._show(slot, parts, turn * most, most)
+
+        def take(turn: int, number: int) -> Iterable[None]:
+            begin = turn * most
+            target = out[begin : begin + most]
+            first, last = me * most, me * most + target.size
+            rows = [slot[number & 1][first:last] for slot in slots]
+            rows[me] = parts[me][begin : begin + most]
+            reducer.reduce(rows, target)
+            return ()
+
+        yield from self._in_turns(turns, slots[me], show, take)
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
@@ -213,24 +202,22 @@ class NodeCollectives:
         rounds, me = self._rounds, self.me
         slots, most = rounds.slots(np.dtype(np.uint8)), self._piece(max(sizes), 1)
         turns = max(1, -(-max(sizes) // most))
-        numbers: list[int] = []
-        for turn in range(turns + 1):
-            if turn < turns:
-                yield from rounds.opened()
-                numbers.append(rounds.number)
-                shown = mine[turn * most : (turn + 1) * most]
-                if shown.size and self.size > 1:
-                    slots[me][rounds.number & 1][: shown.size] = shown
-                rounds.announce(rounds.number, turn == 0)
-            if turn:
-                number, begin = numbers[turn - 1], (turn - 1) * most
-                yield from rounds.seen(number)
-                for position in rounds.others:
-                    out = outs[position]
-                    if out is not None and begin < out.size:
-                        target = out[begin : begin + most]
-                        target[...] = slots[position][number & 1][: target.size]
-                rounds.read(number)
+
+        def show(turn: int, slot: Array) -> None:
+            shown = mine[turn * most : (turn + 1) * most]
+            if shown.size and self.size > 1:
+                slot[: shown.size] = shown
+
+        def take(turn: int, number: int) -> Iterable[None]:
+            begin = turn * most
+            for position in rounds.others:
+                out = outs[position]
+                if out is not None and begin < out.size:
+                    target = out[begin : begin + most]
+                    target[...] = slots[position][number & 1][: target.size]
+            return ()
+
+        yield from self._in_turns(turns, slots[me], show, take)
         own = outs[me]
         if own is not None and not _same_memory(own, mine):
             own[...] = mine
@@ -244,28 +231,52 @@ class NodeCollectives:
         lengths = rounds.numbers(number, me)
         lengths[:size] = [send.size for send in sends]
         lengths[size:] = [out.size for out in outs]
-        self._show(slots[me][number & 1], sends, 0, most)
+
+        def show(turn: int, slot: Array) -> None:
+            self._show(slot, sends, turn * most, most)
+
+        def take(turn: int, number: int) -> Iterable[None]:
+            begin = turn * most
+            for position in rounds.others:
+                target = outs[position][begin : begin + most]
+                if target.size:
+                    target[...] = slots[position][number & 1][me * most : me * most + target.size]
+            return ()
+
+        show(0, slots[me][number & 1])
         rounds.announce(number, True)
         yield from rounds.seen(number)
         table = np.stack([rounds.numbers(number, position) for position in range(size)])
         self._check_pairs(table[:, :size], table[:, size:].T)
         turns = max(1, -(-int(table.max()) // most))
-        numbers = [number]
-        for turn in range(1, turns + 1):
+        yield from self._in_turns(turns, slots[me], show, take, [number])
+        if not _same_memory(outs[me], sends[me]):
+            outs[me][...] = sends[me]
+
+    def _in_turns(
+        self,
+        turns: int,
+        mine: tuple[Array, Array],
+        show: Callable[[int, Array], None],
+        take: Callable[[int, int], Iterable[None]],
+        begun: Sequence[int] = (),
+    ) -> Script:
+        """Parts in a round each: a rank shows the next one in its slot, and then takes of the one before.
+
+        ``begun`` are the numbers of the rounds of the first parts, if these have been shown already.
+        """
+        rounds, numbers = self._rounds, [*begun]
+        for turn in range(len(numbers), turns + 1):
             if turn < turns:
                 yield from rounds.opened()
                 numbers.append(rounds.number)
-                self._show(slots[me][rounds.number & 1], sends, turn * most, most)
-                rounds.announce(rounds.number, False)
-            number, begin = numbers[turn - 1], (turn - 1) * most
-            yield from rounds.seen(number)
-            for position in rounds.others:
-                target = outs[position][begin : begin + most]
-                if target.size:
-                    target[...] = slots[position][number & 1][me * most : me * most + target.size]
-            rounds.read(number)
-        if not _same_memory(outs[me], sends[me]):
-            outs[me][...] = sends[me]
+                show(turn, mine[rounds.number & 1])
+                rounds.announce(rounds.number, turn == 0)
+            if turn:
+                number = numbers[turn - 1]
+                yield from rounds.seen(number)
+                yield from take(turn - 1, number)
+                rounds.read(number)
 
     def _show(self, slot: Array, sends: Sequence[Array], begin: int, most: int) -> None:
         for position in self._rounds.others:
