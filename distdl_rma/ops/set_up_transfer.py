@@ -91,6 +91,9 @@ def _spans(vectors: Sequence[torch.Tensor], low: int, high: int) -> Iterator[tup
         yield slice(first - low, last - low), vectors[number][first - start : last - start]
 
 
+_Runs = Iterator[torch.Tensor]
+
+
 class TransferInPasses:
     """How a tensor that is kept in parts, each on one rank, travels: of each part a run in every pass.
 
@@ -98,10 +101,10 @@ class TransferInPasses:
     partition.
     """
 
-    def __init__(self, givers: Decomposition, itemsize: int) -> None:
-        self.givers = givers
+    def __init__(self, givers: Decomposition, dtype: torch.dtype) -> None:
+        self.givers, self.dtype = givers, dtype
         self._sizes = [givers.box(rank).volume for rank in givers.partition.ranks]
-        most = max(1, PASS_NBYTES // (itemsize * len(self._sizes)))
+        most = max(1, PASS_NBYTES // (dtype.itemsize * len(self._sizes)))
         self.runs = Listed(tuple(min(size, most) for size in self._sizes))
         self.count = max(-(-size // most) for size in self._sizes)
 
@@ -130,7 +133,7 @@ def gather_whole(
     ``part`` is this rank's box; its type counts where it keeps none. The result is memory of its own,
     without elements on ranks that are no takers.
     """
-    passes = TransferInPasses(givers, part.dtype.itemsize)
+    passes = TransferInPasses(givers, part.dtype)
     ranks = givers.partition.ranks
     mine = part.detach().reshape(-1) if givers.partition.active else part.new_empty(0)
     giving = ranks.index(machine.rank) if givers.partition.active else None
@@ -142,7 +145,7 @@ def gather_whole(
     sent = (mine if giving is None else mine[passes.run(giving, number)] for number in range(passes.count))
     travel = _to_one if takers.size == 1 else _to_all
     with torch.no_grad():
-        for number, runs in enumerate(travel(machine, passes, takers, sent, part.dtype, title)):
+        for number, runs in enumerate(travel(CallSite(machine, title), passes, takers, sent)):
             for giver, vector in enumerate(vectors):
                 vector[passes.run(giver, number)] = runs[slice(*passes.runs.interval(giver))]
     for box, vector in zip(boxes, vectors, strict=True):
@@ -151,39 +154,26 @@ def gather_whole(
     return whole
 
 
-def _to_one(
-    machine: Machine,
-    passes: TransferInPasses,
-    takers: Partition,
-    sent: Iterator[torch.Tensor],
-    dtype: torch.dtype,
-    title: str,
-) -> Iterator[torch.Tensor]:
+def _to_one(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _Runs) -> _Runs:
     # The runs of all givers, pass by pass, on the one rank that takes them.
-    movement = movement_between(CallSite(machine, title), *passes.ends(takers), dtype)
+    movement = movement_between(site, *passes.ends(takers), passes.dtype)
     try:
         yield from movement.stream(sent)
     finally:
         movement.close()
 
 
-def _to_all(
-    machine: Machine,
-    passes: TransferInPasses,
-    takers: Partition,
-    sent: Iterator[torch.Tensor],
-    dtype: torch.dtype,
-    title: str,
-) -> Iterator[torch.Tensor]:
+def _to_all(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _Runs) -> _Runs:
     # The same on many: those that give nothing come behind the givers.
     givers = passes.givers.partition.ranks
     ranks = tuple(dict.fromkeys((*givers, *takers.ranks)))
     counts = [*passes.runs.lengths, *[0] * (len(ranks) - len(givers))]
-    gathered = Allgather(machine.segments, ranks, counts, numpy_dtype(dtype, title), title)
+    machine, name = site
+    gathered = Allgather(machine.segments, ranks, counts, numpy_dtype(passes.dtype, name), name)
     try:
         for run in sent:
             gathered.active[...] = as_words(run.contiguous())
             gathered.start()
-            yield as_tensor(gathered.wait(), dtype)
+            yield as_tensor(gathered.wait(), passes.dtype)
     finally:
         gathered.close()

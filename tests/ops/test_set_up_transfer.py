@@ -172,7 +172,7 @@ def test_a_state_of_many_ranks_is_gathered_in_a_segment_like_that_of_few(per_nod
     for size, extent in ((2, 1 << 9), (64, 1 << 9), (64, 1 << 13)):
         P = Partition(tuple(range(size)), (size, 1), min(rank, size - 1))
         few = P.create_partition_inclusive(range(min(takers, size)))
-        plan = TransferInPasses(Decomposition.balanced(P, (extent, extent)), 4)
+        plan = TransferInPasses(Decomposition.balanced(P, (extent, extent)), torch.float32)
         ends = plan.ends(few)
         found = steps(*ends, lambda rank: rank // per_node, P.me)
         pairs = [pair for step in found for pair in step.stages] if takers == 1 and found else [ends]
@@ -188,7 +188,7 @@ def test_every_element_travels_in_some_pass():
     for size, shape in ((3, (1000, 1001)), (5, (4, 7)), (64, (300, 900))):
         P = Partition(tuple(range(size)), (size, 1), 0)
         givers = Decomposition.balanced(P, shape)
-        plan = TransferInPasses(givers, 8)
+        plan = TransferInPasses(givers, torch.float64)
         for giver, rank in enumerate(P.ranks):
             runs = [plan.run(giver, number) for number in range(plan.count)]
             assert {run.stop - run.start for run in runs} == {plan.runs.lengths[giver]}

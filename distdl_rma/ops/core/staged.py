@@ -66,17 +66,9 @@ def movement_between(
     it takes stages: each element comes to a node once, and no rank sends to all of the others. Sums are then
     those of the nodes first.
     """
-    machine, name = site
-    name = f"{name} ({what})" if what else name
-    copies = source.copied_along or target.copied_along
-    alone = 1 in (source.partition.size, target.partition.size)
-    if (copies or alone) and len(nodes := machine.segments.segment.nodes) > 1:
-        node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
-        staged = StagedMovement(
-            CallSite(machine, name), steps(source, target, node_of.__getitem__, machine.rank), dtype, images
-        )
-        if staged.moves:
-            return staged
+    machine, name = named = CallSite(site.machine, f"{site.name} ({what})" if what else site.name)
+    if staged := _staged(named, source, target, dtype, images):
+        return staged
     return Movement(machine, Exchange(machine.rank, source, target, images=images), dtype, name)
 
 
@@ -89,9 +81,30 @@ def movement_or_none(
     images: tuple[tuple[int, ...], ...] = (),
 ) -> Moves | None:
     """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
-    if Exchange(site.machine.rank, source, target, images=images).idle:
+    exchange = Exchange(site.machine.rank, source, target, images=images)
+    if exchange.idle:
         return None
-    return movement_between(site, source, target, dtype, what, images)
+    named = CallSite(site.machine, f"{site.name} ({what})")
+    return _staged(named, source, target, dtype, images) or Movement(
+        named.machine, exchange, dtype, named.name
+    )
+
+
+def _staged(
+    site: CallSite,
+    source: Decomposition,
+    target: Decomposition,
+    dtype: torch.dtype,
+    images: tuple[tuple[int, ...], ...],
+) -> StagedMovement | None:
+    nodes, rank = site.machine.segments.segment.nodes, site.machine.rank
+    copies = source.copied_along or target.copied_along
+    alone = 1 in (source.partition.size, target.partition.size)
+    if len(nodes) == 1 or not (copies or alone):
+        return None
+    node_of = {member: number for number, node in enumerate(nodes) for member in node}
+    found = StagedMovement(site, steps(source, target, node_of.__getitem__, rank), dtype, images)
+    return found if found.moves else None
 
 
 class StagedRequest(NamedTuple):
