@@ -72,12 +72,28 @@ class Calls:
         self._code = fingerprint(self._title)
         self._open = False
 
-    def begin(self, facts: tuple[int, ...], described: Callable[[], str]) -> None:
-        """Begin a call; ``MismatchError`` on all ranks if facts differ, which are then described."""
-        alike = self._are_alike(_BEGUN, hash(facts), 0)
+    def begin(
+        self,
+        facts: tuple[int, ...],
+        described: Callable[[], str],
+        sign: int = 0,
+        difference: Callable[[], str] = str,
+    ) -> None:
+        """Begin a call; ``MismatchError`` on all ranks if facts differ, which are then described.
+
+        ``sign`` is of what may be alike though it differs: then ``difference`` says what is not, alike on all
+        ranks, which may be nothing.
+        """
+        alike = self._are_alike(_BEGUN, hash(facts), sign)
         self._open = True
         if not alike:
             self._open = False
+            (*smallest, _), (*largest, _) = self._assembly.smallest, self._assembly.largest
+            if smallest == largest:
+                if problem := difference():
+                    raise MismatchError(problem)
+                self._open = True
+                return
             said = self._told(described())
             raise MismatchError(f"{self._name}: the ranks call it in different ways: {said}")
 

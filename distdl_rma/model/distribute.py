@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -19,6 +19,7 @@ from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, U
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls, Drawn, Word, modes
+from distdl_rma.model.copies import Copies, sample
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.segments.collectives.assembly import gather_words
@@ -42,9 +43,16 @@ class Distributed:
     """
 
     def __init__(
-        self, model: nn.Module, machine: Machine, grid: Grid, fallback: str, options: dict[str, Any]
+        self,
+        model: nn.Module,
+        machine: Machine,
+        grid: Grid,
+        fallback: str,
+        options: dict[str, Any],
+        check_copies: bool,
     ) -> None:
         self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
+        self._checks = check_copies
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -70,6 +78,9 @@ class Distributed:
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._seen: set[object] = set()
         self._calls: dict[tuple[int, ...], Calls] = {}
+        # What each group of ranks holds alike, and how many calls compared some of it.
+        self._held: dict[tuple[int, ...], Copies] = {}
+        self._number = 0
         # Of calls that run: who is told of their end, what was being handled when they began, and where the
         # generator was.
         self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
@@ -121,7 +132,7 @@ class Distributed:
             self._sync.close()
         for handle in self._handles:
             handle.remove()
-        self._handles, self._calls = [], {}
+        self._handles, self._calls, self._held = [], {}, {}
         model = self._model()
         if model is not None:
             for parameter in () if self._synchronises else model.parameters():
@@ -169,18 +180,46 @@ class Distributed:
         self._running[-1] = calls, *self._running[-1][1:]
         plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
         facts = *self._facts(given), len(args), crc32(plain.encode())
-        calls.begin(facts, partial(self._described, given, plain))
+        # Plain ones are whole.
+        alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
+        sign, difference = 0, cast("Callable[[], str]", str)
+        if self._checks:
+            sign, difference = self._sign(calls, alike), partial(self._difference, calls, alike)
+        calls.begin(facts, partial(self._described, given, plain), sign, difference)
         if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
-        if not whole:
-            return None
         # Blocks taken for whole tensors would be wrong in silence: the ranks compare them, once for each
         # kind.
-        kind = tuple((x.shape, x.dtype) for x in whole)
-        if kind not in self._seen:
-            alike_on_all_ranks(self.machine, calls.ranks, whole, "an input of a distributed model")
+        kind = tuple((x.shape, x.dtype) for x in alike)
+        if kind and kind not in self._seen:
+            self._compare_inputs(calls, alike)
             self._seen.add(kind)
+        if not whole:
+            return None
         return self.cut((args, kwargs), in_graph=True)
+
+    def _sign(self, calls: Calls, alike: Sequence[torch.Tensor]) -> int:
+        # Of what is to be alike on all ranks, a little in each call.
+        self._number += 1
+        copies = self._copies_of(calls)
+        return hash((copies and copies.word(), *[sample(x, self._number) for x in alike]))
+
+    def _difference(self, calls: Calls, alike: Sequence[torch.Tensor]) -> str:
+        copies = self._copies_of(calls)
+        if copies is not None and (found := copies.difference()):
+            return found
+        self._compare_inputs(calls, alike)
+        return ""
+
+    def _compare_inputs(self, calls: Calls, alike: Sequence[torch.Tensor]) -> None:
+        alike_on_all_ranks(self.machine, calls.ranks, alike, "an input of a distributed model")
+
+    def _copies_of(self, calls: Calls) -> Copies | None:
+        found, model = self._held.get(calls.ranks), self._model()
+        # Else whoever sums the gradients looks after the weights, and may keep parts.
+        if found is None and model is not None and self._synchronises:
+            found = self._held[calls.ranks] = Copies(model, self.machine, calls.ranks, self._name)
+        return found
 
     @uncompiled
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
@@ -281,6 +320,7 @@ def distribute(
     replicas: int | None = None,
     bucket_nbytes: int = 1 << 20,
     fallback: str = "move",
+    check_copies: bool = True,
 ) -> M:
     """Make a model compute on split tensors: the same object, parameters and state dict, exact or refused.
 
@@ -304,6 +344,10 @@ def distribute(
     fallback
         ``"move"``: where a function cannot act on the layout of its inputs, these move, by the rules of
         ``docs/split-functions.md``. ``"error"``: that is refused with ``UnsupportedError``.
+    check_copies
+        Whether each call compares a little of all parameters, buffers and plain inputs with the other ranks
+        (``docs/convert.md`` says what is found when), with its few words at the beginning:
+        ``MismatchError`` on all ranks, which names the first that differs.
 
     Raises
     ------
@@ -312,12 +356,12 @@ def distribute(
     """
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     shape = grid.shape if isinstance(grid, Partition) else grid
-    said = f"grid {shape}, fallback={fallback!r} and reduction={reduction!r}"
+    said = f"grid {shape}, fallback={fallback!r}, reduction={reduction!r} and check_copies={check_copies}"
     # Else the gradients are summed over all ranks of the machine.
     apart = reduction == "none" or replicas is not None
     _check_alike(machine, said, partial(_check, model, machine, grid, apart, fallback))
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
-    handle = Distributed(model, machine, grid, fallback, options)
+    handle = Distributed(model, machine, grid, fallback, options, bool(check_copies))
     # Those that look at a model see that it is one that computes on split tensors.
     vars(model)[_KEY] = handle
     try:

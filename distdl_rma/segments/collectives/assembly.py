@@ -90,6 +90,11 @@ class Assembly:
         """The largest of each integer that some rank said last."""
         return self._vote.largest[1:]
 
+    @property
+    def smallest(self) -> tuple[int, ...]:
+        """The smallest of each integer that some rank said last."""
+        return self._vote.smallest[1:]
+
     def gather(self, title: str, text: bytes) -> list[bytes]:
         """Texts of all ranks, in their order; blocking, collective. Digests only if all are alike.
 
