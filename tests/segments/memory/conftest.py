@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import pytest
 
+from distdl_rma.segments.waiting.header import HEADER_BYTES
+
 
 @pytest.fixture
 def there(meet, comm):
     """Buffer of the next rank, with room for a few kilobytes."""
     return meet(1 << 15, 4)[1][(comm.rank + 1) % comm.size]
+
+
+@pytest.fixture
+def unanswered(monkeypatch):
+    """Function after which no get of a peer's buffer is answered, but for those of its header.
+
+    A wait that takes long, as any may on a busy machine, reads the header.
+    """
+
+    def silence(remote):
+        get = remote._link.get
+
+        def ask(runs, out, **options):
+            return get(runs, out, **options) if out.nbytes == HEADER_BYTES else [None]
+
+        monkeypatch.setattr(remote._memory, "near", None)
+        monkeypatch.setattr(remote._link, "get", ask, raising=False)
+
+    return silence
 
 
 @pytest.fixture(params=["auto", "remote"])

@@ -129,11 +129,12 @@ def test_lists_are_checked_before_anything_moves(meet, machine, comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_list_of_gets_that_is_not_answered_names_the_peer_and_all_its_bytes(meet, comm, monkeypatch):
+def test_a_list_of_gets_that_is_not_answered_names_the_peer_and_all_its_bytes(
+    meet, comm, unanswered, monkeypatch
+):
     peer = (comm.rank + 1) % comm.size
     there = meet(64)[1][peer]
-    monkeypatch.setattr(there._memory, "near", None)
-    monkeypatch.setattr(there._link, "get", lambda *_, **__: [None], raising=False)
+    unanswered(there)
     monkeypatch.setattr("distdl_rma.segments.memory.context.Queue.test", lambda self: False)
     with pytest.raises(ExchangeTimeout, match=rf"for rank {peer} to answer a get of 32 bytes"):
         there.get_list([(np.zeros(3), 0), (np.zeros(1), 24)], timeout=0)
@@ -233,11 +234,10 @@ def test_a_notified_get_is_checked_before_anything_moves(meet, machine, comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_wait_for_a_notified_get_names_the_peer(meet, machine, comm, monkeypatch):
+def test_the_wait_for_a_notified_get_names_the_peer(meet, machine, comm, unanswered):
     peer = (comm.rank + 1) % comm.size
     there = meet(8)[1][peer]
-    monkeypatch.setattr(there._memory, "near", None)
-    monkeypatch.setattr(there._link, "get", lambda *_, **__: [None], raising=False)
+    unanswered(there)
     with machine.segments.get_segment_buffer(0, 1, "inbox") as inbox:
         there.get_notify(np.empty(1), inbox, 0)
         with pytest.raises(

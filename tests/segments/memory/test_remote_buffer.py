@@ -189,15 +189,8 @@ def test_what_is_no_queue_part_or_timeout_is_refused_before_anything_moves(aroun
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_get_that_is_not_answered_says_how_much_it_asked_for(there, monkeypatch):
-    monkeypatch.setattr(there._memory, "near", None)
-    answered = there._link.get
-
-    def get(runs, out, **options):
-        # What the watch asks while this waits is answered.
-        return [None] if runs.total == 24 else answered(runs, out, **options)
-
-    monkeypatch.setattr(there._link, "get", get, raising=False)
+def test_a_get_that_is_not_answered_says_how_much_it_asked_for(there, unanswered, monkeypatch):
+    unanswered(there)
     monkeypatch.setattr("distdl_rma.segments.memory.context.Queue.test", lambda self: False)
     with pytest.raises(ExchangeTimeout, match="to answer a get of 24 bytes"):
         there.get(np.zeros(3), timeout=0)
