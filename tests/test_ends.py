@@ -46,9 +46,11 @@ except DistdlError as error:
 
 def test_rank_that_ends_long_before_the_others_says_whom_it_waits_for_and_waits_on():
     body = """
-machine = Machine(segment_size="8MiB", timeout=0.5)
+machine = Machine(segment_size="8MiB", timeout=30)
+machine.group().barrier()
+machine.segments.waiter.timeout = 0.5
 if comm.rank == 1:
-    time.sleep(3)
+    time.sleep(4)
 atexit.unregister(os._exit)
 """
     code, _, err = run(2, body, preamble=APART)
@@ -61,8 +63,9 @@ atexit.unregister(os._exit)
 def test_rank_that_failed_and_caught_it_does_not_wait_at_exit_for_others_that_are_at_the_end_of_mpi():
     body = """
 try:
-    with Machine(segment_size="8MiB", timeout=2, transport="remote") as machine:
+    with Machine(segment_size="8MiB", timeout=30, transport="remote") as machine:
         machine.group().barrier()
+        machine.segments.waiter.timeout = 2
         if comm.rank == 1:
             raise OSError("disk on fire")
         machine.group().barrier()
@@ -90,6 +93,7 @@ class Struck:
         return getattr(self._form, name)
 
 machine = Machine(segment_size="8MiB", timeout=60)
+reader = comm.bcast(os.getpid())
 letters = [machine.segments.get_segment_buffer(8, 1, owner=f"letters {rank}") for rank in (1, 2)]
 for rank, buffer in zip((1, 2), letters):
     if comm.rank in (0, rank):
@@ -97,7 +101,9 @@ for rank, buffer in zip((1, 2), letters):
 machine.group().barrier()
 if comm.rank:
     if comm.rank == 2:
-        subprocess.Popen(["sh", "-c", f"sleep 20; kill -9 {os.getpid()}"], stdout=2, close_fds=True)
+        # Once rank 0 has ended.
+        wait = f"while kill -0 {reader}; do sleep 0.2; done; kill -9 {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wait], stdout=2, stderr=subprocess.DEVNULL, close_fds=True)
     status._STATE._form = Struck(status._STATE._form, (signal.SIGKILL, signal.SIGSTOP)[comm.rank - 1])
     # A long wait writes the header.
     letters[comm.rank - 1].notify_wait(0)

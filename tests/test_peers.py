@@ -11,6 +11,7 @@ from tests.test_failures import CONV, LIGHT, PREAMBLE, run
 SOON = 20
 # Every rank reports how its part of the story ends, and how long after the failure.
 REPORT = """
+import atexit
 begin = time.time()
 
 
@@ -21,9 +22,16 @@ def told(error):
         file.write(text)
 
 
-def finish():
+def stay(ranks):
+    # Until these were told: with the first rank that ends, the launcher may end all.
+    files = [f"{os.environ['REPORTS']}/{rank}" for rank in ranks]
+    while not all(os.path.exists(file) and os.path.getsize(file) for file in files):
+        time.sleep(0.02)
+
+
+def finish(*ranks):
     # Without the end of MPI, which would wait for the others.
-    time.sleep(2)
+    stay(ranks or range(comm.size))
     os._exit(0)
 """
 LAYER = f"{CONV}machine = Machine.of(P_x)\ncomm.Barrier()\n{REPORT}"
@@ -62,6 +70,7 @@ machine = Machine(comm, transport={transport!r}, segment_size="8MiB")
 buffer = machine.segments.get_segment_buffer(8, notifications=1)
 comm.Barrier()
 begin = time.time()
+atexit.register(stay, [0, 2, 3])
 if comm.rank == 1:
     raise OSError("disk on fire")
 try:
@@ -90,7 +99,6 @@ if comm.rank == 2:
         layer(x)
     except MemoryError as error:
         told(error)
-    time.sleep(2)
 else:
     try:
         # Rank 2 sent its rows before it failed: the second call is the one that waits in vain.
@@ -129,7 +137,8 @@ finish()
 
 
 def test_failure_is_told_without_mpi4py_as_the_main_program(tell):
-    code, _err, said = tell(2, "if comm.rank == 0: raise OSError('gone')\n" + WAIT, main=())
+    body = "atexit.register(stay, [1])\nif comm.rank == 0: raise OSError('gone')\n"
+    code, _err, said = tell(2, body + WAIT, main=())
     assert code != 0
     assert "PeerFailedError: rank 0 failed: OSError: gone" in said[1][1]
 
@@ -140,14 +149,21 @@ def test_timeout_follows_those_who_wait_for_each_other_to_the_end(tell):
 buffer = machine.segments.get_segment_buffer(8, notifications=1, owner="ring of letters")
 pair = [rank for rank in range(3) if abs(rank - comm.rank) == 1 and comm.rank < 3]
 buffer.exchange(dict.fromkeys(pair, ()), "letters")
-if comm.rank == 2:
-    time.sleep(4)
-elif comm.rank < 2:
+error = None
+while comm.rank == 0 and "rank 1 waits since" not in str(error):
+    # Until then, rank 1 has not come to its wait.
     try:
-        buffer.notify_wait(0, timeout=1.0 + 5 * comm.rank)
-    except Exception as error:
-        told(error)
-finish()
+        buffer.notify_wait(0, timeout=1)
+    except ExchangeTimeout as late:
+        error = late
+if comm.rank == 0:
+    told(error)
+elif comm.rank == 1:
+    try:
+        buffer.notify_wait(0, timeout=60)
+    except PeerFailedError:
+        pass
+finish(0)
 """
     _, _err, said = tell(4, body)
     text = said[0][1]
@@ -161,19 +177,21 @@ finish()
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes cannot be looked at here")
 def test_killed_rank_is_reported_as_silent(tell):
-    body = "if comm.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT.replace("raise", "finish()")
-    _, _err, said = tell(3, body, DISTDL_RMA_TIMEOUT="20", survive=True)
+    body = "if comm.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT.replace("raise", "finish(0, 2)")
+    _, _err, said = tell(3, body, survive=True)
     assert set(said) == {0, 2}
     for seconds, text in said.values():
         assert re.search(r"PeerFailedError: rank 1 failed: it is silent, its process \d+ has ended", text)
-        assert seconds < 20
+        assert seconds < SOON
 
 
 def test_stopped_rank_is_a_timeout_that_says_what_it_did_last(tell):
     body = """
 import subprocess
+machine.segments.waiter.timeout = 2
 if comm.rank == 1:
-    subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+    wait = f"while ! test -e $REPORTS/0; do sleep 0.2; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", wait])
     os.kill(os.getpid(), signal.SIGSTOP)
 outcome = None
 try:
@@ -182,12 +200,9 @@ except Exception as error:
     outcome = error
 # What rank 0 sent before it gave up may be all that rank 1 needs.
 told(outcome)
-# The launcher may end the job, or not, with the first that leaves: rank 0 stays until rank 1 is awake.
-while len(os.listdir(os.environ["REPORTS"])) < 2:
-    time.sleep(0.1)
 finish()
 """
-    _, _err, said = tell(2, body, DISTDL_RMA_TIMEOUT="2")
+    _, _err, said = tell(2, body)
     text = said[0][1]
     assert "ExchangeTimeout: rank 0 waited 2 s for rank 1 to send in 'enc1.conv" in text
     assert "rank 1 waits for nobody: the last that it began," in text and "'enc1.conv" in text
@@ -203,12 +218,12 @@ def test_leaving_without_close_while_others_wait_is_reported(tell):
 def test_close_on_one_rank_only_is_an_error_on_both(tell):
     body = """
 try:
-    machine.close(timeout=6) if comm.rank == 1 else layer(x)
+    machine.close(timeout=30) if comm.rank == 1 else layer(x)
 except Exception as error:
     told(error)
 finish()
 """
-    _, _err, said = tell(2, body, DISTDL_RMA_TIMEOUT="8")
+    _, _err, said = tell(2, body)
     assert "PeerFailedError: rank 1 failed: it left" in said[0][1]
     assert "PeerFailedError" in said[1][1] or "to close the machine" in said[1][1]
 
@@ -257,7 +272,7 @@ finish()
     assert all(word in said[2][1] for word in ("MismatchError", "'grads"))
 
 
-LONE_SECONDS = 8
+LONE_SECONDS = 30
 NOTES = f"""
 lone = Machine(comm, transport={{!r}}, segment_size="8MiB", timeout={LONE_SECONDS})
 board = lone.segments.get_segment_buffer(0, notifications=comm.size)
@@ -321,7 +336,7 @@ except Exception as error:
 
 
 def test_program_whose_ranks_end_far_apart_closes_them_together(tell):
-    code, err, _ = tell(2, NOTES.format("auto") + "if comm.rank == 0: time.sleep(6)\n", light=True)
+    code, err, _ = tell(2, NOTES.format("auto") + "if comm.rank == 0: time.sleep(3)\n", light=True)
     assert code == 0 and "WARN" not in err, err
 
 
