@@ -20,6 +20,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
+from distdl_rma.split.lineage import LINEAGE
 
 _BEGUN, _ENDED, _RAISED = range(3)
 # So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
@@ -40,6 +41,22 @@ class Word(Protocol):
     @property
     def described(self) -> str:
         """For messages."""
+        ...
+
+
+class Way(Protocol):
+    """A rank's way through a model."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def number(self) -> int:
+        """Of all of it, alike on ranks that went the same."""
+        ...
+
+    @property
+    def calls(self) -> Sequence[Word]:
+        """Its parts."""
         ...
 
 
@@ -97,19 +114,19 @@ class Calls:
             said = self._told(described())
             raise MismatchError(f"{self._name}: the ranks call it in different ways: {said}")
 
-    def end(self, trail: Sequence[Word]) -> None:
+    def end(self, trail: Way) -> None:
         """End a call; ``MismatchError`` on all ranks if they went different ways."""
         if not self._open:
             return
         self._open = False
-        if self._are_alike(_ENDED, _hash_of(trail), len(trail)):
+        if self._are_alike(_ENDED, trail.number, len(trail)):
             return
         if self._assembly.largest[0] == _RAISED:
             # Its notice is on the way.
             self._machine.segments.waiter.until(lambda: False, self._assembly.missing, 10 * _GRACE_SECONDS)
         raise MismatchError(self._parting(trail))
 
-    def failed(self, error: BaseException, trail: Sequence[Word]) -> None:
+    def failed(self, error: BaseException, trail: Way) -> None:
         """Say that the call raised: to ranks that do not raise alike this one has failed."""
         machine = self._machine
         begun, self._open = self._open, False
@@ -118,7 +135,7 @@ class Calls:
         machine.labels.make_readable(error) if isinstance(error, Exception) else None
         if not isinstance(error, _AT_ONCE):
             try:
-                if self._are_alike(_RAISED, _hash_of(trail), len(trail), _GRACE_SECONDS):
+                if self._are_alike(_RAISED, trail.number, len(trail), _GRACE_SECONDS):
                     # As on one machine: who catches it can go on.
                     return
             except PeerFailedError:
@@ -135,11 +152,29 @@ class Calls:
         self._assembly.start(self._title, self._code, phase, word, number)
         return self._assembly.wait(timeout)
 
-    def _parting(self, trail: Sequence[Word]) -> str:
+    def backwards_differ(self) -> str:
+        """How the ranks came to where their last backward began, if not alike; collective, blocking."""
+        number = LINEAGE.number(self._machine, self.ranks)
+        if len({*self._all_of(number, "backwards").values()}) == 1:
+            return ""
+        mine = LINEAGE.described(self._machine, self.ranks)
+        ways = self._all_of(mine, "losses").values()
+        at = next((at for at, calls in enumerate(zip_longest(*ways)) if len({*calls}) > 1), None)
+        if at is None:
+            told = "other plain tensors, as labels, or other numbers than those of the last two"
+        else:
+            told = self._told(f"calls {mine[at] if at < len(mine) else 'nothing more'}")
+        return (
+            f"{self._name}: the backward before this call began at what the ranks computed in different ways:"
+            f" {told}. The gradients were of neither; do labels or factors of a loss depend on the rank?"
+        )
+
+    def _parting(self, trail: Way) -> str:
         # Where the ways of the ranks parted: all of them tell each other all calls.
-        ways = self._all_of([step.word for step in trail], "ways").values()
+        calls = trail.calls
+        ways = self._all_of([call.word for call in calls], "ways").values()
         at = next(at for at, words in enumerate(zip_longest(*ways)) if len(set(words)) > 1)
-        mine = trail[at].described if at < len(trail) else "the end of the model"
+        mine = calls[at].described if at < len(calls) else "the end of the model"
         return (
             f"{self._name}: the ranks went different ways: after {at} equal calls "
             f"{self._told(f'calls {mine}')}: do modes, shapes or branches depend on the data of a rank?"
@@ -157,10 +192,6 @@ class Calls:
 
     def _all_of(self, words: Any, what: str) -> dict[int, Any]:
         return gather_words(self._machine.segments, words, f"calls of {self._name} ({what})", self.ranks)
-
-
-def _hash_of(trail: Sequence[Word]) -> int:
-    return hash(tuple([step.word for step in trail]))
 
 
 def modes() -> tuple[int, ...]:

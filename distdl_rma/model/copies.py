@@ -20,8 +20,6 @@ from distdl_rma.sync.claims import claims_of, under
 # Tensors of which one call compares a word each, and in how many calls every byte is compared.
 _AT_A_TIME, _CALLS = 32, 512
 _LEAST_NBYTES, _WORD = 4 << 10, 8
-# Elements of an input.
-_SAMPLED = 256
 # So often all was alike although only some ranks had written to it, before that is no sign any more.
 _FRUITLESS = 4
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -177,14 +175,6 @@ def _readable(x: torch.Tensor) -> bool:
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def sample(x: torch.Tensor, at: int) -> int:
-    """Number of some elements of a plain tensor, of others for another number; local."""
-    flat = x.detach()
-    flat = flat.as_strided((flat.numel(),), (1,)) if _readable(x) else flat.reshape(-1)
-    stride = max(1, flat.numel() // _SAMPLED)
-    return crc32(as_words(flat[at % stride :: stride]).tobytes())
 
 
 def _digest(x: torch.Tensor) -> str:

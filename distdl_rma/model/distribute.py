@@ -18,17 +18,19 @@ from torch import nn
 from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.model.calls import Calls, Drawn, Word, modes
-from distdl_rma.model.copies import Copies, sample
+from distdl_rma.model.calls import Calls, Drawn, modes
+from distdl_rma.model.copies import Copies
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import site
 from distdl_rma.split.entry import alike_on_all_ranks, grid_for
 from distdl_rma.split.layout import balanced, described
+from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.plain import beside
+from distdl_rma.split.said import sample
 from distdl_rma.split.shard import Grid, shard
-from distdl_rma.split.site import TRAILS
+from distdl_rma.split.site import TRAILS, Trail
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 from distdl_rma.sync.gradients import GradientSync
 
@@ -52,7 +54,8 @@ class Distributed:
         check_copies: bool,
     ) -> None:
         self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
-        self._checks = check_copies
+        self._checks, self._is_copy = check_copies, False
+        LINEAGE.on += check_copies
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -94,6 +97,7 @@ class Distributed:
         vars(twin).update(vars(self))
         twin._belongs_to(model)
         # Those that a copy on some ranks alone makes are none of the others' business.
+        twin._is_copy = True
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._handles = copy.deepcopy(self._handles, memo)
         return twin
@@ -130,6 +134,8 @@ class Distributed:
         """Make the model what it was, on plain tensors; local, idempotent."""
         if self._sync is not None:
             self._sync.close()
+        if self._handles and self._checks and not self._is_copy:
+            LINEAGE.on -= 1
         for handle in self._handles:
             handle.remove()
         self._handles, self._calls, self._held = [], {}, {}
@@ -170,7 +176,7 @@ class Distributed:
         while self._running:
             # Left by what no hook sees, as an interrupt.
             self._leave_trail()
-        TRAILS.append([])
+        TRAILS.append(Trail())
         self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
@@ -202,11 +208,14 @@ class Distributed:
         # Of what is to be alike on all ranks, a little in each call.
         self._number += 1
         copies = self._copies_of(calls)
-        return hash((copies and copies.word(), *[sample(x, self._number) for x in alike]))
+        begun = LINEAGE.looked_at(self.machine, calls.ranks)
+        held = 0 if copies is None else copies.word()
+        return hash((held, begun, *[sample(x, self._number) for x in alike]))
 
     def _difference(self, calls: Calls, alike: Sequence[torch.Tensor]) -> str:
         copies = self._copies_of(calls)
-        if copies is not None and (found := copies.difference()):
+        found = copies.difference() if copies is not None else ""
+        if found := found or calls.backwards_differ():
             return found
         self._compare_inputs(calls, alike)
         return ""
@@ -233,15 +242,15 @@ class Distributed:
         if error is None or error is before:
             if not torch.equal(generator, torch.get_rng_state()):
                 # What is drawn for all of a tensor is drawn by all ranks.
-                trail.append(Drawn(generator))
+                trail.ends_with(Drawn(generator))
             calls.end(trail)
         elif isinstance(error, ENOUGH):
             calls.abandon()
         else:
             calls.failed(error, trail)
 
-    def _leave_trail(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, list[Word]]:
-        return *self._running.pop(), [*(TRAILS.pop() or ())]
+    def _leave_trail(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, Trail]:
+        return *self._running.pop(), TRAILS.pop() or Trail()
 
     def _calls_of(self, grid: Grid) -> Calls:
         ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks

@@ -7,16 +7,17 @@ import sys
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.split.said import number_of, said_in, spoken
 from distdl_rma.split.table import name_of
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _KEPT = 16
 # What asks rather than computes, which one rank may do alone.
 _ASKING = frozenset({"query", "value", "gradient"})
+_NOTHING: dict[str, Any] = {}
 _ROOMS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent))
 
 
@@ -216,12 +218,57 @@ class Step:
         )
 
 
+class Called(NamedTuple):
+    """A step, and what else it was told than tensors."""
+
+    step: Any
+    said: list[Any]
+
+    @property
+    def word(self) -> int:
+        """A number, alike on ranks that do the same."""
+        return number_of(self.said, self.step.word)
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        described: str = self.step.described
+        return described + spoken(self.said)
+
+
+class Trail:
+    """The way of a rank through a model: the functions that it calls, and the numbers that it passes them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        # The number of each step that was told something, and what.
+        self.said: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def ends_with(self, word: Any) -> None:
+        """Add what is no call: anything with ``word`` and ``described``."""
+        self.steps.append(word)
+
+    @property
+    def number(self) -> int:
+        """Of all of it, alike on ranks that went the same way."""
+        return hash((number_of(self.said), *[step.word for step in self.steps]))
+
+    @property
+    def calls(self) -> list[Called]:
+        """Each call with what it was told."""
+        said = dict(zip(self.said[::2], self.said[1::2], strict=True))
+        return [Called(step, said.get(at, [])) for at, step in enumerate(self.steps, 1)]
+
+
 # Where calls are noted, the last one counts; None while a rule calls functions itself.
-TRAILS: list[list[Step] | None] = []
+TRAILS: list[Trail | None] = []
 _STEPS: dict[Hashable, Step] = {}
 
 
-def note(function: Any, kind: str) -> None:
+def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:
     """Note a call of a function of some kind in the trail that there is, if anyone wants to know."""
     trail = TRAILS[-1]
     if trail is None or kind in _ASKING:
@@ -230,4 +277,6 @@ def note(function: Any, kind: str) -> None:
     key = function, path, place
     if key not in _STEPS:
         _STEPS[key] = Step(*key)
-    trail += (_STEPS[key],)
+    trail.steps.append(_STEPS[key])
+    if (len(args) > 1 or kwargs) and kind != "registered" and (said := said_in(args, kwargs)):
+        trail.said += len(trail.steps), said

@@ -23,8 +23,10 @@ from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import told_layout
+from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain import gathered
+from distdl_rma.split.said import TENSORS
 from distdl_rma.split.site import THREAD, TRAILS, module_path, note, site_of, user_place
 from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 
@@ -34,6 +36,7 @@ _ONE_ALONE = frozenset({"query", "value", "refused"})
 # What waits for other ranks, and makes new tensors.
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
 _hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
+_NOTHING: dict[str, Any] = {}
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
 # So many use the memory of a tensor that shares it with none, when they are counted.
@@ -56,6 +59,8 @@ class SplitTensor(torch.Tensor):
     _layout: Decomposition
     _copy_of: tuple[torch.Tensor, int] | None
     _shown = False
+    # What it was computed by outside of models, see ``Lineage``.
+    _way = 1 << 40
 
     @staticmethod
     def __new__(
@@ -198,7 +203,9 @@ class SplitTensor(torch.Tensor):
         with _NO_SUBCLASS():
             THREAD.place = None
             site = site_of(self.machine, SplitTensor.redistribute)
-            return SplitTensor(redistributed(site, local_of(self), self._layout, layout), layout)
+            found = SplitTensor(redistributed(site, local_of(self), self._layout, layout), layout)
+            found._way = self._way
+            return found
 
     @classmethod
     @breaks_graph
@@ -212,17 +219,18 @@ class SplitTensor(torch.Tensor):
             rule = RULES[func if func in RULES else WITHOUT_RULE]
             THREAD.place = None
             if TRAILS:
-                note(func, rule.kind)
+                note(func, rule.kind, args, kwargs or _NOTHING)
             try:
                 if OBSERVERS:
-                    return OBSERVERS[-1](rule, func, args, kwargs or {})
-                if kwargs is not None and kwargs.get("out") is not None and rule.kind not in _WITH_OUT:
-                    raise refused(func, "out= is not supported; what it returns is to be assigned")
-                found = rule.handler(func, args, kwargs or {})
-                if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
-                    for x in tensors_in(found):
-                        if isinstance(x, SplitTensor):
-                            x._local = recomputed_alike(x._local)
+                    found = OBSERVERS[-1](rule, func, args, kwargs or {})
+                else:
+                    if kwargs is not None and kwargs.get("out") is not None and rule.kind not in _WITH_OUT:
+                        raise refused(func, "out= is not supported; what it returns is to be assigned")
+                    found = rule.handler(func, args, kwargs or {})
+                    if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
+                        _recompute_alike(found)
+                if LINEAGE.on and not TRAILS:
+                    LINEAGE.follow(rule.kind, func, args, kwargs or _NOTHING, found)
                 return found
             except Exception as error:
                 if rule.kind not in _ONE_ALONE:
@@ -243,6 +251,15 @@ class SplitTensor(torch.Tensor):
         graph = ", requires_grad=True" if needs else ""
         block = f"block {tuple(self._local.shape)}"
         return f"SplitTensor({shape}, {dtype}, {lay.described(self._layout)}, {block}{graph})"
+
+
+TENSORS.add(SplitTensor)
+
+
+def _recompute_alike(found: Any) -> None:
+    for x in tensors_in(found):
+        if isinstance(x, SplitTensor):
+            x._local = recomputed_alike(x._local)
 
 
 def _tell_peers(error: Exception, among: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from distdl_rma import MismatchError, UnsupportedError, distribute, shard
 from distdl_rma.model.calls import Calls
 from distdl_rma.split import SplitTensor
+from distdl_rma.split.site import Trail
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -150,4 +151,4 @@ def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd
     with pytest.raises(MismatchError, match=rf"{others}: is even; rank 1: is odd"):
         calls.begin((odd,), lambda: "is odd" if odd else "is even")
     calls.begin((), str)
-    calls.end([])
+    calls.end(Trail())

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.split.site import TRAILS, Step, enter, leave, note
+from distdl_rma.split.site import TRAILS, Step, Trail, enter, leave, note
 
 
 def called(function, kind="pointwise"):
@@ -14,14 +14,14 @@ def called(function, kind="pointwise"):
 
 
 def test_calls_are_noted_with_their_places():
-    TRAILS.append([])
+    TRAILS.append(Trail())
     called(torch.relu)
     called(torch.Tensor.size, "query")
     TRAILS.append(None)
     called(torch.sin)
     assert TRAILS.pop() is None
     called(F.gelu)
-    first, second = TRAILS.pop()
+    first, second = TRAILS.pop().steps
     assert first.described.startswith("torch.relu in module 'down.0' at test_site.py:")
     assert second.function is F.gelu
     assert first.word != second.word

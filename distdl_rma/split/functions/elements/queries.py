@@ -12,6 +12,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import asking
 from distdl_rma.ops.core.plain_losses import from_split_tensor
 from distdl_rma.split import layout as lay
+from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
 from distdl_rma.split.plain import beside, contributes
@@ -96,6 +97,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, *others = args
     given = (others[0] if others else None) if "gradient" not in kwargs else kwargs.pop("gradient")
     given = _cut_alike(given, x)
+    LINEAGE.begins_backward([x])
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
     with from_split_tensor():
         composed(func, local_of(x), given, *others[1:], **kwargs)
@@ -114,6 +116,7 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     ends, roots = _roots(outputs, partition), mapped(_block_of, list(inputs))
     # Before the graph is gone that tells.
     later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
+    LINEAGE.begins_backward(outputs)
     with asking(partition.ranks):
         found = composed(func, ends, roots, grad_outputs=given, **kwargs)
 
@@ -139,6 +142,7 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_alike(g, y) for g, y in zip(given, ends, strict=True)]
     inputs = None if inputs is None else mapped(_block_of, list(inputs))
+    LINEAGE.begins_backward(tensors_in(ends))
     with from_split_tensor():
         composed(func, _roots(ends, partition), given, inputs=inputs, **kwargs)
 

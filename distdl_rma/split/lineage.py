@@ -1,0 +1,160 @@
+"""What a backward began at: by which functions its split tensors came from what models returned.
+
+Functions outside of every model are called without a word to other ranks, and by some of them alone, to print
+something. What matters is that all ranks go backward from the same: a number of it is compared with the next
+call of a model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from distdl_rma.machine import Machine
+from distdl_rma.split.said import TENSORS, number_of, plainly, sample, spoken
+from distdl_rma.split.table import name_of
+
+# What asks, or what its user knows.
+_UNFOLLOWED = frozenset({"query", "value", "gradient", "registered"})
+_RECENT = 256
+_LARGE, _MASK = 1 << 40, (1 << 62) - 1
+_MINUS_ONE = -(1 << 39) - 1
+_NUMBERS = frozenset({int, float, bool, complex})
+# Backwards of one step that are told of.
+_FEW = 8
+
+
+class _Names(dict[Any, int]):
+    """A number of each function and text that was met, alike on all ranks, and larger than what users say."""
+
+    def __missing__(self, what: Any) -> int:
+        text = what if isinstance(what, str) else name_of(what)
+        found = self[what] = crc32(text.encode()) + _LARGE
+        return found
+
+
+class Lineage:
+    """Follows the functions of split tensors outside of models; one of a process."""
+
+    def __init__(self) -> None:
+        # How many models compare it.
+        self.on = 0
+        self._names = _Names()
+        # Of the last results: number, function, and numbers of all arguments.
+        self._recent: deque[tuple[int, Any, list[Any]]] = deque(maxlen=_RECENT)
+
+    def follow(
+        self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Number a result by the function and its arguments."""
+        if kind in _UNFOLLOWED:
+            return
+        told = [self._names[function]]
+        for argument in args:
+            # A split tensor has a number, and a type.
+            way = getattr(argument, "_way", None)
+            told.append(self._told(argument) if way is None else way)
+        for key, argument in kwargs.items():
+            if argument is not None and argument is not False:
+                told += self._names[key], self._told(argument)
+        # Without texts, whose hash differs between processes.
+        number = hash(tuple(told)) & _MASK | _LARGE
+        self._recent.append((number, function, told))
+        # What writes to a slice changes its first argument.
+        changed: Any = args[:1] if result is None else result
+        if changed.__class__ in TENSORS:
+            changed._way = number
+        elif isinstance(changed, (tuple, list)):
+            for at, each in enumerate(changed):
+                if each.__class__ in TENSORS:
+                    each._way = number if at == 0 else hash((number, at)) & _MASK | _LARGE
+                    self._recent.append((each._way, function, told))
+
+    def _told(self, argument: Any) -> Any:
+        kind = argument.__class__
+        if kind in _NUMBERS:
+            # Of which Python makes the hash of -2.
+            return argument if argument != -1 else _MINUS_ONE
+        if kind is str:
+            return self._names[argument]
+        if kind is nn.Parameter or (kind is torch.Tensor and argument.requires_grad):
+            # The models compare these.
+            return _LARGE
+        if kind in TENSORS:
+            return argument._way if hasattr(argument, "_way") else sample(argument) + _LARGE
+        if isinstance(argument, (tuple, list)):
+            return tuple([self._told(one) for one in argument])
+        return _LARGE if argument is None else self._told(plainly(argument))
+
+    def begins_backward(self, ends: Sequence[Any]) -> None:
+        """Note where a backward begins that all ranks of a partition go."""
+        for x in ends if self.on else ():
+            layout = getattr(x, "_layout", None)
+            if layout is not None and isinstance(layout.partition.home, Machine):
+                begun = layout.partition.home.kept.setdefault("backwards", {})
+                begun.setdefault(layout.partition.ranks, _Begun()).add(x._way)
+
+    def number(self, machine: Machine, ranks: Sequence[int]) -> int:
+        """Of where all backwards of some ranks began so far."""
+        return _begun(machine, ranks).number
+
+    def looked_at(self, machine: Machine, ranks: Sequence[int]) -> int:
+        """The same number; backwards from now on are told of without those before."""
+        begun = _begun(machine, ranks)
+        begun.last, begun.new = begun.new, []
+        return begun.number
+
+    def described(self, machine: Machine, ranks: Sequence[int]) -> list[str]:
+        """The calls that led to those before the last ``looked_at()``, for messages; all are forgotten."""
+        begun, found = _begun(machine, ranks), list[str]()
+        machine.kept["backwards"].pop(tuple(ranks))
+        wanted, seen = {*begun.last}, {0}
+        for number, function, told in reversed(self._recent):
+            if number in wanted - seen:
+                seen.add(number)
+                wanted.update(_large(told))
+                found.append(name_of(function) + spoken([*map(self._said, told[1:])]))
+        return found[::-1]
+
+    def _said(self, told: Any) -> Any:
+        # For messages; tensors in tuples.
+        if isinstance(told, tuple):
+            return [*map(self._said, told)]
+        if not isinstance(told, int) or abs(told) < _LARGE:
+            return told
+        return next((what for what, number in self._names.items() if number == told), (told,))
+
+
+class _Begun:
+    # Backwards of some ranks: a number of all, and where those began that were not looked at, and the last
+    # that were.
+    def __init__(self) -> None:
+        self.number = 0
+        self.new: list[int] = []
+        self.last: list[int] = []
+
+    def add(self, way: int) -> None:
+        self.number = number_of(way, self.number)
+        self.new = [*self.new[-_FEW:], way]
+
+
+def _begun(machine: Machine, ranks: Sequence[int]) -> _Begun:
+    found: _Begun = machine.kept.setdefault("backwards", {}).setdefault(tuple(ranks), _Begun())
+    return found
+
+
+def _large(told: Any) -> Iterator[int]:
+    # Numbers of tensors, and of texts.
+    for one in told:
+        if isinstance(one, tuple):
+            yield from _large(one)
+        elif isinstance(one, int) and abs(one) >= _LARGE:
+            yield one
+
+
+LINEAGE = Lineage()

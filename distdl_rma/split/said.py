@@ -1,0 +1,90 @@
+"""What a rank tells functions of torch beside split tensors: numbers, words, and plain tensors.
+
+All ranks say the same, or each of them computes something else.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from distdl_rma.ops.core.tensors import as_words
+
+# What is compared as it is.
+WORDS = frozenset({int, float, bool, complex, str, type(None)})
+# Of tensors, their layouts say what has to be said; the class of split ones is added.
+TENSORS: set[Any] = {torch.Tensor, nn.Parameter}
+# Without references, which depend on how often an object is used elsewhere.
+_VERSION = 2
+# Elements of a plain tensor.
+_SAMPLED = 256
+_PAIR = 2
+
+
+def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """All of some arguments that are no tensors."""
+    found = []
+    for argument in args:
+        kind = argument.__class__
+        if kind in WORDS:
+            found.append(argument)
+        elif kind not in TENSORS:
+            found.append(plainly(argument))
+    for key, argument in kwargs.items():
+        if argument.__class__ not in TENSORS:
+            found.append([key, plainly(argument)])
+    return found
+
+
+def plainly(argument: Any) -> Any:
+    """An argument without tensors, in words and numbers, and lists of them."""
+    kind = argument.__class__
+    if kind in WORDS:
+        return argument
+    if kind is slice:
+        argument = argument.start, argument.stop, argument.step
+    if isinstance(argument, Mapping):
+        argument = [*argument, *argument.values()]
+    if isinstance(argument, (tuple, list)):
+        return [*map(plainly, argument)]
+    if isinstance(argument, (torch.dtype, torch.device, torch.memory_format, torch.layout)):
+        return str(argument)
+    if not isinstance(argument, torch.Tensor) and hasattr(argument, "item"):
+        return plainly(argument.item())
+    return kind.__name__
+
+
+def spoken(words: Sequence[Any]) -> str:
+    """What was said, for messages: without tensors, and keywords that are None."""
+    found = []
+    for word in words:
+        if isinstance(word, list) and len(word) == _PAIR and isinstance(word[0], str):
+            found += [f"{word[0]}={word[1]!r}"] if word[1] is not None else []
+        elif not isinstance(word, tuple):
+            found.append(repr(word))
+    return f" with {', '.join(found)}" if found else ""
+
+
+def number_of(words: Any, before: int = 0) -> int:
+    """Of words and lists of them a number, alike on ranks that say the same; and of what was said before."""
+    return crc32(marshal.dumps(words, _VERSION), before)
+
+
+def sample(x: torch.Tensor, at: int = 0) -> int:
+    """Number of some elements of a plain tensor, of others for another number; local."""
+    dims, total = x.dim(), x.numel()
+    if x.layout != torch.strided or x.device.type != "cpu" or not total:
+        return 0
+    if not dims or total <= _SAMPLED or x.is_contiguous():
+        flat = x.detach().reshape(-1)
+        stride = max(1, total // _SAMPLED)
+        return crc32(as_words(flat[at % stride :: stride]).tobytes())
+    # All of it would be copied.
+    steps = [ceil(n / _SAMPLED ** (1 / dims)) for n in x.shape]
+    return crc32(as_words(x.detach()[tuple(slice(at % step, None, step) for step in steps)]).tobytes())

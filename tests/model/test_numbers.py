@@ -1,0 +1,96 @@
+"""Numbers that are not alike on all ranks: found at the end of a call, or when the next one begins."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import MismatchError, distribute
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 2, 3, padding=1)
+        self.act = torch.relu
+
+    def forward(self, x):
+        return self.act(self.first(x))
+
+
+@pytest.fixture
+def model(P_world):
+    torch.manual_seed(1)
+    made = distribute(Net(), {"H": -1})
+    yield made
+    made.distributed.close()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def odd(comm):
+    return comm.rank == 1
+
+
+INSIDE = {
+    "factor": (lambda y, odd: y * (0.5 + odd), r"mul .* with 0.5; rank 1: .* with 1.5"),
+    "keyword": (lambda y, odd: F.leaky_relu(y, negative_slope=0.1 * (1 + odd)), "negative_slope=0.2"),
+    "probability": (lambda y, odd: F.dropout(y, 0.1 * (1 + odd)), "dropout"),
+    "dimension": (lambda y, odd: y.cumsum(-3 - odd), "cumsum .*-4"),
+    "slice": (lambda y, odd: y[..., odd : odd + 2], r"getitem.*\[0, 2, None\].*\[1, 3, None\]"),
+    "type": (lambda y, odd: y.to(torch.bfloat16 if odd else torch.float16).float(), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_of_a_model(model, x, odd, name):
+    act, said = INSIDE[name]
+    model.act = lambda y: act(y, int(odd))
+    with pytest.raises(MismatchError, match=f"different ways: after 1 equal calls.*{said}"):
+        model(x)
+    model.act = lambda y: act(y, 0)
+    model(x).sum().backward()
+
+
+ZEROS = torch.zeros(1, 2, 12, 8)
+LOSSES = {
+    "factor": (lambda y, odd: F.mse_loss(y, ZEROS) + (0.1 + odd) * y.abs().mean(), r"mul with 0\.1.*1\.1"),
+    "labels": (lambda y, odd: F.mse_loss(y, ZEROS + odd), "labels"),
+    "list": (lambda y, odd: torch.stack([y.sum(), y.mean() * (1 + odd)]).sum(), "mul with 1; .*mul with 2"),
+    "function": (lambda y, odd: (y.abs() if odd else y.square()).sum(), "abs.*square|square.*abs"),
+    "keyword": (lambda y, odd: F.huber_loss(y, ZEROS, delta=0.5 + odd), "0.5.*1.5"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_a_loss(model, x, odd, name):
+    loss, said = LOSSES[name]
+    loss(model(x), int(odd)).backward()
+    with pytest.raises(MismatchError, match=rf"backward before this call .*{said}"):
+        model(x)
+    loss(model(x), 0).backward()
+    model(x)
+
+
+def test_what_one_rank_computes_for_itself_is_free(model, x, odd):
+    for _ in range(2):
+        loss = F.mse_loss(model(x), torch.ones(1, 2, 12, 8))
+        if odd:
+            assert (loss.detach() * 100).item() > 0
+            assert (loss / 3).item() > 0
+        (loss / 2).backward()
+    model(x)
+
+
+def test_slices_that_are_written_belong_to_what_is_computed(model, x, odd):
+    y = model(x).clone()
+    y[:, :, 0] = float(odd)
+    y.sum().backward()
+    with pytest.raises(MismatchError, match=r"setitem.* 1\.0"):
+        model(x)
