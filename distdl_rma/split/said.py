@@ -20,6 +20,9 @@ from distdl_rma.ops.core.tensors import as_words
 WORDS = frozenset({int, float, bool, complex, str, type(None)})
 # Of tensors, their layouts say what has to be said; the class of split ones is added.
 TENSORS: set[Any] = {torch.Tensor, nn.Parameter}
+# Tuples of them, as strides are, that were met before: what is equal may be told apart by its type.
+_KNOWN: set[tuple[Any, ...]] = set()
+_MOST_KNOWN = 1 << 12
 # Without references, which depend on how often an object is used elsewhere.
 _VERSION = 2
 # Elements of a plain tensor.
@@ -29,16 +32,13 @@ _PAIR = 2
 
 def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """All of some arguments that are no tensors."""
-    found = []
-    for argument in args:
-        kind = argument.__class__
-        if kind in WORDS:
-            found.append(argument)
-        elif kind not in TENSORS:
-            found.append(plainly(argument))
-    for key, argument in kwargs.items():
-        if argument.__class__ not in TENSORS:
-            found.append([key, plainly(argument)])
+    found = [
+        one if one.__class__ in WORDS or (one.__class__ is tuple and one in _KNOWN) else plainly(one)
+        for one in args
+        if one.__class__ not in TENSORS
+    ]
+    if kwargs:
+        found += [[key, plainly(one)] for key, one in kwargs.items() if one.__class__ not in TENSORS]
     return found
 
 
@@ -51,6 +51,9 @@ def plainly(argument: Any) -> Any:
         argument = argument.start, argument.stop, argument.step
     if isinstance(argument, Mapping):
         argument = [*argument, *argument.values()]
+    if kind is tuple and len(_KNOWN) < _MOST_KNOWN and all(one.__class__ in WORDS for one in argument):
+        _KNOWN.add(argument)
+        return argument
     if isinstance(argument, (tuple, list)):
         return [*map(plainly, argument)]
     if isinstance(argument, (torch.dtype, torch.device, torch.memory_format, torch.layout)):

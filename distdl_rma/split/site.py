@@ -277,6 +277,6 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     key = function, path, place
     if key not in _STEPS:
         _STEPS[key] = Step(*key)
-    trail.steps.append(_STEPS[key])
-    if (len(args) > 1 or kwargs) and kind != "registered" and (said := said_in(args, kwargs)):
+    trail.steps += (_STEPS[key],)
+    if (kwargs or args[1:]) and kind != "registered" and (said := said_in(args, kwargs)):
         trail.said += len(trail.steps), said
