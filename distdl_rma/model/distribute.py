@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 from zlib import crc32
 
 import torch
@@ -18,17 +18,16 @@ from torch import nn
 from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
+from distdl_rma.model.alike import Alike
 from distdl_rma.model.calls import Calls, Drawn, modes
-from distdl_rma.model.copies import Copies
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import site
-from distdl_rma.split.entry import alike_on_all_ranks, grid_for
+from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.plain import beside
-from distdl_rma.split.said import sample
 from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.site import TRAILS, Trail
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
@@ -79,11 +78,8 @@ class Distributed:
         self._model = weakref.ref(model)
         self._sync: GradientSync | None = None
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
-        self._seen: set[object] = set()
+        self._alike = Alike(self.machine, self._model, self._name, self._synchronises)
         self._calls: dict[tuple[int, ...], Calls] = {}
-        # What each group of ranks holds alike, and how many calls compared some of it.
-        self._held: dict[tuple[int, ...], Copies] = {}
-        self._number = 0
         # Of calls that run: who is told of their end, what was being handled when they began, and where the
         # generator was.
         self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
@@ -95,10 +91,10 @@ class Distributed:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
-        twin._belongs_to(model)
         # Those that a copy on some ranks alone makes are none of the others' business.
         twin._is_copy = True
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
+        twin._belongs_to(model)
         twin._handles = copy.deepcopy(self._handles, memo)
         return twin
 
@@ -130,6 +126,15 @@ class Distributed:
         """Context in which backward only accumulates; as :meth:`GradientSync.no_sync`."""
         return self.sync.no_sync()
 
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Context in which copies are not compared; the same on all ranks."""
+        before, self._checks = self._checks, False
+        try:
+            yield
+        finally:
+            self._checks = before
+
     def close(self) -> None:
         """Make the model what it was, on plain tensors; local, idempotent."""
         if self._sync is not None:
@@ -138,7 +143,8 @@ class Distributed:
             LINEAGE.on -= 1
         for handle in self._handles:
             handle.remove()
-        self._handles, self._calls, self._held = [], {}, {}
+        self._handles, self._calls = [], {}
+        self._alike.forget()
         model = self._model()
         if model is not None:
             for parameter in () if self._synchronises else model.parameters():
@@ -188,47 +194,15 @@ class Distributed:
         facts = *self._facts(given), len(args), crc32(plain.encode())
         # Plain ones are whole.
         alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
-        sign, difference = 0, cast("Callable[[], str]", str)
-        if self._checks:
-            sign, difference = self._sign(calls, alike), partial(self._difference, calls, alike)
+        sign = self._alike.sign(calls, alike) if self._checks else 0
+        difference = partial(self._alike.difference, calls, alike)
         calls.begin(facts, partial(self._described, given, plain), sign, difference)
         if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
-        # Blocks taken for whole tensors would be wrong in silence: the ranks compare them, once for each
-        # kind.
-        kind = tuple((x.shape, x.dtype) for x in alike)
-        if kind and kind not in self._seen:
-            self._compare_inputs(calls, alike)
-            self._seen.add(kind)
+        self._alike.compare_new_inputs(calls, alike)
         if not whole:
             return None
         return self.cut((args, kwargs), in_graph=True)
-
-    def _sign(self, calls: Calls, alike: Sequence[torch.Tensor]) -> int:
-        # Of what is to be alike on all ranks, a little in each call.
-        self._number += 1
-        copies = self._copies_of(calls)
-        begun = LINEAGE.looked_at(self.machine, calls.ranks)
-        held = 0 if copies is None else copies.word()
-        return hash((held, begun, *[sample(x, self._number) for x in alike]))
-
-    def _difference(self, calls: Calls, alike: Sequence[torch.Tensor]) -> str:
-        copies = self._copies_of(calls)
-        found = copies.difference() if copies is not None else ""
-        if found := found or calls.backwards_differ():
-            return found
-        self._compare_inputs(calls, alike)
-        return ""
-
-    def _compare_inputs(self, calls: Calls, alike: Sequence[torch.Tensor]) -> None:
-        alike_on_all_ranks(self.machine, calls.ranks, alike, "an input of a distributed model")
-
-    def _copies_of(self, calls: Calls) -> Copies | None:
-        found, model = self._held.get(calls.ranks), self._model()
-        # Else whoever sums the gradients looks after the weights, and may keep parts.
-        if found is None and model is not None and self._synchronises:
-            found = self._held[calls.ranks] = Copies(model, self.machine, calls.ranks, self._name)
-        return found
 
     @uncompiled
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:

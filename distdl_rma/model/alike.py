@@ -1,0 +1,70 @@
+"""What all ranks of a distributed model are to have alike: weights, inputs, where they go backward from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from distdl_rma.machine import Machine
+from distdl_rma.model.calls import Calls
+from distdl_rma.model.copies import Copies
+from distdl_rma.split.entry import alike_on_all_ranks
+from distdl_rma.split.lineage import LINEAGE
+from distdl_rma.split.said import sample
+
+
+class Alike:
+    """Compares a little of it in every call of a model, and all where that differs; local to make.
+
+    ``held`` is whether the model's weights are alike: else whoever sums their gradients looks after them.
+    """
+
+    def __init__(
+        self, machine: Machine, model: Callable[[], nn.Module | None], name: str, held: bool
+    ) -> None:
+        self._machine, self._model, self._name, self._held = machine, model, name, held
+        self._copies: dict[tuple[int, ...], Copies] = {}
+        self._seen: set[object] = set()
+        self._number = 0
+
+    def sign(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> int:
+        """A number for the call that begins with these plain inputs, alike if all is."""
+        self._number += 1
+        copies = self._copies_of(calls)
+        held = 0 if copies is None else copies.word()
+        begun = LINEAGE.looked_at(self._machine, calls.ranks)
+        return hash((held, begun, *[sample(x, self._number) for x in inputs]))
+
+    def difference(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> str:
+        """What is not alike, in words, the same on all ranks; empty if all is. Collective, blocking.
+
+        ``MismatchError`` for inputs.
+        """
+        copies = self._copies_of(calls)
+        found = "" if copies is None else copies.difference()
+        if found := found or calls.backwards_differ():
+            return found
+        self._compare(calls, inputs)
+        return ""
+
+    def compare_new_inputs(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> None:
+        """Compare all of plain inputs, once for each kind; blocks taken for whole would be wrong."""
+        kind = tuple((x.shape, x.dtype) for x in inputs)
+        if kind and kind not in self._seen:
+            self._compare(calls, inputs)
+            self._seen.add(kind)
+
+    def forget(self) -> None:
+        """Let go of the model's memory."""
+        self._copies.clear()
+
+    def _compare(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> None:
+        alike_on_all_ranks(self._machine, calls.ranks, inputs, "an input of a distributed model")
+
+    def _copies_of(self, calls: Calls) -> Copies | None:
+        found, model = self._copies.get(calls.ranks), self._model()
+        if found is None and model is not None and self._held:
+            found = self._copies[calls.ranks] = Copies(model, self._machine, calls.ranks, self._name)
+        return found
