@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import shutil
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 
@@ -12,17 +14,24 @@ from tests.run_mpi import completed, mpiexec
 
 # Every rank says what it ends with, which mpiexec sums up in one number.
 SHELL = '"$@"; status=$?; echo "status $status"; exit $status'
-# Several mistakes one after the other, each of which is told before anything is computed.
-MISTAKES = """
+# One demo several times: most of the time of a small run is that of starting Python on all ranks.
+IN_TURN = """
 import sys
 sys.path.insert(0, {folder!r})
-import {demo}
-for number, arguments in enumerate({cases!r}):
+import torch
+import {demo} as demo
+for number, (arguments, status, change) in enumerate({cases!r}):
     sys.argv[1:] = arguments
-    if {demo}.COMM.rank == 0:
+    # What a user's environment said, and the case before may have changed.
+    torch.set_num_threads(1)
+    exec(change)
+    if demo.COMM.rank == 0:
         print("case", number, file=sys.stderr)
-    assert {demo}.main() == 2, arguments
-{demo}.leave(2)
+    found = demo.main()
+    assert found == status, (arguments, found)
+if demo.COMM.rank == 0:
+    print("case over", file=sys.stderr)
+demo.leave(status)
 """
 # Wide: a path may be long.
 SETTINGS = {"TTY_COMPATIBLE": "0", "COLUMNS": "300"}
@@ -37,13 +46,34 @@ def launch(ranks, script, *arguments):
     return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
 
-def launch_with_mistakes(ranks, demo, cases, folder):
-    """Run a demo once with each of these arguments, in one job; its outcome, and lines on stderr by case."""
-    script = folder / "mistakes.py"
-    script.write_text(MISTAKES.format(folder=str(demo.parent), demo=demo.stem, cases=cases))
+class Case(NamedTuple):
+    """Arguments of a demo, its exit status, and what is changed in the module ``demo`` before."""
+
+    arguments: Sequence[object]
+    status: int = 0
+    change: str = ""
+
+
+def launch_in_turn(ranks, demo, cases, folder):
+    """Run a demo once for each of the cases, in one job that ends with the status of the last.
+
+    Its outcome, and the lines on stderr by case.
+    """
+    listed = [([*map(str, case.arguments)], case.status, case.change) for case in cases]
+    script = folder / "in_turn.py"
+    script.write_text(IN_TURN.format(folder=str(demo.parent), demo=demo.stem, cases=listed))
     outcome = launch(ranks, script)
-    _, *told = "\n".join(["", *outcome[2]]).split("\ncase ")
+    assert_all_ranks_end_with(cases[-1].status, ranks, outcome)
+    # After the last, a launcher may have words of its own.
+    before, *told, _ = "\n".join(["", *outcome[2]]).split("\ncase ")
+    assert not before and len(told) == len(cases), outcome[2]
     return outcome, [lines.splitlines()[1:] for lines in told]
+
+
+def assert_mistakes_are_told_once(demo, messages, told):
+    """Each message is one line behind the name of the demo, and nothing else is said."""
+    for message, lines in zip(messages, told, strict=True):
+        assert len(lines) == 1 and lines[0].startswith(f"{demo.name}: ") and message in lines[0], lines
 
 
 @functools.cache

@@ -14,10 +14,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from examples import denoise_image
 from tests.examples.launching import (
+    Case,
     assert_all_ranks_end_with,
+    assert_mistakes_are_told_once,
     launch,
-    launch_with_mistakes,
-    launcher_is_hydra,
+    launch_in_turn,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def picture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "grid"), [(1, ()), (2, ()), (3, ("--grid", "1x3")), (4, ())], ids=["1", "2", "3 as 1x3", "4"]
+    ("ranks", "grid"), [(1, ()), (3, ("--grid", "1x3")), (4, ())], ids=["1", "3 as 1x3", "4"]
 )
 def test_ranks_together_agree_with_one_alone(ranks, grid, picture, tmp_path):
     folder = tmp_path / "not" / "there yet"
@@ -50,17 +51,6 @@ def test_ranks_together_agree_with_one_alone(ranks, grid, picture, tmp_path):
     assert skimage.io.imread(folder / "denoise.png").size
 
 
-def test_failed_proof_ends_all_ranks_with_1(picture, tmp_path):
-    script = tmp_path / "impossible.py"
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(DEMO.parent)!r})\n"
-        "import denoise\ndenoise.PROOF_LIMIT = -1.0\ndenoise.leave(denoise.main())\n"
-    )
-    outcome = launch(2, script, "--image", picture, "--steps", 1, "--output", tmp_path)
-    assert_all_ranks_end_with(1, 2, outcome)
-    assert "proof FAILS: the limit is -1e+00" in outcome[1]
-
-
 MISTAKES = {
     "--grid 3x2": "--grid 3x2 needs 6 ranks, but 2 are running",
     "--grid two": "a grid is ROWSxCOLUMNS, such as 2x2, not 'two'",
@@ -72,24 +62,19 @@ MISTAKES = {
 }
 
 
-def test_mistake_is_told_once_and_ends_all_ranks():
-    outcome = launch(2, DEMO, "--grid", "two")
-    assert_all_ranks_end_with(2, 2, outcome)
-    told = [line for line in outcome[2] if line.startswith("denoise.py: ")]
-    assert len(told) == 1
-    assert not launcher_is_hydra() or outcome[2] == told
-
-
-def test_every_mistake_is_told_once_and_before_anything_is_computed(tmp_path):
+def test_mistakes_are_told_once_before_anything_is_computed_and_a_failed_proof_ends_all_ranks_with_1(
+    picture, tmp_path
+):
     tiny = tmp_path / "tiny.png"
     skimage.io.imsave(tiny, np.full((2, 1), 128, np.uint8), check_contrast=False)
-    cases = [arguments.format(tiny=tiny).split() for arguments in MISTAKES]
-    outcome, told = launch_with_mistakes(2, DEMO, cases, tmp_path)
-    assert_all_ranks_end_with(2, 2, outcome)
-    assert len(told) == len(cases), outcome[2]
-    for lines, message in zip(told, MISTAKES.values(), strict=True):
-        told_here = [line for line in lines if line.startswith("denoise.py: ")]
-        assert len(told_here) == 1 and message in told_here[0], lines
+    run = ["--image", picture, "--output", tmp_path, "--steps"]
+    mistakes = [Case(arguments.format(tiny=tiny).split(), 2) for arguments in MISTAKES]
+    impossible = Case([*run, 1], 1, "demo.PROOF_LIMIT = -1.0")
+    outcome, told = launch_in_turn(2, DEMO, [Case([*run, 4]), *mistakes, impossible], tmp_path)
+    assert_mistakes_are_told_once(DEMO, MISTAKES.values(), told[1:-1])
+    assert not told[0] and not told[-1]
+    proofs = [line for line in outcome[1] if line.startswith("proof ")]
+    assert proofs == ["proof holds: the limit is 1e-04", "proof FAILS: the limit is -1e+00"]
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1), (1, 7)])

@@ -10,52 +10,50 @@ import skimage.io
 from distdl_rma import Partition
 from examples.unet_network import layouts
 from tests.examples.launching import (
+    Case,
     assert_all_ranks_end_with,
+    assert_mistakes_are_told_once,
     launch,
-    launch_with_mistakes,
-    launcher_is_hydra,
+    launch_in_turn,
 )
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "unet.py"
 SMALL = ("--size", "33x49", "--steps", 4)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "arguments"),
-    [
-        (1, []),
-        (3, ["--layout", "samples"]),
-        (4, ["--layout", "channels", "--ranks", "2,0,3,1"]),
-        (4, ["--layout", "columns", "--ranks", "3,1,2"]),
-    ],
-    ids=["1", "3 samples", "4 channels, permuted", "3 of 4 columns"],
-)
-def test_ranks_together_agree_with_one_alone(ranks, arguments, tmp_path):
+def assert_proved(runs, stdout, *folders):
+    assert sum(line.startswith("step ") for line in stdout) == 4 * runs
+    assert stdout.count("proof holds: the limit is 1e-04") == runs
+    for folder in folders:
+        assert f"picture: {folder / 'unet.png'}" in stdout
+        assert skimage.io.imread(folder / "unet.png").size
+
+
+def test_one_rank_is_one_process(tmp_path):
     folder = tmp_path / "not" / "there yet"
-    outcome = launch(ranks, DEMO, *SMALL, "--output", folder, *arguments)
-    assert_all_ranks_end_with(0, ranks, outcome)
+    outcome = launch(1, DEMO, *SMALL, "--output", folder)
+    assert_all_ranks_end_with(0, 1, outcome)
     _, stdout, stderr = outcome
     assert not stderr
-    assert sum(line.startswith("step ") for line in stdout) == 4
-    assert "proof holds: the limit is 1e-04" in stdout
-    assert f"picture: {folder / 'unet.png'}" in stdout
-    assert skimage.io.imread(folder / "unet.png").size
+    assert_proved(1, stdout, folder)
 
 
-def test_failed_proof_ends_all_ranks_with_1(tmp_path):
-    script = tmp_path / "impossible.py"
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(DEMO.parent)!r})\n"
-        "import unet\nunet.PROOF_LIMIT = -1.0\nunet.leave(unet.main())\n"
-    )
-    outcome = launch(3, script, *SMALL, "--ranks", "2,0", "--output", tmp_path)
-    assert_all_ranks_end_with(1, 3, outcome)
-    assert "proof FAILS: the limit is -1e+00" in outcome[1]
+LAYOUTS = {
+    "channels, permuted": ["--layout", "channels", "--ranks", "2,0,3,1"],
+    "columns of 3": ["--layout", "columns", "--ranks", "3,1,2"],
+}
+
+
+def test_four_ranks_agree_with_one_alone_in_another_order_and_without_one_of_them(tmp_path):
+    cases = [Case([*SMALL, "--output", tmp_path / name, *chosen]) for name, chosen in LAYOUTS.items()]
+    (_, stdout, _), told = launch_in_turn(4, DEMO, cases, tmp_path)
+    assert not any(told)
+    assert_proved(2, stdout, *(tmp_path / name for name in LAYOUTS))
 
 
 MISTAKES = {
     "--layout diagonal": "invalid choice: 'diagonal'",
-    "--ranks 0,2": "--ranks names rank 2, but 2 are running, from 0 on",
+    "--ranks 0,3": "--ranks names rank 3, but 3 are running",
     "--ranks 1,1": "--ranks names a rank twice: 1,1",
     "--ranks all": "ranks are numbers with commas between them, not 'all'",
     "--size 15x40": "both at least 16, not '15x40'",
@@ -63,21 +61,17 @@ MISTAKES = {
 }
 
 
-def test_mistake_is_told_once_and_ends_all_ranks():
-    outcome = launch(2, DEMO, "--ranks", "1,1")
-    assert_all_ranks_end_with(2, 2, outcome)
-    told = [line for line in outcome[2] if line.startswith("unet.py: ")]
-    assert len(told) == 1
-    assert not launcher_is_hydra() or outcome[2] == told
-
-
-def test_every_mistake_is_told_once_and_before_anything_is_computed(tmp_path):
-    outcome, told = launch_with_mistakes(2, DEMO, [case.split() for case in MISTAKES], tmp_path)
-    assert_all_ranks_end_with(2, 2, outcome)
-    assert len(told) == len(MISTAKES), outcome[2]
-    for lines, message in zip(told, MISTAKES.values(), strict=True):
-        told_here = [line for line in lines if line.startswith("unet.py: ")]
-        assert len(told_here) == 1 and message in told_here[0], lines
+def test_three_ranks_agree_and_tell_a_failed_proof_and_every_mistake_once(tmp_path):
+    run = [*SMALL, "--output", tmp_path]
+    proofs = [
+        Case([*run, "--layout", "samples"]),
+        Case([*run, "--ranks", "2,0"], 1, "demo.PROOF_LIMIT = -1.0"),
+    ]
+    mistakes = [Case(arguments.split(), 2) for arguments in MISTAKES]
+    (_, stdout, _), told = launch_in_turn(3, DEMO, [*proofs, *mistakes], tmp_path)
+    assert not told[0] and not told[1]
+    assert_mistakes_are_told_once(DEMO, MISTAKES.values(), told[2:])
+    assert {"proof holds: the limit is 1e-04", "proof FAILS: the limit is -1e+00"} <= set(stdout)
 
 
 @pytest.mark.parametrize("ranks", range(1, 17))
