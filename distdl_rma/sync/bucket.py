@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
 from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError, ProtocolError
@@ -48,6 +49,8 @@ class GradientSlot:
         self.handles: list[Any] = []
         # What shows hooks of the user the gradient, if there are any.
         self.hooks: Any = None
+        # Whether this rank contributes what all have alike; None until somebody has asked.
+        self.speaks: bool | None = None
 
     @property
     def pending(self) -> bool:
@@ -263,3 +266,12 @@ def left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlo
     # The first to come in a backward is the last of the model.
     kept = [[s for s in bucket.slots if id(s.parameter) not in moved] for bucket in reversed(leaving)]
     return [[GradientSlot(slot.entry, slot.kind) for slot in slots] for slots in kept if slots]
+
+
+def profiled(title: str, act: Callable[[], None]) -> None:
+    """Call a function in a range of torch's profiler; without one as good as free."""
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(title):
+            act()
+    else:
+        act()

@@ -12,15 +12,14 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd import profiler
 
 from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import asked, synchronise, uncompiled
+from distdl_rma.ops.core.autograd import ASKED, apart, asked, breaks_graph, compiles, synchronise, uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
-from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets
+from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets, profiled
 from distdl_rma.sync.claims import synchronised
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.parameter_hooks import contribution, run_first
@@ -311,9 +310,22 @@ class GradientSync(Uncopyable):
             self._begin()
         return gradient / slot.kind.divisor if slot.kind.divisor > 1 else gradient
 
-    @uncompiled
+    @breaks_graph
     def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
-        # Runs with the gradient of this backward complete and not yet accumulated.
+        # Runs with the gradient of this backward complete and not yet accumulated. All parameters of a step
+        # come by here: without calls where there is nothing to say.
+        if compiles() is not None:
+            return apart(self._prepare, slot, computed)
+        parameter, goes_on = slot.parameter, self._in_backward and not (self._paused or self._closed or ASKED)
+        if not goes_on or self._ending() is None or slot.ready or parameter.grad is not None:
+            return self._prepare(slot, computed)
+        if parameter.dtype is not slot.kind.dtype:
+            return self._prepare(slot, computed)
+        slot.local = False
+        self._on_the_way += 1
+        return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
+
+    def _prepare(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
         if self._closed:
             self._check_open()
         if asked() is not None and self._asked_for(slot):
@@ -342,19 +354,22 @@ class GradientSync(Uncopyable):
             slot.base, parameter.grad = gradient.clone(), None
         return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
 
-    @uncompiled
-    def _accumulated(self, bucket: Bucket, slot: GradientSlot, _parameter: torch.Tensor) -> None:
+    @breaks_graph
+    def _accumulated(self, bucket: Bucket, slot: GradientSlot, parameter: torch.Tensor) -> None:
+        if compiles() is not None:
+            return apart(self._accumulated, bucket, slot, parameter)
         if slot.hooks is not None and slot.hooks.seen:
             slot.hooks.contribute()
         if self._paused:
-            return
+            return None
         self._on_the_way -= 1
         if bucket.put(slot):
-            _profiled(f"GradientSync: start {bucket.name}", bucket.start)
+            profiled(f"GradientSync: start {bucket.name}", bucket.start)
         # What travels advances while backward computes the next gradients.
         segments = self._machine.segments
         if segments.waiter.under_way:
             segments.progress()
+        return None
 
     @uncompiled
     def _finish(self) -> None:
@@ -368,7 +383,7 @@ class GradientSync(Uncopyable):
                     "GradientSync: torch.autograd.grad of a plain tensor would return local gradients of"
                     " parameters, not their sums; use backward() and .grad, or grad of a split tensor"
                 )
-            _profiled("GradientSync", self._sum)
+            profiled("GradientSync", self._sum)
         except DistdlError as error:
             self._machine.labels.make_readable(error)
             raise
@@ -380,15 +395,6 @@ class GradientSync(Uncopyable):
     def _sum(self) -> None:
         for bucket in self._buckets:
             if not bucket.allreduce.running:
-                _profiled(f"GradientSync: start {bucket.name}", bucket.start)
+                profiled(f"GradientSync: start {bucket.name}", bucket.start)
         for bucket in self._buckets:
-            _profiled(f"GradientSync: wait {bucket.name}", bucket.wait)
-
-
-def _profiled(title: str, act: Callable[[], None]) -> None:
-    # A range in torch's profiler; without one as good as free.
-    if profiler._is_profiler_enabled:
-        with profiler.record_function(title):
-            act()
-    else:
-        act()
+            profiled(f"GradientSync: wait {bucket.name}", bucket.wait)

@@ -61,9 +61,11 @@ def contribution(
     ``alike_on`` are ranks on which plain tensors are alike. Blocking where a user has hooks on the parameter.
     """
     parameter: Any = slot.parameter
-    first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
+    if slot.speaks is None:
+        first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
+        slot.speaks = first == machine.rank
     # What all ranks have alike, as of a penalty on weights, the first contributes for all of them.
-    found = None if first == machine.rank else own_part(parameter, computed)
+    found = None if slot.speaks else own_part(parameter, computed)
     if len(parameter._post_accumulate_grad_hooks) > 1:
         label = machine.labels.readable(slot.entry.name)
         raise UnsupportedError(

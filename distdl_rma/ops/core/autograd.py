@@ -178,7 +178,7 @@ def _report(machine: Machine | None, error: Exception) -> None:
 # Of a parameter whose gradient a GradientSync sums.
 _SYNCHRONISED = "_distdl_rma_synchronised"
 # Ranks that sum the gradients that torch.autograd.grad is asked for, while it runs.
-_asked: list[tuple[int, ...]] = []
+ASKED: list[tuple[int, ...]] = []
 
 
 def synchronise(parameter: torch.Tensor, by_sync: bool) -> None:
@@ -197,16 +197,16 @@ def is_synchronised(parameter: torch.Tensor) -> bool:
 @contextmanager
 def asking(ranks: tuple[int, ...]) -> Iterator[None]:
     """Context of a backward whose caller sums over some ranks the gradients that it asks for."""
-    _asked.append(ranks)
+    ASKED.append(ranks)
     try:
         yield
     finally:
-        _asked.pop()
+        ASKED.pop()
 
 
 def asked() -> tuple[int, ...] | None:
     """Ranks that sum what the running backward was asked for; None if gradients go to ``.grad``."""
-    return _asked[-1] if _asked else None
+    return ASKED[-1] if ASKED else None
 
 
 class GradientNeeds(NamedTuple):
