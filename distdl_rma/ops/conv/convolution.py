@@ -14,8 +14,14 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, adjoint_of_pieces, pieces_of, with_channels
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, Needs, convolution
+from distdl_rma.ops.conv.own_and_halo import (
+    OwnAndHalo,
+    adjoint_of_pieces,
+    filled_up,
+    pieces_of,
+    with_channels,
+)
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import (
     GradientNeeds,
@@ -168,13 +174,9 @@ class Convolution(GridConvolution):
             x = x.unflatten(1, (-1, width))[:, :, low:high].flatten(1, 2)
         return self.in_runs(x, block, self._rows(bias))
 
-    def marks(self, backward: bool = False) -> Callable[[str], object]:
-        """What is told what the operation does, for a recording."""
-        return self._trace.marks(self.site.name, backward)
-
     def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
         """Start the halo, and convolve local data."""
-        mark = self.marks()
+        mark = self._trace.marks(self.site.name)
         mark("start")
         epoch = self.start(x)
         mark("local")
@@ -210,29 +212,27 @@ class Convolution(GridConvolution):
                 arrays[number][there] = view[here]
         return blocks
 
-    def start_adjoint(self, gradients: list[Tensor | None]) -> int:
+    def start_adjoint(self, gradients: list[Tensor]) -> int:
         """Put the gradients of the strips on their way back to the owners of the data; return the epoch."""
         channel, pieces = self._halo.adjoint, []
         for piece, landing in zip(channel.sends, self._landings, strict=True):
-            part = torch.zeros(piece.box.shape, dtype=self.dtype)
-            for number, there, here in landing:
-                block = gradients[number]
-                if block is not None:
-                    part[here] = block[there]
-            pieces.append(as_words(part))
+            parts = [(here, gradients[number][there]) for number, there, here in landing]
+            pieces.append(as_words(filled_up(parts, piece.box.shape, self.dtype)))
         return channel.start(pieces)
 
     def local_adjoint(
-        self, gradient: Tensor, x: Tensor, block: Tensor, needs: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of own data, and of the weight by them; None where these add nothing."""
+        self, gradient: Tensor, x: Tensor, block: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of own data and of the weight by them, None where these add nothing, maybe of a bias."""
         core = self.parts.core
         if core is None:
-            return None, None
+            return None, None, None
         gradient = gradient[core.place]
         if self._pieces:
             return adjoint_of_pieces(self._pieces, gradient, x, block, needs)
-        return core.convolve_adjoint(gradient, x, block, needs)
+        # With that of the weight the bias costs no pass of its own over the gradient.
+        with_bias = needs[1] and needs[2] and core.complete and self._sum_dtype == self.dtype
+        return core.convolve_adjoint(gradient, x, block, (needs[0], needs[1], with_bias))
 
     def add_adjoint(self, gradient: Tensor, epoch: int) -> Tensor:
         """Add what the readers of this rank's data send back; blocking."""
@@ -241,7 +241,7 @@ class Convolution(GridConvolution):
         total = gradient.to(self._sum_dtype)
         for piece, words in trace.awaited(channel.receive(epoch), name, backward=True):
             with trace.span("fuse", name, backward=True):
-                total[piece.box.slices(channel.exchange.need)] += as_tensor(words, self.dtype)
+                total[piece.box.slices(channel.exchange.need)].add_(as_tensor(words, self.dtype))
         return total.to(gradient.dtype)
 
     def _rows(self, bias: Tensor | None) -> Tensor | None:
@@ -264,12 +264,12 @@ class Convolution(GridConvolution):
                 mine[self.parts.core.weight] = core
         for strip, taps in zip(self.parts.strips, strips, strict=True):
             if taps is not None:
-                mine[strip.weight] += taps
+                mine[strip.weight].add_(taps)
         return total
 
-    def fill_bias(self, bias: Tensor, gradient: Tensor, fill: Fill) -> Tensor:
-        """Gradient of the bias in the place where it is wanted."""
-        total = gradient.sum((0, *range(LEADING, gradient.dim())))
+    def fill_bias(self, bias: Tensor, found: Tensor | None, gradient: Tensor, fill: Fill) -> Tensor:
+        """Gradient of the bias, which may have been found before, in the place where it is wanted."""
+        total = gradient.sum((0, *range(LEADING, gradient.dim()))) if found is None else found
         if total.shape != bias.shape:
             mine, total = total, torch.zeros_like(bias)
             if len(bias):
@@ -356,12 +356,13 @@ class _HaloSchedule(OperatorFunction):
             mark("remote")
             part = strip.convolve(data, block)
             mark("fuse")
-            y[strip.place] += part
+            rim = y[strip.place]
+            rim += part
         mark("")
         if not any(ctx.needs_input_grad[:3]) and not needs.any:
             ctx.mark_non_differentiable(y)
-        ctx.operation, ctx.fill, ctx.needs_halo = operation, call.fill, needs.input
-        ctx.machine = operation.site.machine
+        ctx.operation, ctx.machine = operation, operation.site.machine
+        ctx.fill, ctx.needs_halo = call.fill, needs.input
         ctx.save_for_backward(x, weight, bias, *strips)
         return y
 
@@ -372,26 +373,26 @@ class _HaloSchedule(OperatorFunction):
         operation: Convolution = ctx.operation
         x, weight, bias, *strips = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        mark, parts, block = operation.marks(backward=True), operation.parts, operation.block(weight)
+        mark = ctx.machine.trace.marks(operation.site.name, backward=True)
+        parts, block = operation.parts, operation.block(weight)
         mark("remote")
-        needs = ctx.needs_halo, needs_weight
+        needs = ctx.needs_halo, needs_weight, False
         rim = [
             strip.convolve_adjoint(gradient[strip.place], data, block, needs)
             for strip, data in zip(parts.strips, strips, strict=True)
         ]
-        epoch = 0
+        epoch, d_x, d_weight, d_bias = 0, None, None, None
         if ctx.needs_halo:
             mark("start")
-            epoch = operation.start_adjoint([edge for edge, _ in rim])
-        d_x = d_weight = d_bias = None
+            epoch = operation.start_adjoint([edge for edge, *_ in rim if edge is not None])
         mark("local")
         if needs_x or needs_weight:
-            d_x, d_weight = operation.local_adjoint(gradient, x, block, (needs_x, needs_weight))
+            d_x, d_weight, d_bias = operation.local_adjoint(gradient, x, block, ctx.needs_input_grad[:3])
         if needs_bias:
-            d_bias = operation.fill_bias(bias, gradient, ctx.fill)
+            d_bias = operation.fill_bias(bias, d_bias, gradient, ctx.fill)
         if needs_weight:
             mark("fuse")
-            d_weight = operation.fill_weight(weight, d_weight, [taps for _, taps in rim], ctx.fill)
+            d_weight = operation.fill_weight(weight, d_weight, [taps for _, taps, _ in rim], ctx.fill)
         mark("")
         if ctx.needs_halo:
             d_x = operation.add_adjoint(torch.zeros_like(x) if d_x is None else d_x, epoch)

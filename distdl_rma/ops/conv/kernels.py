@@ -16,6 +16,8 @@ from distdl_rma.ops.core.tensors import sum_dtype
 
 # Types that oneDNN computes in.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
+# Whether the gradients of the input, of the weight and of the bias are wanted.
+Needs = tuple[bool, bool, bool]
 
 
 class ConvolutionArguments(NamedTuple):
@@ -76,28 +78,28 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
 
 
 def convolution_adjoint(
-    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the input and of the weight of :func:`convolution`, those that are needed."""
+    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the input, the weight and the bias of :func:`convolution`, those that are needed."""
     if not _safe(x, weight, steps):
-        inner, taps, _ = _adjoint(gradient, x, weight, steps, (*needs, False))
-        return inner, taps
+        return _adjoint(gradient, x, weight, steps, needs)
     stride, padding, dilation, groups, transposed = steps
-    behind = stride, padding, dilation, transposed, (0,) * len(stride), groups, (*needs, False)
-    inner, taps, _ = torch.ops.aten.convolution_backward(gradient, x, weight, None, *behind)
-    return inner, taps
+    behind = stride, padding, dilation, transposed, (0,) * len(stride), groups, needs
+    channels = (gradient.shape[1],) if needs[2] else None
+    inner, taps, offsets = torch.ops.aten.convolution_backward(gradient, x, weight, channels, *behind)
+    return inner, taps, offsets
 
 
 def _adjoint(
-    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, ...]:
+    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     # By torch's own kernels.
-    channels = [weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]]
-    behind = channels if needs[2] else None, *steps.arguments, needs
+    behind = (gradient.shape[1],) if needs[2] else None, *steps.arguments, needs
     wide, dtype = sum_dtype(x.dtype), x.dtype
     with _without_onednn():
         found = torch.ops.aten.convolution_backward(gradient.to(wide), x.to(wide), weight.to(wide), *behind)
-    return tuple(None if part is None else part.to(dtype) for part in found)
+    inner, taps, offsets = (None if part is None else part.to(dtype) for part in found)
+    return inner, taps, offsets
 
 
 class _Plain(OperatorFunction):

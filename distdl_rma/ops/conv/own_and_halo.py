@@ -14,7 +14,7 @@ from torch import Tensor
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.exchange import Piece
 from distdl_rma.geometry.halo import Stencil, Window
-from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convolution_adjoint
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, Needs, convolution, convolution_adjoint
 
 Slices = tuple[slice, ...]
 _ALL = slice(None)
@@ -154,21 +154,21 @@ class Patch:
         return convolution(self._operand(block), weight[self.weight], bias, self._steps)
 
     def convolve_adjoint(
-        self, gradient: Tensor, block: Tensor, weight: Tensor, needs: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the tensor that is held, in its shape, and of the patch's part of the weight."""
-        inner, taps = convolution_adjoint(
+        self, gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of what is held, in its shape, of the patch's part of the weight, of the bias."""
+        inner, taps, offsets = convolution_adjoint(
             gradient, self._operand(block), weight[self.weight], self._steps, needs
         )
         if inner is None or self._whole:
-            return inner, taps
+            return inner, taps, offsets
         if self.data_in_region is not None:
             inner = inner[self.data_in_region]
         if inner.shape == block.shape:
-            return inner, taps
+            return inner, taps, offsets
         outer = torch.zeros_like(block)
         outer[self.crop] = inner
-        return outer, taps
+        return outer, taps, offsets
 
     def cut(self, count: int) -> tuple[Patch, ...]:
         """Patches of so many pieces of its data, or down to half as many; none where that cannot be.
@@ -201,23 +201,34 @@ def pieces_of(patch: Patch, outputs: int, itemsize: int) -> tuple[Patch, ...]:
 
 
 def adjoint_of_pieces(
-    pieces: Sequence[Patch], gradient: Tensor, block: Tensor, weight: Tensor, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
+    pieces: Sequence[Patch], gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, None]:
     """The same as :meth:`Patch.convolve_adjoint` of the patch that was cut into them, in little memory.
 
+    Without that of a bias: two pieces may compute the same outputs.
     Torch orders a tensor's elements anew for its kernels, and back: of all of a large one that takes more
     memory than the step has at any other time, mostly fresh pages, which take longer than the order itself.
     """
-    outer, total = torch.empty_like(block) if needs[0] else None, None
+    outer, total, needs = torch.empty_like(block) if needs[0] else None, None, (*needs[:2], False)
     for piece in pieces:
-        part, taps = convolution_adjoint(
+        part, taps, _ = convolution_adjoint(
             gradient[piece.place], piece._operand(block), weight[piece.weight], piece._steps, needs
         )
         if outer is not None and part is not None:
             inside = piece.data_in_region
             outer[piece.crop] = part if inside is None else part[inside]
         total = taps if total is None or taps is None else total.add_(taps)
-    return outer, total
+    return outer, total, None
+
+
+def filled_up(parts: Sequence[tuple[Slices, Tensor]], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Tensor of disjoint parts, with zeros beside them; the first part itself where that is all of it."""
+    if parts and parts[0][1].shape == shape:
+        return parts[0][1]
+    whole = torch.zeros(tuple(shape), dtype=dtype)
+    for here, part in parts:
+        whole[here] = part
+    return whole
 
 
 @dataclass(frozen=True)

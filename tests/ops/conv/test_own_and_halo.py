@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, filled_up, with_channels
 from tests.geometry.strategies import partitions, splits, unbalanced
 from tests.ops.conv.tiles import (
     ONE,
@@ -254,7 +255,7 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
         mine = patch.held if patch is parts.core else patch.data & patch.region
         held[mine.slices(patch.held)] = x[mine.slices(parts.domain)]
         y[patch.place] += patch.convolve(held, weight)
-        edge, taps = patch.convolve_adjoint(gradient[patch.place], held, weight, (True, True))
+        edge, taps, _ = patch.convolve_adjoint(gradient[patch.place], held, weight, (True, True, False))
         assert edge.shape == held.shape
         d_weight[patch.weight] += taps
         inside = patch.data & patch.region
@@ -267,3 +268,23 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
     torch.testing.assert_close(d_weight, twin.grad, **exactly)
     inside = (reads & parts.domain).slices(reads)
     torch.testing.assert_close(d_reads[inside], both.grad[inside], **exactly)
+
+
+def test_parts_are_filled_up_with_zeros_and_one_that_is_all_is_taken_as_it_is():
+    part = torch.ones(1, 2, 3)
+    assert filled_up([((slice(None),) * 3, part)], (1, 2, 3), part.dtype) is part
+    found = filled_up([((slice(None), slice(None), slice(1, 4)), part)], (1, 2, 5), part.dtype)
+    assert torch.equal(found, F.pad(part, (1, 1)))
+    assert torch.equal(filled_up([], (2, 2), part.dtype), torch.zeros(2, 2))
+
+
+def test_the_gradient_of_a_bias_is_the_sum_of_all_gradients():
+    parts = OwnAndHalo(
+        with_channels(Stencil((Window(3, left=1, right=1),)), 0, 2),
+        Box.of_shape((2, 2, 8)),
+        Box.of_shape((2, 2, 8)),
+        Box.of_shape((2, 1, 8)),
+    )
+    x, weight, gradient = torch.randn(2, 2, 8), torch.randn(3, 2, 3), torch.randint(-9, 9, (2, 3, 8)).float()
+    *_, offsets = parts.core.convolve_adjoint(gradient, x, weight, (True, True, True))
+    assert torch.equal(offsets, gradient.sum((0, 2)))
