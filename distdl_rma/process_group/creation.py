@@ -27,8 +27,8 @@ from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import namespace
 
 _HOW = (
-    "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py' or 'srun --mpi=pmix python"
-    " train.py'"
+    "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py', or in a job of Slurm 'srun"
+    " --mpi=pmi2 python -m mpi4py train.py' (MPICH) or '--mpi=pmix' (Open MPI)"
 )
 # Of Linux: the address of a network's interface.
 _ASK_ADDRESS = 0x8915
@@ -82,8 +82,14 @@ def rendezvous(
 
     Where all of torch's variables are set, and where nothing else is known either, it is what it was.
     """
-    if "?" in url or all(os.environ.get(name) for name in _NEEDED) or not _by_mpi():
-        yield from by_environment(url, timeout=timeout, **options)
+    by_mpi = _by_mpi()
+    if "?" in url or all(os.environ.get(name) for name in _NEEDED) or not by_mpi:
+        try:
+            yield from by_environment(url, timeout=timeout, **options)
+        except ValueError as error:
+            if not by_mpi:
+                error.add_note(f"Without MPI the ranks know nothing of each other. For 'rma' {_HOW}.")
+            raise
         return
     yield _store(timeout), *launched()
     raise RuntimeError("the ranks that MPI started stay what they are: no second rendezvous")

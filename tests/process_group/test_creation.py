@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distdl_rma import Machine
 from distdl_rma.errors import ConfigurationError
+from distdl_rma.process_group.creation import rendezvous
 from tests.run_mpi import completed, mpiexec
 
 LIGHT = """
@@ -96,3 +97,15 @@ print(int(x[0]), flush=True)
     # Two ranks may write at once.
     assert out.replace("\n", "") == "1616"
     assert "rror" not in err
+
+
+def test_ranks_that_slurm_started_without_mpi_are_told_how_to_start(monkeypatch):
+    def by_environment(url, **options):
+        raise ValueError("environment variable RANK expected, but not set")
+        yield
+
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(ValueError, match="RANK expected") as caught:
+        next(rendezvous(by_environment, "env://"))
+    assert "For 'rma' start the ranks by MPI, as in 'mpiexec -n 4" in caught.value.__notes__[0]
+    assert "srun --mpi=pmi2" in caught.value.__notes__[0]

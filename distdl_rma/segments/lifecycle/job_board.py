@@ -39,7 +39,7 @@ class JobBoard:
         if self._usable is None:
             # Spawned processes count their ranks from 0 as well, and may have the same launcher.
             alone = bool(self._job) or MPI.Comm.Get_parent() == MPI.COMM_NULL
-            self._usable = alone and self._tried()
+            self._usable = alone and not _slurm_keeps_it() and self._tried()
         return self._usable
 
     def write(self, line: str) -> None:
@@ -66,12 +66,21 @@ class JobBoard:
             self.write("-")
             heard = self.read(MPI.COMM_WORLD.rank)
             self.write("")
-        except (MPI.Exception, NotImplementedError):
+            nothing = self.read(MPI.COMM_WORLD.rank)
+        except (MPI.Exception, NotImplementedError, UnicodeError):
             return False
-        return heard == "-"
+        return (heard, nothing) == ("-", "")
 
     def _name(self, rank: int) -> str:
         return f"distdl_rma-{self._job}-{rank}"
+
+
+def _slurm_keeps_it() -> bool:
+    # Where srun is the launcher by PMI-2. MPICH takes its answer that a name is not there for one with a
+    # line, and reads that from wherever an old pointer leads: another line, letters by chance, or a crash.
+    # An mpiexec within a job of Slurm is a launcher of its own, and counts the ranks of a node.
+    words = os.environ
+    return "SLURM_JOB_ID" in words and "PMI_FD" in words and "MPI_LOCALNRANKS" not in words
 
 
 @contextmanager

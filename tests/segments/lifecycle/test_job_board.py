@@ -37,6 +37,42 @@ def test_a_line_is_cut_where_the_launcher_takes_no_more(board, comm):
     assert board.read(comm.rank) == "x" * board.longest
 
 
+def test_nothing_is_looked_up_where_slurm_answers_and_mpich_misreads_it(monkeypatch):
+    asked = []
+
+    def tried(board):
+        asked.append(board)
+        return True
+
+    monkeypatch.setattr(JobBoard, "_tried", tried)
+    for name in ("MPI_LOCALNRANKS", "SLURM_JOB_ID", "PMI_FD"):
+        monkeypatch.delenv(name, raising=False)
+    assert JobBoard().usable()
+    for name in ("SLURM_JOB_ID", "PMI_FD"):
+        monkeypatch.setenv(name, "11")
+    assert not JobBoard().usable() and len(asked) == 1
+    # An mpiexec within the job of Slurm.
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    assert JobBoard().usable()
+
+
+@pytest.mark.parametrize("heard", ["-", UnicodeDecodeError("utf-8", b"\x89", 0, 1, "invalid start byte")])
+def test_a_name_that_is_found_though_nobody_published_it_makes_the_board_useless(heard, monkeypatch):
+    lines = []
+
+    def read(board, rank):
+        if lines[-1] or heard == "-":
+            return "-"
+        raise heard
+
+    monkeypatch.setattr(JobBoard, "write", lambda board, line: lines.append(line))
+    monkeypatch.setattr(JobBoard, "read", read)
+    for name in ("SLURM_JOB_ID", "PMI_FD"):
+        monkeypatch.delenv(name, raising=False)
+    assert not JobBoard().usable()
+    assert lines == ["-", ""]
+
+
 RANKS = st.frozensets(st.integers(0, 40), max_size=12)
 WORDS = st.text(st.characters(codec="ascii", exclude_categories=("C", "Z")), max_size=30)
 
