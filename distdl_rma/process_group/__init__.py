@@ -6,7 +6,9 @@ Importing it is cheap: torch is told of the backend, and what carries it out is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -14,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 _TORCH = "torch.distributed"
+_COALESCING = "_coalescing_manager"
 _RECORDED = "_FR_SELF_RECORDING_BACKENDS"
 
 
@@ -28,8 +31,9 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "RMA"):
         return
     dist.Backend.register_backend("rma", _create, extended_api=True, devices=["cpu"])
-    # From 2.15 on torch records the calls of groups made of several backends, which this one is not.
     c10d = vars(sys.modules["torch.distributed.distributed_c10d"])
+    c10d[_COALESCING] = vars(dist)[_COALESCING] = _ended_by_errors(c10d[_COALESCING], c10d)
+    # From 2.15 on torch records the calls of groups made of several backends, which this one is not.
     if _RECORDED in c10d:
         c10d[_RECORDED] = {*c10d[_RECORDED], "rma"}
     # Of "env://", where init_process_group looks for an address unless it is told otherwise.
@@ -42,6 +46,32 @@ def register() -> None:
         return rendezvous(by_environment, url, **options)
 
     handlers["env"] = handler
+
+
+def _ended_by_errors(
+    manager: Callable[..., AbstractContextManager[Any]], c10d: dict[str, Any]
+) -> Callable[..., AbstractContextManager[Any]]:
+    """torch's manager, whose block an error ends as well, where it is of a group of ours.
+
+    By itself it stays open then, and torch takes every later all-reduce of the group for a part of it: it
+    does nothing, and says nothing.
+    """
+
+    @wraps(manager)
+    @contextmanager
+    def ended(group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        try:
+            with manager(group, *args, **kwargs) as works:
+                yield works
+        except BaseException:
+            found = group or c10d["GroupMember"].WORLD
+            drop = getattr(found, "drop_coalescing", None)
+            if drop is not None:
+                c10d["_world"].pg_coalesce_state.pop(found, None)
+                drop()
+            raise
+
+    return ended
 
 
 def register_with_torch() -> None:

@@ -124,6 +124,10 @@ class RmaProcessGroup(Reductions, Movements):
         works, self._coalescing = self._coalescing or [], None
         return works[0] if len(works) == 1 else _Several(works)
 
+    def drop_coalescing(self) -> None:
+        """End a block of coalesced calls that an error left; what it began goes on."""
+        self._coalescing = None
+
     abort = Reductions.shutdown
 
 

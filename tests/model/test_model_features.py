@@ -248,6 +248,7 @@ def test_compiled_models_are_refused(comm):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
 def test_traced_models_are_refused(comm):
     split, x = distribute(made().eval(), {"H": -1}), inputs()
     for name, trace in (

@@ -198,7 +198,8 @@ def test_groups_of_no_channels_are_normalised_as_by_torch(P_world, comm, grid, g
     P_x = P_world.create_cartesian_topology_partition(grid(comm.size))
     layer, x = DistributedGroupNorm(P_x, groups, 0), torch.randn(2, 0, 5, requires_grad=True)
     y = layer(x)
-    assert y.shape == nn.GroupNorm(groups, 0)(x).shape == (2, 0, 5)
+    # torch 2.15 refuses it.
+    assert y.shape == x.shape
     y.sum().backward()
     assert layer.weight.grad.shape == (0,)
 
