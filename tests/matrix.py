@@ -4,12 +4,15 @@ Without ``--day`` all of them run, as in ``make test-all``. With the number of a
 test runs on 2 and 3 ranks, or on the numbers of ranks that ``@pytest.mark.sizes(1, 2, 3, 4)`` gives it, its
 module or a parameter; where there are several such marks, on those that all of them name. A test of random
 cases, made by ``over_seeds``, runs on 1 to 4 ranks: with all seeds on 3, elsewhere with a third of them,
-every day another.
+every day another. So do tests that are marked ``in_turn(2, 4)``, with the numbers of ranks on which a third
+of them is enough for a day: cases of one law, each of which runs on the other numbers every day.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,6 +30,8 @@ EVERY_SEED = 3
 # hosts has its own numbers of ranks.
 USUAL_IN = {"segments": ALL, "hosts": ALL}
 SEEDS = "seed", "seeds"
+# Functions have many forms each; four ranks cut them in more ways than two or three do, not in others.
+IN_TURN_BELOW = {Path(__file__).parent / "split" / "functions": (4,)}
 
 
 def over_seeds(count: int, each: int = 1) -> pytest.MarkDecorator:
@@ -58,7 +63,13 @@ def check_each(
 def runs(item: pytest.Item, size: int, day: int) -> bool:
     """Whether a test is among those of a day on a number of ranks."""
     place = place_among_seeds(item)
-    todays = place is None or size == EVERY_SEED or (place + size + day) % 3 == 0
+    if size == EVERY_SEED:
+        place = None
+    in_turn = [mark.args for mark in item.iter_markers("in_turn")]
+    in_turn += [sizes for folder, sizes in IN_TURN_BELOW.items() if item.path.is_relative_to(folder)]
+    if any(size in each for each in in_turn):
+        place = place_among_cases(item)
+    todays = place is None or (place + size + day) % 3 == 0
     return todays and size in sizes(item)
 
 
@@ -75,3 +86,11 @@ def place_among_seeds(item: pytest.Item) -> int | None:
     """Which of the tests over its seeds a test is, None for one that has no seeds."""
     places = item.callspec.indices if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     return next((places[name] for name in SEEDS if name in places), None)
+
+
+def place_among_cases(item: pytest.Item) -> int:
+    """A number for each test of a file, so that cases of a function take turns, and functions do."""
+    name, indices = item.name.partition("[")[0], {}
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        indices = item.callspec.indices
+    return zlib.crc32(name.encode()) + sum(indices.values())

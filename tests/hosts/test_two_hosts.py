@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 def launch(*arguments, program=SAY_AND_SEND):
     command = [sys.executable, str(SCRIPT), *arguments, "--", sys.executable, "-m", "mpi4py", "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def hosts_of(pid):
@@ -92,12 +92,12 @@ def test_hosts_are_gone_after_a_time_limit():
 
 def test_hosts_are_gone_after_a_signal():
     with subprocess.Popen([sys.executable, str(SCRIPT), "--", "sleep", "60"]) as job:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(hosts_of(job.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(hosts_of(job.pid)) == 2
         job.send_signal(signal.SIGTERM)
-        job.wait(timeout=20)
+        job.wait(timeout=60)
     assert not hosts_of(job.pid)
 
 

@@ -21,7 +21,7 @@ from distdl_rma.split import SplitTensor
 from tests.model.against_alone import train_beside
 from tests.model.nets import UNet
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
 
 
 @pytest.fixture

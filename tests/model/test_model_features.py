@@ -13,7 +13,7 @@ from distdl_rma.split import SplitTensor
 from tests.model.against_alone import whole
 from tests.model.training import STEPS, alike, both, inputs, loop, loss_of, made, split_as
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
 
 
 def test_weight_and_spectral_norm(comm):

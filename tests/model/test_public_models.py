@@ -301,12 +301,13 @@ def test_training_is_that_of_the_model_alone(comm, name):
         train_beside(made(), grid, torch.randn(shape), loss_fn, steps=steps)
 
 
-# Each of the four on one number of ranks and blocks on four: every cut of a model is seen every day.
+# Each of the four on one number of ranks and blocks on four: every cut of a model is seen within three days.
 GRIDS = {2: ["2x1", {"N": 2}], 3: ["1x3", {"C": 3}], 4: ["2x2"]}
 
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
+@pytest.mark.in_turn(2, 4)
 @pytest.mark.filterwarnings("ignore:monai.networks.blocks.Warp")
 @pytest.mark.parametrize("name", MORE)
 def test_other_models_take_the_same_steps(comm, name):

@@ -14,7 +14,7 @@ from distdl_rma.sync import DistributedGradScaler
 from tests.model.against_alone import whole
 from tests.model.training import STEPS, Net, both, inputs, loop, loss_of, made, split_as
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])

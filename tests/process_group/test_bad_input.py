@@ -2,7 +2,6 @@
 
 import datetime
 import re
-import time
 
 import pytest
 import torch
@@ -108,7 +107,8 @@ def test_a_timeout_names_who_is_late_and_the_call_goes_on(comm):
     with process_group(comm):
         x = torch.ones(3)
         if comm.rank:
-            time.sleep(0.6)
+            # Until the first one has waited in vain.
+            comm.Barrier()
             dist.all_reduce(x)
         else:
             work = dist.all_reduce(x, async_op=True)
@@ -116,5 +116,6 @@ def test_a_timeout_names_who_is_late_and_the_call_goes_on(comm):
                 ExchangeTimeout, match=r"rank 0 waited 0\.2 s for rank.* in all_reduce\(sum\)"
             ):
                 work.wait(datetime.timedelta(seconds=0.2))
+            comm.Barrier()
             work.wait()
         assert x.tolist() == [comm.size] * 3

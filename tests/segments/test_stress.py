@@ -228,7 +228,7 @@ def test_random_operations_leave_what_the_model_says_and_nothing_behind(comm, tr
         rank.free()
         job.close()
         comm.Barrier()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while manager.stats().owners != before.owners and time.monotonic() < deadline:
             manager.progress()
         after = manager.stats()

@@ -116,7 +116,7 @@ def test_a_layer_dropped_after_a_refused_call_gives_its_memory_back_once_all_edg
     assert refused(layer, x.double() if comm.rank == 0 else x)
     del layer
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while "dropped" in segments.stats().owners and time.monotonic() < deadline:
         segments.progress()
     assert "dropped" not in segments.stats().owners

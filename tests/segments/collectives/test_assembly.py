@@ -48,6 +48,7 @@ def test_ranks_at_different_places_learn_it_and_go_on(segments, comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.in_turn(3, 4)
 @pytest.mark.parametrize("same", [True, False], ids=["alike", "in words"])
 @pytest.mark.parametrize("long", [False, True], ids=["one pass", "passes"])
 def test_a_call_that_is_repeated_after_a_timeout_is_one_call(segments, comm, same, long):

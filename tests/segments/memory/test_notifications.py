@@ -110,7 +110,7 @@ def test_a_wait_gives_up_at_its_deadline_and_can_be_repeated(own, seconds):
         begin = time.monotonic()
         with pytest.raises(ExchangeTimeout, match=f"waited {seconds:g} s.*to set notification 5"):
             wait(seconds)
-        assert seconds <= time.monotonic() - begin < seconds + 5
+        assert seconds <= time.monotonic() - begin < seconds + 14
     me.notify(5, 3)
     assert buffer.notify_waitsome(timeout=0) == 5 and buffer.notify_wait(5, timeout=0) == 3
 

@@ -39,6 +39,7 @@ def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, s
         case.job.close()
 
 
+@pytest.mark.in_turn(1, 3, 4)
 @pytest.mark.parametrize("count", [1, 5, 700, 50_000])
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
@@ -103,6 +104,16 @@ def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, co
         job.close()
 
 
+def wait_for(job, late):
+    """Wait in vain until this rank is named, or any: others that are slow are missed as well."""
+    wanted, missing, deadline = f"for rank{'' if late is None else f' {late} '}", "", time.monotonic() + 60
+    while wanted not in missing:
+        assert time.monotonic() < deadline, missing
+        with pytest.raises(ExchangeTimeout, match="in 'late' ") as caught:
+            job.wait(timeout=0.1)
+        missing = str(caught.value)
+
+
 @pytest.mark.parametrize("count", [4, 30_000])
 def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count):
     if comm.size == 1:
@@ -121,9 +132,7 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count
         comm.Barrier()
         # Between nodes MPI waits for all ranks of a share; which of them is late, the chain of waits says.
         exact = count < 10 or len(segments.segment.direct_nodes) == 1
-        who = f"for rank {late} " if exact else "for rank"
-        with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} .*{who}.*in 'late' "):
-            job.wait(timeout=0.3)
+        wait_for(job, late if exact else None)
         with pytest.raises(ExchangeTimeout):
             job.wait(timeout=0)
         comm.Barrier()
@@ -147,9 +156,7 @@ def test_the_wait_for_a_root_or_for_blocks_names_who_is_missing_and_can_be_repea
         one_node = len(segments.segment.direct_nodes) == 1
         # Between nodes a rank that only sends to the root may wait for nobody.
         if one_node or make is Alltoall or comm.rank == segments.ranks[0]:
-            who = f"for rank {late} " if one_node else "for rank"
-            with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} .*{who}.*in 'late' "):
-                job.wait(timeout=0.1)
+            wait_for(job, late if one_node else None)
         comm.Barrier()
     result = job.wait()
     assert (result == (1 if make is Alltoall else comm.size)).all()

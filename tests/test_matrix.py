@@ -1,0 +1,35 @@
+"""Which tests a day has: all of them within three days, those of a case in turn."""
+
+import pytest
+
+from tests import matrix
+
+DAYS = range(20_000, 20_003)
+
+
+def days(item, size):
+    return [matrix.runs(item, size, day) for day in DAYS]
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.in_turn(2, 4)
+@pytest.mark.parametrize("other", "ab")
+@pytest.mark.parametrize("case", range(4))
+def test_cases_in_turn_run_on_the_marked_sizes_every_third_day(request, case, other):
+    assert days(request.node, 1) == [False] * 3
+    assert days(request.node, 3) == [True] * 3
+    assert sum(days(request.node, 2)) == sum(days(request.node, 4)) == 1
+    # The next case has the next place, and so another day.
+    neighbours = [item for item in request.session.items if item.originalname == request.node.originalname]
+    assert len(neighbours) < 8 or len({matrix.place_among_cases(item) % 3 for item in neighbours}) == 3
+
+
+@matrix.over_seeds(4)
+def test_seeds_run_on_3_ranks_every_day_and_elsewhere_every_third(request, seed):
+    assert days(request.node, 3) == [True] * 3
+    assert [sum(days(request.node, size)) for size in (1, 2, 4)] == [1, 1, 1]
+
+
+def test_others_run_on_2_and_3_ranks_every_day(request):
+    assert [any(days(request.node, size)) for size in (1, 2, 3, 4)] == [False, True, True, False]
+    assert all(days(request.node, 2) + days(request.node, 3))
