@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
-SHARES_A_JOB = "tests/test_docs.py"
+SHARE_A_JOB = ("tests/test_docs.py", "tests/model/test_ways.py")
 LEFT_OUT = pytest.StashKey[str]()
 
 # The same examples on every run and every rank; no database, so that nothing is left in the working tree.
@@ -120,7 +120,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def share(nodeid: str) -> str:
     """What a worker gets at a time: a test, or all of a file whose tests share a job."""
     file, _, _ = nodeid.partition("::")
-    return file if file == SHARES_A_JOB else nodeid
+    return file if file in SHARE_A_JOB else nodeid
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,13 +1,18 @@
 """Ranks that take different ways through a distributed model, or fail in it: what all of them hear."""
 
+import json
+
 import pytest
 
 from tests.test_failures import PREAMBLE, run
-from tests.test_peers import REPORT
 
 # Not so long as to be taken for a hang.
 TIMEOUT = 3.0
+# Where nobody waits in vain for a machine that has other things to do.
+SOON = 30
+RANKS = 3
 STORY = f"""{PREAMBLE}
+import json
 from torch import nn
 from torch.nn import functional as F
 from distdl_rma.split import SplitTensor
@@ -30,47 +35,75 @@ class Net(nn.Module):
         return self.act(torch.relu(self.norm(self.first(x)))).square()
 
 
-torch.manual_seed(1)
-model = distribute(Net(), {{"H": -1}})
-machine = model.distributed.machine
-machine.segments.waiter.timeout = {TIMEOUT}
-x = torch.randn(1, 1, 12, 8)
+x = torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(1))
 odd = comm.rank == 1
-P_x = machine.partition((1, 1, comm.size, 1))
-F.mse_loss(model(x), torch.zeros(1, 2, 12, 8)).backward()
-comm.Barrier()
-{REPORT}
+
+
+def meet():
+    # MPI's own barrier would keep the cores busy.
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.01)
+
+
+def told(name, body):
+    # Each on a machine of its own: one with a failed rank cannot be used further.
+    global model
+    torch.manual_seed(1)
+    machine = Machine(comm.Dup(), segment_size="8MiB", timeout=60)
+    model = distribute(Net(), machine.partition((1, 1, comm.size, 1)))
+    F.mse_loss(model(x), torch.zeros(1, 2, 12, 8)).backward()
+    exec(body, globals())
+    machine.segments.waiter.timeout = {TIMEOUT}
+    meet()
+    begin, error = time.time(), RuntimeError("nothing was noticed")
+    try:
+        act()
+    except Exception as found:
+        error = found
+    line = json.dumps([name, time.time() - begin, f"{{type(error).__name__}}: {{error}}"])
+    with open(f"{{os.environ['REPORTS']}}/{{comm.rank}}", "a") as file:
+        file.write(line + chr(10))
+
+
+def tell(bodies, survivors=range(comm.size)):
+    for name, body in bodies.items():
+        told(name, body)
+        if len(survivors) == comm.size:
+            meet()
+    # With the first rank that ends, the launcher may end all.
+    files = [f"{{os.environ['REPORTS']}}/{{rank}}" for rank in survivors]
+    while not all(os.path.exists(file) and os.path.getsize(file) for file in files):
+        time.sleep(0.02)
+    os._exit(0)
+
+
 """
-ENDS = """
-try:
-    act()
-except Exception as error:
-    told(error)
-else:
-    told(RuntimeError("nothing was noticed"))
-finish()
-"""
 
 
-@pytest.fixture
-def tell(tmp_path):
-    """Run a story in which ``act`` goes wrong; by rank the seconds it took, and the error."""
-
-    def tell(ranks, body, **options):
-        _, err, said = _run(tmp_path, ranks, body, **options)
-        assert set(said) == set(range(ranks)), err
-        return said
-
-    return tell
-
-
-def _run(tmp_path, ranks, body, **options):
-    code, _, err = run(ranks, body + ENDS, preamble=STORY, REPORTS=str(tmp_path), **options)
+def run_ways(folder, bodies, survivors=range(RANKS), **options):
+    """Run stories in which ``act`` goes wrong, one after the other; by name and rank seconds and error."""
+    script = f"tell({bodies!r}, {[*survivors]})"
+    _, _, err = run(RANKS, script, preamble=STORY, REPORTS=str(folder), **options)
     said = {}
-    for file in tmp_path.iterdir():
-        seconds, _, text = file.read_text().strip().partition(" ")
-        said[int(file.name)] = float(seconds), text
-    return code, err, said
+    for file in folder.iterdir():
+        for name, seconds, text in map(json.loads, file.read_text().splitlines()):
+            said.setdefault(name, {})[int(file.name)] = seconds, text
+    assert all(set(each) == set(survivors) for each in said.values()) and set(said) == set(bodies), (
+        said,
+        err,
+    )
+    return said
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What all ranks were told in each story that they all survive; in one job."""
+    stories = {name: body for name, (body, _) in WAYS.items()} | EXCEPTIONS
+    stories |= {
+        name: f"def act():\n    y = model(x)\n    {body}\n    y.sum()" for name, (body, _) in OUTSIDE.items()
+    }
+    return run_ways(tmp_path_factory.mktemp("ways"), stories)
 
 
 # Where the odd rank goes another way, and what the errors say.
@@ -135,21 +168,8 @@ def act():
 }
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(name, 3 if "later" in name else 2) for name in WAYS])
-def test_different_ways_are_an_error_on_all_ranks(tell, name, ranks):
-    body, expected = WAYS[name]
-    said = tell(ranks, body)
-    for seconds, text in said.values():
-        assert text.startswith(("ExchangeTimeout", "PeerFailedError", "MismatchError")), said
-        assert seconds < TIMEOUT + 6, said
-    everything = " ".join(text for _, text in said.values())
-    assert all(part in everything for part in expected), said
-
-
-def test_an_exception_on_one_rank_reaches_the_others_soon(tell):
-    said = tell(
-        3,
-        """
+EXCEPTIONS = {
+    "an exception": """
 def act():
     def broken(y):
         if odd:
@@ -159,26 +179,12 @@ def act():
     model.act = broken
     model(x)
 """,
-    )
-    assert "OSError: disk on fire" in said[1][1]
-    for rank in (0, 2):
-        assert "PeerFailedError: rank 1 failed: OSError: disk on fire" in said[rank][1]
-        assert said[rank][0] < 3, said
-
-
-def test_an_exception_in_a_rule_of_one_rank_reaches_the_others_soon(tell):
-    said = tell(
-        3,
-        """
+    "an exception in a rule": """
 def act():
     model.act = lambda y: y.as_strided((1,), (1,)) if odd else model.second(y)
     model(x)
 """,
-    )
-    assert "UnsupportedError" in said[1][1]
-    assert all("PeerFailedError: rank 1 failed: UnsupportedError" in said[rank][1] for rank in (0, 2)), said
-
-
+}
 # Outside of every model: what the odd rank does, and what it raises.
 OUTSIDE = {
     "labels that are none": ("F.cross_entropy(y, torch.full((1, 12, 8), 7 * odd))", "IndexError"),
@@ -189,19 +195,38 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_an_error_of_one_rank_outside_of_a_model_reaches_the_others_soon(tell, name):
-    body, error = OUTSIDE[name]
-    said = tell(3, f"def act():\n    y = model(x)\n    {body}\n    y.sum()")
+@pytest.mark.parametrize("name", WAYS)
+def test_different_ways_are_an_error_on_all_ranks(outcomes, name):
+    said, expected = outcomes[name], WAYS[name][1]
+    for seconds, text in said.values():
+        assert text.startswith(("ExchangeTimeout", "PeerFailedError", "MismatchError")), said
+        assert seconds < SOON, said
+    everything = " ".join(text for _, text in said.values())
+    assert all(part in everything for part in expected), said
+
+
+def assert_heard(said, error):
     assert said[1][1].startswith(error)
     for rank in (0, 2):
-        assert f"PeerFailedError: rank 1 failed: {error}" in said[rank][1], said
-        assert said[rank][0] < TIMEOUT, said
+        seconds, text = said[rank]
+        assert f"PeerFailedError: rank 1 failed: {error}" in text and seconds < SOON, said
+
+
+def test_an_exception_on_one_rank_reaches_the_others(outcomes):
+    assert_heard(outcomes["an exception"], "OSError: disk on fire")
+
+
+def test_an_exception_in_a_rule_of_one_rank_reaches_the_others(outcomes):
+    assert_heard(outcomes["an exception in a rule"], "UnsupportedError")
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_error_of_one_rank_outside_of_a_model_reaches_the_others(outcomes, name):
+    assert_heard(outcomes[name], OUTSIDE[name][1])
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path):
     body = "def act():\n    if odd:\n        os.kill(os.getpid(), signal.SIGKILL)\n    model(x)"
-    _, err, said = _run(tmp_path, 3, body, survive=True)
-    for rank in (0, 2):
-        assert "rank 1" in said[rank][1], err
-        assert said[rank][0] < TIMEOUT + 6
+    said = run_ways(tmp_path, {"killed": body}, (0, 2), survive=True)
+    for seconds, text in said["killed"].values():
+        assert "rank 1" in text and seconds < SOON
