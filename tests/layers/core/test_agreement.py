@@ -116,6 +116,8 @@ def test_a_layer_that_others_were_not_in_is_not_called_again(comm):
             agree(plans, torch.ones(1))
         with pytest.raises(MismatchError, match=r"'here .*'there "):
             agree(there if comm.rank else here, torch.ones(1))
+        # Who goes on before the others have heard of that fails, and they of it.
+        comm.Barrier()
         with pytest.raises(PeerFailedError if comm.rank else ProtocolError, match="'here': rank 0 called it"):
             agree(here, torch.ones(1))
 
