@@ -12,12 +12,12 @@ from torch import Tensor
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.tensors import result_like
 from distdl_rma.ops.norm.rows import Array, without_fp_errors
-from distdl_rma.ops.norm.statistics import LocalRun, Shift, Statistics
+from distdl_rma.ops.norm.statistics import LocalRun, Shift, Statistics, as_type
 
 # Puts the gradient of a parameter, by name, where it is wanted.
 Fill = Callable[[str, Tensor], Tensor]
 _PARAMETERS = ("weight", "bias")
-# Mean and variance of each group, in float64.
+# Two values of each group, such as mean and variance, in float64.
 Pair = tuple[Array, Array]
 
 
@@ -127,10 +127,11 @@ class LocalNorm(OperatorFunction):
 
 def _whole(name: str, parts: list[_Gradient], dtype: torch.dtype, fill: Fill | None) -> Tensor:
     if len(parts) == 1:
-        whole = parts[0].of_parameter(name).to(dtype)
+        whole = parts[0].of_parameter(name, dtype)
     else:
         # Runs are channels side by side.
-        whole = torch.cat([torch.empty(0), *[part.of_parameter(name) for part in parts]]).to(dtype)
+        wide = [part.of_parameter(name, torch.float64) for part in parts]
+        whole = torch.cat([torch.empty(0), *wide]).to(dtype)
     return whole if fill is None else fill(name, whole)
 
 
@@ -163,7 +164,7 @@ class _Scaling:
         np.sqrt(inverse, out=inverse)
         self.inverse = np.divide(1, inverse, out=inverse)
         if shift is None:
-            self.shift = torch.from_numpy(mean).to(dtype)
+            self.shift = as_type(mean, dtype)
             self.rest = mean - self.shift.numpy() if centred else mean
         else:
             self.shift, of_run = shift
@@ -175,7 +176,7 @@ class _Scaling:
             self.weight = run.of_parameter(weight).to(dtype)
         elif weight is not None:
             self.factor = self.inverse * run.column_of(weight)
-        self.rounded_factor = torch.from_numpy(self.factor).to(dtype)
+        self.rounded_factor = as_type(self.factor, dtype)
 
     def shifted(self, x: Tensor, out: Tensor) -> Tensor:
         """Elements without the shift, in ``out`` if there is one."""
@@ -232,23 +233,23 @@ class _Gradient:
         np.subtract(product, offset, out=offset)
         self.product = np.multiply(offset, scaling.inverse, out=offset)
 
-    def of_parameter(self, name: str) -> Tensor:
-        """Gradient of ``weight`` or ``bias``."""
+    def of_parameter(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Gradient of ``weight`` or ``bias``, in a type."""
         run = self.run
         if self.elements is not None:
             values = self.elements[name == "weight"]
-            return (values.sum(run.instances) if run.instances else values).reshape(run.extents)
+            return (values.sum(run.instances) if run.instances else values).reshape(run.extents).to(dtype)
         rows = self.product if name == "weight" else self.total
         sums = np.add.reduce(rows, run.instances) if run.instances else rows
-        return torch.from_numpy(sums.reshape(run.extents))
+        return as_type(sums.reshape(run.extents), dtype)
 
-    def write_sums(self, pair: Array) -> None:
+    def write_sums(self, pair: Pair) -> None:
         """The sums of ``g`` and of ``g * xhat`` over the local part of each group.
 
         Without the weight, where that is the same in all of a group.
         """
         run, scaling = self.run, self.scaling
-        of_g, of_product = map(run.of_groups, pair)
+        of_g, of_product = pair if run.whole else map(run.of_groups, pair)
         if self.elements is not None:
             for values, sums in zip(self.elements, (of_g, of_product), strict=True):
                 weighted = values if scaling.weight is None else values * scaling.weight
@@ -277,7 +278,7 @@ class _Gradient:
         if scaling.weight is not None:
             out.mul_(scaling.weight)
 
-    def finish(self, d_x: Tensor, sums: Array) -> None:
+    def finish(self, d_x: Tensor, sums: Pair) -> None:
         """Make the gradient of the input of that, of ``d_y``, and of the sums of ``g`` and of ``g * xhat``.
 
         ``x - mean = shifted - rest``, so that ``d_x = factor * d_y + slope * shifted - (inv * mean(g) +

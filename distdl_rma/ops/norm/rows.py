@@ -53,6 +53,8 @@ class Rows:
         # The kernel takes rows of one element for another layout, and is wrong there.
         self._by_kernel = not self._few and self.length // pieces >= 2
         self._flat = (1, self._number * pieces, self.length // pieces)
+        # Whether these are as the kernel takes them.
+        self._as_is = pieces == 1 and outer == 2 and shape[0] == 1
 
     def sums(self, x: Tensor) -> Array:
         """Sums of elements."""
@@ -85,9 +87,11 @@ class Rows:
         flat = mean.reshape(number)
         if pieces > 1:
             flat = flat.repeat_interleave(pieces)
+        if not (self._as_is and a.is_contiguous() and b.is_contiguous()):
+            a, b = a.reshape(self._flat), b.reshape(self._flat)
         _, products, sums = _backward(
-            a.reshape(self._flat),
-            b.reshape(self._flat),
+            a,
+            b,
             None,
             None,
             None,

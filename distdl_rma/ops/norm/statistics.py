@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +19,29 @@ from distdl_rma.ops.norm.statistic_groups import PAIR, ChannelRun, NormAxes, Sta
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
-_IN_NUMPY = (torch.float32, torch.float64)
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
 # Up to so many ranks, and bytes that each of them receives, everyone's vector goes to everyone.
 _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
+# What so many tell each other is put together one after the other, that of more in steps for all of them.
+_FEW_RANKS = 3
 
 
 # Mean and variance of each group, in float64, and what the local tensor became on the way: if centred, with
 # something near to the mean taken off, and for each run what that was, as torch and as numpy have it.
 Shift = tuple[Tensor, Array]
 Moments = tuple[Array, Array, Tensor | None, Sequence[Shift]]
+
+
+def as_type(values: Array, dtype: torch.dtype) -> Tensor:
+    """Values in a type of torch, rounded; those given themselves if they have it."""
+    kind = _NUMPY.get(dtype)
+    if kind is None:
+        return torch.from_numpy(values).to(dtype)
+    # Of as few as these, in a quarter of the time that torch takes.
+    return torch.from_numpy(values.astype(kind, copy=False))
 
 
 class LocalRun:
@@ -70,7 +85,7 @@ class LocalRun:
         """That as an array."""
         values = parameter.data
         # Of types that numpy does not know, too.
-        if values.dtype not in _IN_NUMPY:
+        if values.dtype not in _NUMPY:
             values = values.to(torch.float64)
         if not self.whole:
             values = self._run.of(values, 0)
@@ -122,16 +137,23 @@ class Statistics:
         self.machine, self.name = machine, _ = site
         self.groups, self.axes, self.centred = groups, axes.in_run, centred
         self.trace = machine.trace
-        self.total: Array = groups.total.clamp(min=1).numpy()
-        self._counts: Array = groups.counts.numpy()
-        self._shares, self._mine = self._counts / self.total, groups.ranks.index(machine.rank)
         number = len(groups.ranks)
         self._alone = number == 1
         self._title = f"{self.name} (norm)"
         self._in_one_round = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
+        self.total: Array = groups.total.clamp(min=1).numpy()
+        self._counts: Array = groups.counts.numpy()
+        if self._in_one_round:
+            # Of the same shape as the values: numpy takes several times as long to make shapes alike.
+            self.total = np.broadcast_to(self.total, groups.shape).copy()
+            self._counts = np.broadcast_to(self._counts, (number, *groups.shape)).copy()
+        self._shares = self._counts / self.total
+        self._mine = groups.ranks.index(machine.rank)
         # What this rank tells the others: means of its elements, and squares about them.
         self._pair: Array = np.zeros((PAIR, *groups.shape))
-        self._row, self._rows = self._pair.reshape(-1), (number, *self._pair.shape)
+        self._row = self._pair.reshape(-1)
+        # Of the memory that is summed: what is made of the same few arrays again and again.
+        self._views: dict[int, tuple[Array, Array]] = {}
         self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
         self._complete = all(run.whole for run in self.runs) and bool(self.runs)
 
@@ -142,6 +164,20 @@ class Statistics:
         everyone = AllPush(segments, ranks, count, np.float64, self._title)
         weakref.finalize(self, everyone.close)
         return everyone
+
+    @cached_property
+    def _parts(self) -> list[list[tuple[Array, Array]]]:
+        # For even and odd rounds, what each rank says: views of the segment, which take longer than sums.
+        return [
+            [(means, squares) for means, squares in (row.reshape(self._pair.shape) for row in rows)]
+            for rows in self._round.rows
+        ]
+
+    @cached_property
+    def _joined(self) -> tuple[list[Array], list[Array]]:
+        # Of the ranks up to each one behind the first: its share, and what the distance of its mean adds.
+        added, most = self._counts[1:], np.maximum(self._counts.cumsum(0), 1)[1:]
+        return [*(added / most)], [*(added / most * (most - added))]
 
     @cached_property
     def _two_sums(self) -> tuple[Allreduce, Allreduce]:
@@ -190,9 +226,26 @@ class Statistics:
         arrive = self.trace.depart("allreduce", self._title)
         self._round.start(self._row)
         mark("wait")
-        rows = self._round.received().reshape(self._rows)
+        rows = self._round.received()
         arrive()
         mark("fuse")
+        if len(rows) > _FEW_RANKS:
+            return self._together(rows.reshape(len(rows), *pair.shape))
+        return self._one_by_one(self._parts[self._round.epoch & 1])
+
+    def _one_by_one(self, parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+        mean, squares = parts[0]
+        for (its_mean, its_squares), share, spread in zip(parts[1:], *self._joined, strict=True):
+            apart = its_mean - mean
+            mean = apart * share + mean
+            apart *= apart
+            apart *= spread
+            apart += squares
+            apart += its_squares
+            squares = apart
+        return mean, squares
+
+    def _together(self, rows: Array) -> tuple[Array, Array]:
         means, squares = rows[:, 0], rows[:, 1]
         first = means[0]
         apart = means - first
@@ -203,16 +256,17 @@ class Statistics:
         apart += squares
         return middle, np.add.reduce(apart)
 
-    def pair(self) -> Array:
+    def pair(self) -> tuple[Array, Array]:
         """Memory for two values per group to sum, zero where no run of this rank writes any."""
         if self._alone:
-            return np.zeros(self._pair.shape)
-        pair = self._adjoint.active.reshape(self._pair.shape)
+            return np.zeros(self.groups.shape), np.zeros(self.groups.shape)
+        pair = self._halves(self._adjoint.active)
         if not self._complete:
-            pair[...] = 0
+            for values in pair:
+                values[...] = 0
         return pair
 
-    def sum(self, pair: Array) -> Callable[[], Array]:
+    def sum(self, pair: tuple[Array, Array]) -> Callable[[], tuple[Array, Array]]:
         """Start to sum two values per group, in memory of ``pair()``, over the ranks.
 
         The call of what is returned waits for the sums, which are valid until the next but one start.
@@ -221,7 +275,15 @@ class Statistics:
             return lambda: pair
         sums = self._adjoint
         sums.start()
-        return lambda: sums.wait().reshape(pair.shape)
+        return lambda: self._halves(sums.wait())
+
+    def _halves(self, buffer: Array) -> tuple[Array, Array]:
+        # By ``id``: there are few, and they stay.
+        found = self._views.get(id(buffer))
+        if found is None:
+            first, second = buffer.reshape(self._pair.shape)
+            found = self._views[id(buffer)] = first, second
+        return found
 
 
 def _start(sums: Allreduce, values: Array) -> Callable[[], Array]:
