@@ -20,8 +20,9 @@ Array = NDArray[Any]
 SLOTS = 2
 # In place of the offset of a slot: what is sent lands in the result itself.
 LANDS = -2
-# A large message is announced bit by bit: its reader begins while its writer goes on.
-_STEP_NBYTES = 1 << 20
+# A large message is announced step by step: its reader begins while its writer goes on. At least in so many
+# steps, of at least and at most so many bytes: each takes calls, whose code copies drive from the caches.
+_STEPS, _STEP_NBYTES, _LARGEST_STEP_NBYTES = 4, 1 << 20, 4 << 20
 
 
 @dataclass
@@ -139,7 +140,8 @@ def in_steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
     """Pieces, the large ones cut along their first dimension; alike for whoever sends and receives them."""
     found = []
     for piece in pieces:
-        parts = -(-piece.box.volume * itemsize // _STEP_NBYTES)
+        nbytes = piece.box.volume * itemsize
+        parts = min(-(-nbytes // _STEP_NBYTES), max(_STEPS, -(-nbytes // _LARGEST_STEP_NBYTES)))
         if parts <= 1:
             found.append(piece)
             continue

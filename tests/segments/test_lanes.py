@@ -7,7 +7,7 @@ import pytest
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.exchange import Piece
-from distdl_rma.segments.lanes import _STEP_NBYTES, Lane, _ends, in_steps
+from distdl_rma.segments.lanes import _LARGEST_STEP_NBYTES, _STEP_NBYTES, Lane, _ends, in_steps
 
 
 def piece(*shape, peer=1):
@@ -31,6 +31,14 @@ def test_steps_of_a_piece_are_its_elements_in_their_order(shape, itemsize):
         assert [part.box.bounds[dim] for part in parts] == list(itertools.pairwise(ends))
     small = math.prod(shape) * itemsize <= _STEP_NBYTES
     assert (len(parts) == 1) == (small or shape[-1] == math.prod(shape) == 1)
+
+
+def test_steps_grow_with_the_message_and_remain_a_few():
+    for megabytes, steps in ((1, 1), (2, 2), (4, 4), (7, 4), (16, 4), (17, 5), (64, 16)):
+        parts = in_steps((piece(megabytes * _STEP_NBYTES // 4, 4),), 1)
+        assert len(parts) == steps and len(_ends(parts, 1)) == steps
+        sizes = [part.box.volume for part in parts]
+        assert min(sizes) >= _STEP_NBYTES and max(sizes) <= _LARGEST_STEP_NBYTES
 
 
 def test_a_step_ends_behind_a_megabyte_and_at_the_end():

@@ -73,8 +73,8 @@ class RemoteBuffer:
         self._context, self._link, self._atomics = context, self._memory.link, context.segment.atomics
         self._counters, self._sequence = context.counters, context.sequence
         self._fetch = self._atomics.fetching(peer, location.offset)
-        # Offsets of integers that can be changed without asking the peer first.
-        self._words_at_hand = range(0, 0 if self._atomics.responding else location.nbytes - 7, 8)
+        # Offsets below this one are of integers that can be changed without asking the peer first.
+        self._end_at_hand = 0 if self._atomics.responding else location.nbytes - 7
         # Where the peer's memory can be reached, puts are assignments to it, and so are notifications.
         near = self._memory.near
         self._bytes = None if near is None else near.data
@@ -244,7 +244,7 @@ class RemoteBuffer:
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to the integer, and return what it was. The sum wraps around."""
         # As below, but without calls for what is usual: MPI's own part takes no longer than a few of them.
-        at_hand = offset.__class__ is int and offset in self._words_at_hand
+        at_hand = offset.__class__ is int and 0 <= offset < self._end_at_hand and not offset & 7
         if at_hand and timeout is None and not self._context.closed:
             try:
                 return self._fetch(_SUM, offset, value)
