@@ -32,11 +32,15 @@ _PAIR = 2
 
 def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """All of some arguments that are no tensors."""
-    found = [
-        one if one.__class__ in WORDS or (one.__class__ is tuple and one in _KNOWN) else plainly(one)
-        for one in args
-        if one.__class__ not in TENSORS
-    ]
+    try:
+        found = [
+            one if one.__class__ in WORDS or (one.__class__ is tuple and one in _KNOWN) else plainly(one)
+            for one in args
+            if one.__class__ not in TENSORS
+        ]
+    except TypeError:
+        # Slices, and lists, are not hashable.
+        found = [plainly(one) for one in args if one.__class__ not in TENSORS]
     if kwargs:
         found += [[key, plainly(one)] for key, one in kwargs.items() if one.__class__ not in TENSORS]
     return found
