@@ -10,6 +10,8 @@ from torch import nn
 from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls
 from distdl_rma.model.copies import Copies
+from distdl_rma.ops.core.plain_losses import AlikeGradients, first_apart
+from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.entry import alike_on_all_ranks
 from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.said import sample
@@ -35,7 +37,8 @@ class Alike:
         copies = self._copies_of(calls)
         held = 0 if copies is None else copies.word()
         begun = LINEAGE.looked_at(self._machine, calls.ranks)
-        return hash((held, begun, *[sample(x, self._number) for x in inputs]))
+        gradients = AlikeGradients.of(self._machine, calls.ranks).number
+        return hash((held, begun, gradients, *[sample(x, self._number) for x in inputs]))
 
     def difference(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> str:
         """What is not alike, in words, the same on all ranks; empty if all is. Collective, blocking.
@@ -44,7 +47,7 @@ class Alike:
         """
         copies = self._copies_of(calls)
         found = "" if copies is None else copies.difference()
-        if found := found or calls.backwards_differ():
+        if found := found or calls.backwards_differ() or self._gradients_differ(calls):
             return found
         self._compare(calls, inputs)
         return ""
@@ -59,6 +62,20 @@ class Alike:
     def forget(self) -> None:
         """Let go of the model's memory."""
         self._copies.clear()
+
+    def _gradients_differ(self, calls: Calls) -> str:
+        gradients = AlikeGradients.of(self._machine, calls.ranks)
+        title = f"calls of {self._name} (gradients)"
+        said = gather_words(self._machine.segments, [*gradients.last], title, calls.ranks)
+        # Also where they only are rounded otherwise.
+        gradients.forget()
+        if what := first_apart([*said.values()]):
+            return (
+                f"{self._name}: in a backward before this call the gradient of {what!r} was not alike on all"
+                " ranks. It came from a loss of plain tensors, which all ranks have alike: from other data,"
+                " or from to_local() of a tensor that is in no graph; use the split tensor itself there"
+            )
+        return ""
 
     def _compare(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> None:
         alike_on_all_ranks(self._machine, calls.ranks, inputs, "an input of a distributed model")

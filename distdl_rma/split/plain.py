@@ -14,9 +14,10 @@ import torch
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
-from distdl_rma.ops.core.plain_losses import ENDS_OF_BLOCKS, come_by_whole
+from distdl_rma.ops.core.plain_losses import ENDS_OF_BLOCKS, AlikeGradients, come_by_whole
 from distdl_rma.split.moves import once, reduced
 from distdl_rma.split.site import Site, site_of, summed_elsewhere
 
@@ -40,25 +41,28 @@ class _WholeGradient(OperatorFunction):
 class _Gathered(OperatorFunction):
     # A split tensor ends here, what follows is plain.
     @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, partition: Partition) -> torch.Tensor:
+        ctx.partition = partition
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        come_by_whole(ctx, is_synchronised)
+        if come_by_whole(ctx, is_synchronised):
+            partition = ctx.partition
+            AlikeGradients.of(Machine.of(partition), partition.ranks).note("full_tensor()", gradient)
         return _handed_on(ctx, gradient)
 
 
 @first_derivative
 def _handed_on(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return (gradient,)
+    return gradient, None
 
 
-def gathered(x: torch.Tensor) -> torch.Tensor:
+def gathered(x: torch.Tensor, partition: Partition) -> torch.Tensor:
     """All of a split tensor as a plain one, whose gradient is the whole."""
     if not x.requires_grad:
         return x
-    y: torch.Tensor = _Gathered.apply(x)
+    y: torch.Tensor = _Gathered.apply(x, partition)
     return y
 
 

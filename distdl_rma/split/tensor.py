@@ -174,7 +174,7 @@ class SplitTensor(torch.Tensor):
         Every rank is to use it alike: its gradient is taken from each rank's own use. In a backward that
         begins behind it, parameters of a distributed model that are used there count once.
         """
-        return gathered(self.redistribute()._local)
+        return gathered(self.redistribute()._local, self.partition)
 
     def redistribute(self, *cut: int | None, layout: Decomposition | None = None) -> SplitTensor:
         """The same tensor cut otherwise; differentiable, blocking.

@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.plain_losses import own_part
+from distdl_rma.ops.core.plain_losses import RUNNING, AlikeGradients, all_alike, own_part
 from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.bucket import GradientSlot
@@ -65,7 +65,11 @@ def contribution(
         first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
         slot.speaks = first == machine.rank
     # What all ranks have alike, as of a penalty on weights, the first contributes for all of them.
-    found = None if slot.speaks else own_part(parameter, computed)
+    found = None
+    if not RUNNING.depth:
+        if all_alike(parameter):
+            AlikeGradients.of(machine, alike_on).note(slot.entry.name, computed)
+        found = None if slot.speaks else own_part(parameter, computed)
     if len(parameter._post_accumulate_grad_hooks) > 1:
         label = machine.labels.readable(slot.entry.name)
         raise UnsupportedError(

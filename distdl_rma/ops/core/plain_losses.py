@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from types import FrameType
 from typing import Any
+from zlib import crc32
 
 import torch
 
+from distdl_rma.errors import UnsupportedError
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.tensors import as_words
+
+# Whether the backward that runs comes by a node; torch's hooks of several gradients ask that too.
+_is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# By which code a backward begins, and what of it says where.
+_ENTRIES = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
 number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -35,6 +46,8 @@ class _Backward(threading.local):
 RUNNING = _Backward()
 # What a node of a graph keeps whose result is a block that was shown.
 _SHOWN = "distdl_rma block"
+# Of so many gradients so many elements are kept, and by so much of the largest they may differ.
+_KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
 # Names of nodes at which blocks end, and what is plain begins.
 ENDS_OF_BLOCKS: set[str] = set()
 
@@ -82,29 +95,44 @@ def _is_own() -> bool:
 
 
 def _roots() -> list[Any]:
-    # Where the running backwards began, as those who called them say.
+    # Where the running backwards began, as those who called them say: torch itself does not tell.
     found: list[Any] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is torch.autograd.backward.__code__:
-            tensors = frame.f_locals["tensors"]
-            found += [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        ends = frame.f_locals.get(_ENTRIES[frame.f_code]) if frame.f_code in _ENTRIES else None
+        if ends is not None:
+            found += ends if isinstance(ends, Sequence) else [ends]
         frame = frame.f_back
-    return [getattr(end, "node", None) or getattr(end, "grad_fn", None) for end in found]
+    nodes = [getattr(end, "node", None) or getattr(end, "grad_fn", None) for end in found]
+    # Of a backward that began otherwise, or if another torch calls its arguments otherwise.
+    if not any(node is not None and _runs(node) for node in nodes):
+        raise UnsupportedError(
+            "a backward passes what full_tensor() of a split tensor gave, or parameters of a distributed"
+            " model, and began neither by backward() of a tensor nor by torch.autograd.backward or grad: so"
+            " it is not known whether its loss is one that all ranks have alike, or of to_local()"
+        )
+    return nodes
 
 
-def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> None:
+def _runs(node: Any) -> bool:
+    # Where there is one root, torch counts those behind it only.
+    behind = [each for each, _ in node.next_functions if each is not None]
+    return not behind or any(map(_is_in_backward, behind))
+
+
+def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> bool:
     """Note that the running backward has come by all of a split tensor, at this node of its graph.
 
     From now on what comes to parameters from behind it is added up, to tell it from what they get besides.
+    Returns whether the gradient that came is alike on all ranks.
     """
     if RUNNING.depth:
-        return
+        return False
     if RUNNING.number != number_of_backward():
         behind: dict[int, torch.Tensor] | None = None if _is_own() else {}
         RUNNING.number, RUNNING.behind, RUNNING.nodes = number_of_backward(), behind, set()
     if RUNNING.behind is None:
-        return
+        return False
     handles, ahead = [], [node]
     while ahead:
         one = ahead.pop()
@@ -121,6 +149,7 @@ def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> No
         if leaves:
             handles.append(one.register_hook(partial(_add_up, RUNNING.behind, leaves)))
     torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, handles))
+    return True
 
 
 def _add_up(behind: dict[int, torch.Tensor], leaves: dict[int, int], found: Any, _given: Any) -> None:
@@ -136,15 +165,63 @@ def _leave(handles: list[Any]) -> None:
         handle.remove()
 
 
-def own_part(parameter: torch.Tensor, computed: torch.Tensor) -> torch.Tensor | None:
-    """Of a gradient what is a contribution, without what all ranks have alike; None if all of it is."""
+def all_alike(parameter: torch.Tensor) -> bool:
+    """Whether all ranks have all of a gradient alike in the running backward."""
     if RUNNING.depth:
-        return None
+        return False
     if RUNNING.number != number_of_backward():
         if not _is_own():
-            return torch.zeros_like(computed)
+            return True
         come_by_blocks()
-    if RUNNING.behind is None:
-        return None
-    part = RUNNING.behind.get(id(parameter))
-    return torch.zeros_like(computed) if part is None else part
+    return RUNNING.behind is not None and id(parameter) not in RUNNING.behind
+
+
+def own_part(parameter: torch.Tensor, computed: torch.Tensor) -> torch.Tensor | None:
+    """Of a gradient what is a contribution, without what all ranks have alike; None if all of it is."""
+    if all_alike(parameter):
+        return torch.zeros_like(computed)
+    return None if RUNNING.depth or RUNNING.behind is None else RUNNING.behind[id(parameter)]
+
+
+class AlikeGradients:
+    """Gradients of plain losses that some ranks are to have alike: a number of all, elements of the last.
+
+    They are not, where a rank computes a plain loss of data of its own. Local.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        # What each is of, and elements of it.
+        self.last: deque[tuple[str, list[float]]] = deque(maxlen=_KEPT)
+
+    @classmethod
+    def of(cls, machine: Machine, ranks: Sequence[int]) -> AlikeGradients:
+        """Those of some ranks of a machine."""
+        found: AlikeGradients = machine.kept.setdefault(f"gradients of {ranks}", cls())
+        return found
+
+    def note(self, what: str, gradient: torch.Tensor) -> None:
+        """Add one that comes in the running backward."""
+        flat = gradient.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLED)][: 2 * _SAMPLED]
+        values = (torch.view_as_real(some).reshape(-1) if some.is_complex() else some).tolist()
+        self.number = crc32(as_words(some.contiguous()).tobytes(), self.number)
+        self.last.append((what, values))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.number = 0
+        self.last.clear()
+
+
+def first_apart(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> str:
+    """The first of the gradients that ranks noted that differs by more than rounding; empty if none does."""
+    largest = max((abs(v) for each in ranks for _, values in each for v in values), default=0.0)
+    for noted in zip_longest(*ranks, fillvalue=("", ())):
+        (what, first), *others = noted
+        scale = max([abs(v) for v in first] + [largest * _ROUNDING])
+        for other, values in others:
+            same = other == what and len(values) == len(first)
+            if not same or any(abs(a - b) > _ROUNDING * scale for a, b in zip(first, values, strict=True)):
+                return what or other
+    return ""

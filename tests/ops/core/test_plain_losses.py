@@ -1,0 +1,68 @@
+"""Backwards from plain losses: where they began, and what of them all ranks have alike."""
+
+import pytest
+import torch
+
+from distdl_rma import UnsupportedError
+from distdl_rma.ops.core import plain_losses
+from distdl_rma.ops.core.plain_losses import AlikeGradients, first_apart
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    monkeypatch.setattr(plain_losses._Backward, "shown", True)
+
+
+def loss_of(x, seen):
+    def look(gradient):
+        try:
+            seen.append(plain_losses._is_own())
+        except UnsupportedError as error:
+            seen.append(str(error))
+
+    x.register_hook(look)
+    return (x * 2).sum()
+
+
+def begun(begin):
+    x, seen = torch.ones(3, requires_grad=True), []
+    begin(loss_of(x, seen), x)
+    return seen
+
+
+def by_engine(loss, _x):
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (torch.ones(()),), False, False, (), True, accumulate_grad=True)
+
+
+def test_it_is_known_where_a_backward_began(shown):
+    known = (
+        lambda loss, x: loss.backward(),
+        lambda loss, x: torch.autograd.backward([loss, loss * 2]),
+        torch.autograd.grad,
+        lambda loss, x: torch.autograd.grad([loss], [x]),
+    )
+    assert [begun(each) for each in known] == [[False]] * len(known)
+    assert "neither by backward()" in begun(by_engine)[0]
+    for code, name in plain_losses._ENTRIES.items():
+        assert name in code.co_varnames
+
+
+def test_where_no_block_was_shown_nobody_asks():
+    if not plain_losses._Backward.shown:
+        assert begun(by_engine) == [False]
+
+
+def test_gradients_that_are_rounded_otherwise_are_alike():
+    one, other = AlikeGradients(), AlikeGradients()
+    for each, factor in ((one, 1.0), (other, 1.0 + 1e-7)):
+        each.note("a", torch.linspace(-3, 3, 100).double() * factor)
+        each.note("b", torch.full((3,), 1e-12 * factor))
+    assert one.number != other.number
+    assert first_apart([[*one.last], [*other.last]]) == ""
+    other.note("c", torch.ones(2))
+    assert first_apart([[*one.last], [*other.last]]) == "c"
+    one.note("c", torch.ones(2, dtype=torch.complex64) * 1j)
+    assert first_apart([[*one.last], [*other.last]]) == "c"
+    one.forget()
+    assert one.number == 0 and not one.last
