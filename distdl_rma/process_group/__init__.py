@@ -51,7 +51,7 @@ def register() -> None:
 def _ended_by_errors(
     manager: Callable[..., AbstractContextManager[Any]], c10d: dict[str, Any]
 ) -> Callable[..., AbstractContextManager[Any]]:
-    """torch's manager, whose block an error ends as well, where it is of a group of ours.
+    """Manager of torch whose block an error ends as well, where it is of a group of ours.
 
     By itself it stays open then, and torch takes every later all-reduce of the group for a part of it: it
     does nothing, and says nothing.
