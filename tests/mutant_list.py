@@ -194,8 +194,8 @@ _ADJOINTS = [
     Mutant(
         "what neighbours send back replaces the own gradient",
         "distdl_rma/ops/conv/convolution.py",
-        "total[piece.box.slices(channel.exchange.need)] += as_tensor",
-        "total[piece.box.slices(channel.exchange.need)] = as_tensor",
+        "total[piece.box.slices(channel.exchange.need)].add_(as_tensor",
+        "total[piece.box.slices(channel.exchange.need)].copy_(as_tensor",
         _CONV,
     ),
     Mutant(
