@@ -3,9 +3,10 @@
 Without ``--day`` all of them run, as in ``make test-all``. With the number of a day, as in ``make test``, a
 test runs on 2 and 3 ranks, or on the numbers of ranks that ``@pytest.mark.sizes(1, 2, 3, 4)`` gives it, its
 module or a parameter; where there are several such marks, on those that all of them name. A test of random
-cases, made by ``over_seeds``, runs on 1 to 4 ranks: with all seeds on 3, elsewhere with a third of them,
-every day another. So do tests that are marked ``in_turn(2, 4)``, with the numbers of ranks on which a third
-of them is enough for a day: cases of one law, each of which runs on the other numbers every day.
+cases, made by ``over_seeds``, runs on 1 to 4 ranks, on each of them with a third of the seeds, every day
+another: every seed runs every day, on 2 ranks, or on 3, or on 1 and 4. So do tests that are marked
+``in_turn(3, 4)``, with the numbers of ranks on which a third of them is enough for a day: dear cases of one
+law, each of which runs on the other numbers every day.
 """
 
 from __future__ import annotations
@@ -24,14 +25,12 @@ if TYPE_CHECKING:
 
 ALL = (1, 2, 3, 4)
 USUAL = (2, 3)
-# Where all seeds run: an odd number, which divides few extents.
-EVERY_SEED = 3
 # Ranks see each other's memory in other ways on one rank and on nodes of equal and unequal size; a run on two
 # hosts has its own numbers of ranks.
 USUAL_IN = {"segments": ALL, "hosts": ALL}
 SEEDS = "seed", "seeds"
-# Functions have many forms each; four ranks cut them in more ways than two or three do, not in others.
-IN_TURN_BELOW = {Path(__file__).parent / "split" / "functions": (4,)}
+# Functions have many forms each; more ranks cut tensors in more ways than two do, not in others.
+IN_TURN_BELOW = {Path(__file__).parent / "split" / "functions": (3, 4)}
 
 
 def over_seeds(count: int, each: int = 1) -> pytest.MarkDecorator:
@@ -63,8 +62,6 @@ def check_each(
 def runs(item: pytest.Item, size: int, day: int) -> bool:
     """Whether a test is among those of a day on a number of ranks."""
     place = place_among_seeds(item)
-    if size == EVERY_SEED:
-        place = None
     in_turn = [mark.args for mark in item.iter_markers("in_turn")]
     in_turn += [sizes for folder, sizes in IN_TURN_BELOW.items() if item.path.is_relative_to(folder)]
     if any(size in each for each in in_turn):

@@ -98,12 +98,14 @@ def check(comm, ranks, distributions, size=SIZE, ways=(Distributed, Sequential),
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.in_turn(3, 4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_of_the_demo(comm, name):
     check(comm, range(comm.size), layouts(comm.size)[name])
 
 
 @pytest.mark.sizes(3, 4)
+@pytest.mark.in_turn(3, 4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_permuted_machine(comm, name):
     order = [2, 0, 3, 1] if comm.size == 4 else [*range(1, comm.size), 0]
@@ -117,6 +119,7 @@ def test_machine_of_some_ranks(comm, name):
     check(comm, ranks, layouts(len(ranks))[name])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
     "size",
@@ -128,6 +131,7 @@ def test_transposed_convolutions_lead_up(comm, name, size):
     check(comm, range(comm.size), layouts(comm.size)[name], size, ways)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("size", [(24, 36), (17, 50), (9, 5)], ids=str)
 def test_sizes_of_images(comm, size):
     # In the last one the coarsest images have 3 x 2 pixels, fewer than ranks.
@@ -147,7 +151,7 @@ def test_channels_are_split_at_every_level(comm):
     check(comm, range(comm.size), (channels, channels, channels))
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_clipped_gradients(comm, name):
     check(comm, range(comm.size), layouts(comm.size)[name], max_norm=0.05)

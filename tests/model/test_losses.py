@@ -77,7 +77,7 @@ def beside(P_world, loss, x, y, atol=1e-10):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 4)
+@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("name", SEGMENTATION)
 def test_of_segmentation(P_world, name):
     kind, arguments, wanted = SEGMENTATION[name]
@@ -86,7 +86,7 @@ def test_of_segmentation(P_world, name):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 4)
+@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("name", PICTURES)
 def test_of_pictures(P_world, name):
     kind, arguments, shape = PICTURES[name]
@@ -95,7 +95,7 @@ def test_of_pictures(P_world, name):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 4)
+@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.filterwarnings("ignore:Using a non-tuple")
 @pytest.mark.parametrize("kind", ["BendingEnergyLoss", "DiffusionLoss"])
 def test_of_displacements(P_world, kind):
@@ -154,7 +154,7 @@ def style(x, y):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 4)
+@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("loss", [dice, flat_dice, overlap, smooth, edges, of_a_mask, logged, style])
 def test_as_users_write_them(P_world, loss):
     beside(P_world, loss, scores(), one_hot())
@@ -162,7 +162,7 @@ def test_as_users_write_them(P_world, loss):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 4)
+@pytest.mark.in_turn(2, 3, 4)
 def test_of_what_a_frozen_network_perceives(P_world):
     network = torchvision_models().vgg.make_layers([4, "M", 6, "M"], False)
     network = network.double().eval().requires_grad_(False)

@@ -307,7 +307,7 @@ GRIDS = {2: ["2x1", {"N": 2}], 3: ["1x3", {"C": 3}], 4: ["2x2"]}
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 4)
+@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.filterwarnings("ignore:monai.networks.blocks.Warp")
 @pytest.mark.parametrize("name", MORE)
 def test_other_models_take_the_same_steps(comm, name):

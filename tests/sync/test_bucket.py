@@ -34,6 +34,7 @@ def test_what_other_ranks_sum_does_not_part_what_these_do():
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("on", ["all ranks", "one rank"])
 @pytest.mark.parametrize("way", ["model", "register"])
 def test_gradients_that_do_not_fit_into_the_segment_are_refused_on_all_ranks(comm, on, way):

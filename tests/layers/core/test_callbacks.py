@@ -64,6 +64,7 @@ def test_the_rank_whose_callback_says_nothing_usable_is_named(permuted, comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("way", ["forward", "connect", "sync"])
 @pytest.mark.parametrize(
     ("said", "message"),
@@ -167,6 +168,7 @@ def test_the_last_of_an_idle_ranks_callbacks_are_compared_too(comm):
             tracks(x)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("callback", "said"),
     [

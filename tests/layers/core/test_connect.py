@@ -38,6 +38,7 @@ def grids(P_world):
     yield few.create_cartesian_topology_partition((1, 1, few.size, 1)), few
 
 
+@pytest.mark.in_turn(3, 4)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("empty", [(), (4,)], ids=["(0,)", "(b, 0)"])
 def test_the_first_forward_of_a_connected_layer_shakes_no_hands(P_world, comm, monkeypatch, kind, empty):

@@ -129,6 +129,7 @@ def the_same(actual, expected):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("used", [False, True])
 def test_a_copy_computes_what_the_layer_does(P_world, kind, used):

@@ -86,6 +86,7 @@ def outcome(call, x, gradient):
     return y.detach(), x.grad
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_take_any_layout_of_input_and_gradient(P_world, comm, kind):
     layer, x = LAYERS[kind](P_world).double(), numbers(comm.rank)
@@ -105,6 +106,7 @@ def test_layers_take_any_layout_of_input_and_gradient(P_world, comm, kind):
     agree(outcome(layer, alike, torch.ones_like)[0], outcome(layer, dense(alike), torch.ones_like)[0], kind)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_losses_take_any_layout(P_world, comm, kind, reduction):

@@ -147,6 +147,7 @@ def right(shape, dtype):
     return torch.ones(shape, dtype=dtype)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_fault_on_one_rank_is_refused_on_all_and_the_layer_goes_on(P_world, comm, kind):
     make, shape, dtype = LAYERS[kind]
@@ -164,6 +165,7 @@ def test_a_fault_on_one_rank_is_refused_on_all_and_the_layer_goes_on(P_world, co
         y.sum().backward()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_loss_refuses_a_fault_of_one_rank_on_all_of_them(P_world, comm, kind):
     loss = LOSSES[kind](P_world)
@@ -248,6 +250,7 @@ KEEPERS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("synchronised", [False, True])
 @pytest.mark.parametrize("kind", KEEPERS)
 def test_ranks_that_only_keep_weights_hear_what_is_refused(P_world, comm, kind, synchronised):
