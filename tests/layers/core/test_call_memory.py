@@ -1,0 +1,94 @@
+"""What ranks of a layer expect of its next call: numbers that all of them give, keep and forget alike."""
+
+import pytest
+
+from distdl_rma.layers.core.call_memory import UNKNOWN, CallMemory, digest
+from distdl_rma.ops.core.autograd import GradientNeeds
+
+NEEDS = GradientNeeds(True, True)
+
+
+def call(memory, plan, said=None, row=None):
+    """A call whose ranks say this, on the plan of that name; its number."""
+    said, row = (text or plan for text in (said, row))
+    number = memory.number_of(plan, NEEDS, digest(plan.encode()), digest(said.encode()))
+    memory.come_to(number, row.encode())
+    return number
+
+
+def test_nothing_is_proposed_or_known_before_the_first_call():
+    memory = CallMemory()
+    assert memory.number == UNKNOWN == memory.proposal(b"a") and memory.plan(digest(b"a")) is None
+
+
+def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
+    memory = CallMemory()
+    first, second = call(memory, "a"), call(memory, "b")
+    assert UNKNOWN not in (first, second) and first != second
+    assert call(memory, "a") == first == memory.number
+    assert memory[first].plan == "a" and memory[first].needs == NEEDS
+    assert memory.plan(digest(b"b")) == "b"
+
+
+def test_states_of_one_plan_have_numbers_of_their_own():
+    memory = CallMemory()
+    training, evaluation = call(memory, "a", "training"), call(memory, "a", "evaluation")
+    assert training != evaluation and memory[training].plan == memory[evaluation].plan == "a"
+
+
+def test_the_call_before_tells_apart_what_this_rank_says_alike():
+    # The rank says "mine" in both: which of the two comes next depends on what was.
+    memory = CallMemory()
+    for _ in range(2):
+        one = call(memory, "a", "one", "mine")
+        other = call(memory, "a", "other", "mine")
+    assert memory.number == other and memory.proposal(b"mine") == one
+    call(memory, "a", "one", "mine")
+    assert memory.proposal(b"mine") == other
+    # After what was never followed by it, the last that was said with it.
+    call(memory, "b")
+    assert memory.proposal(b"mine") == one
+
+
+@pytest.mark.parametrize("used_again", [False, True])
+def test_of_many_plans_the_ones_used_last_are_kept(used_again):
+    memory = CallMemory()
+    first = call(memory, "0")
+    for other in range(1, 16):
+        call(memory, str(other))
+    if used_again:
+        call(memory, "0")
+    last = call(memory, "16")
+    gone = digest(b"1" if used_again else b"0")
+    assert memory.plan(gone) is None and memory.plan(digest(b"16")) == "16" == memory[last].plan
+    assert (memory.proposal(b"0") == first) is used_again
+    # Whoever comes back is new, and nobody expects what it was.
+    again = call(memory, "1" if used_again else "0")
+    assert again == last + 1
+
+
+def test_of_many_states_of_a_plan_the_ones_used_last_are_kept_and_the_plan_with_them():
+    memory = CallMemory()
+    numbers = [call(memory, "a", f"said {step}", f"row {step}") for step in range(40)]
+    assert memory.proposal(b"row 0") == UNKNOWN and memory.plan(digest(b"a")) == "a"
+    with pytest.raises(KeyError):
+        memory[numbers[0]]
+    assert all(memory[number].plan == "a" for number in numbers[-32:])
+
+
+def test_ranks_that_say_other_things_number_and_forget_alike():
+    memories = [CallMemory() for _ in range(3)]
+    for step in range(100):
+        case = step * step % 37
+        numbers = {
+            call(each, f"plan {case % 20}", f"said {case}", f"{rank} in {case % (rank + 1)}")
+            for rank, each in enumerate(memories)
+        }
+        assert len(numbers) == 1
+    assert (
+        len({tuple(each._states) for each in memories}) == len({tuple(each._plans) for each in memories}) == 1
+    )
+
+
+def test_digests_tell_texts_apart():
+    assert len({digest(text) for text in (b"", b"a", b"ab", b"b")}) == 4 and digest(b"a") == digest(b"a")

@@ -1,0 +1,83 @@
+"""The memory that all ranks registered: one block each, by load and store or by puts."""
+
+import numpy as np
+import pytest
+
+from distdl_rma.errors import SegmentError
+from distdl_rma.segments.counters import Counters
+from distdl_rma.segments.options import SegmentOptions
+from distdl_rma.segments.transport.links import RemoteLink, SharedLink
+from distdl_rma.segments.transport.rma_peer import ByteRuns
+from distdl_rma.segments.transport.segment import Segment
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=["auto", "remote"])
+def made(request, comm):
+    """A small segment of all ranks, whose ids are not their positions, and these ids."""
+    own, ranks = comm.Dup(), tuple(10 * position + 3 for position in range(comm.size))
+    segment = Segment(own, ranks, SegmentOptions("64KiB", transport=request.param), Counters())
+    yield segment, ranks, request.param
+    own.Barrier()
+    segment.close()
+    own.Free()
+
+
+def complete(segment, requests):
+    while not (segment.progress() and all(request.Test() for request in requests)):
+        pass
+
+
+def test_every_rank_reaches_every_block_by_its_id_and_no_other(made, comm):
+    segment, ranks, _ = made
+    segment.memory[:], segment.memory[:8] = 0, 255
+    comm.Barrier()
+    for rank in ranks:
+        put = segment.link(rank).put(
+            ByteRuns((64 * (1 + comm.rank),), 64), np.full(64, comm.rank + 1, np.uint8)
+        )
+        segment.link(rank).close_delivery()
+        complete(segment, put)
+    comm.Barrier()
+    segment.acquire()
+    blocks = segment.memory[64 : 64 * (1 + comm.size)].reshape(comm.size, 64)
+    assert (blocks == np.arange(1, comm.size + 1)[:, None]).all() and (segment.memory[:8] == 255).all()
+    assert not segment.memory[64 * (1 + comm.size) :].any()
+    back = np.zeros((comm.size, 64), np.uint8)
+    for at, rank in enumerate(ranks):
+        complete(segment, segment.link(rank).get(ByteRuns((64 * (1 + at),), 64), back[at]))
+    assert (back == np.arange(1, comm.size + 1)[:, None]).all()
+
+
+def test_words_and_bytes_are_one_memory_that_begins_on_a_line(made):
+    segment, _, _ = made
+    assert segment.nbytes >= 64 << 10 and segment.memory.nbytes == segment.nbytes == 8 * len(segment.words)
+    assert segment.memory.ctypes.data % 64 == 0 and segment.unified
+    segment.words[5] = 1 << 40
+    assert segment.memory[40:48].view(np.int64)[0] == 1 << 40
+
+
+def test_ways_are_those_of_the_transport(made, comm):
+    segment, ranks, transport = made
+    me = ranks[comm.rank]
+    assert isinstance(segment.link(me), SharedLink) and segment.link(me).memory is not None
+    assert sorted(rank for node in segment.nodes for rank in node) == sorted(ranks)
+    if transport == "remote":
+        assert all(isinstance(segment.link(rank), RemoteLink) for rank in ranks if rank != me)
+        assert segment.direct_nodes == tuple((rank,) for rank in ranks) and not segment.arenas
+    else:
+        assert segment.direct_nodes == segment.nodes
+        assert all((segment.link(rank).memory is not None) == (rank in segment.node_ranks) for rank in ranks)
+    assert segment.has_remote == any(isinstance(segment.link(rank), RemoteLink) for rank in ranks)
+    with pytest.raises(KeyError):
+        segment.link(1)
+
+
+def test_a_size_that_the_node_does_not_have_is_refused_on_all_ranks_and_nothing_is_kept(comm):
+    own = comm.Dup()
+    for _ in range(2):
+        with pytest.raises(SegmentError, match="not enough shared memory"):
+            Segment(own, tuple(range(comm.size)), SegmentOptions("100TiB"), Counters())
+    Segment(own, tuple(range(comm.size)), SegmentOptions("64KiB"), Counters()).close()
+    own.Free()
