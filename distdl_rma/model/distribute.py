@@ -68,8 +68,9 @@ class Distributed:
                 synchronise(parameter, True)
         moves, elsewhere = fallback == "move", not self._synchronises
         for path, module in model.named_modules():
+            enter = _Enter(path, module, moves, elsewhere)
             self._handles += [
-                module.register_forward_pre_hook(_Enter(path, moves, elsewhere), prepend=True),
+                module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(site.leave, always_call=True),
             ]
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
@@ -241,9 +242,14 @@ class Distributed:
 
     def _facts(self, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
         # What all ranks of a call have alike, in numbers.
-        facts = [*modes(), *(module.training for _, module in self._parts())]
+        if not self._modules:
+            self._parts()
+        facts = [*modes(), *[part.training for _, one in self._modules if (part := one()) is not None]]
         for x in given:
-            facts += [*x.shape, DTYPES.index(x.dtype) if x.dtype in DTYPES else -1, x.requires_grad]
+            # Past the table of functions.
+            block = x._local if isinstance(x, SplitTensor) else x
+            kind = DTYPES.index(block.dtype) if block.dtype in DTYPES else -1
+            facts += [*x.shape, kind, block.requires_grad]
             if isinstance(x, SplitTensor):
                 layout = x.decomposition
                 facts += [-1 if axis is None else axis for axis in layout.axes]
@@ -283,16 +289,31 @@ _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
 
 class _Enter:
     # Calls from here on are those of the module of a path.
-    def __init__(self, path: str, moves: bool, elsewhere: bool) -> None:
-        self.entry = path or "model", moves, elsewhere
+    def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
+        self.place = path or "model", moves, elsewhere
+        # Whether it only calls modules in turn, or functions alone, by code of torch.
+        self.in_turn = type(module) is nn.Sequential
+        self.alone = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
+        # The outermost module has more hooks that are no user's.
+        self.hooks = (1, 1) if path else (3, 2)
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        site.THREAD.stack.append(self.entry)
+        known = site.THREAD.stack[-1][3] if self.in_turn or self.alone else None
+        if known is None and self.in_turn:
+            known = []
+        if known is not None and self._runs_more(module):
+            known = None
+        site.THREAD.stack.append((*self.place, known, self.alone))
         if (module._backward_hooks or module._backward_pre_hooks) and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{self.entry[0]}: backward hooks of modules come from a graph that split tensors do not"
+                f"{self.place[0]}: backward hooks of modules come from a graph that split tensors do not"
                 " have; call register_hook on its input or output in a forward hook instead"
             )
+
+    def _runs_more(self, module: nn.Module) -> bool:
+        # Code of the user, in hooks or in the place of its forward.
+        hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
+        return hooks != self.hooks or "forward" in module.__dict__
 
 
 def distribute(

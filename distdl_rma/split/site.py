@@ -37,17 +37,22 @@ class _Inner(dict[str, bool]):
 
 
 _INNER = _Inner()
+Entered = tuple[str, bool, bool, "list[Place] | None", bool]
 
 
 class _Thread(threading.local):
-    """What a thread does: paths of modules that are in their forward, and whether rules may move tensors.
+    """What a thread does: modules that are in their forward, the innermost last.
+
+    Of each its path, whether rules may move tensors in it, and whether somebody else sums the gradients of
+    plain ones. Then, of modules that torch's own code calls, where the user called the outermost of these,
+    once that is known, else None; and whether all functions that it calls are called there.
 
     ``place`` is where the function is called that is going on, once somebody has asked; whoever begins a
     call forgets it.
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[str, bool, bool]] = [("", True, False)]
+        self.stack: list[Entered] = [("", True, False, None, False)]
         self.place: Place | None = None
 
 
@@ -186,7 +191,7 @@ def enter(path: str, moves: bool = True, elsewhere: bool = False) -> None:
     ``moves`` is whether rules may move tensors, ``elsewhere`` whether gradients of plain tensors are summed
     by somebody else.
     """
-    THREAD.stack.append((path, moves, elsewhere))
+    THREAD.stack.append((path, moves, elsewhere, None, False))
 
 
 def leave(*_of_hook: object) -> None:
@@ -273,7 +278,14 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     trail = TRAILS[-1]
     if trail is None or kind in _ASKING:
         return
-    path, place = THREAD.stack[-1][0], user_place()
+    path, _, _, known, there = THREAD.stack[-1]
+    if there and known:
+        # All that lies between is torch's: a dozen frames, which take long to look at.
+        place = THREAD.place = known[0]
+    else:
+        place = user_place()
+        if there and known is not None:
+            known.append(place)
     key = function, path, place
     if key not in _STEPS:
         _STEPS[key] = Step(*key)
