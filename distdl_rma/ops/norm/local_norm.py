@@ -194,7 +194,7 @@ class _Scaling:
     def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> _Scaling:
         """Write the output of the run, where the shifted input is if that is not given; return this."""
         run = self.run
-        out = run.of(y)
+        out = y if run.whole else run.of(y)
         view = out if x is None else self.shifted(run.of(x), out)
         if not run.elementwise:
             self.standardise(view, out, None if bias is None else run.column_of(bias))
@@ -221,7 +221,8 @@ class _Gradient:
 
     def __init__(self, scaling: _Scaling, x: Tensor, d_y: Tensor) -> None:
         run = scaling.run
-        self.scaling, self.run, self.x, self.d_y = scaling, run, run.of(x), run.of(d_y)
+        self.scaling, self.run = scaling, run
+        self.x, self.d_y = (x, d_y) if run.whole else (run.of(x), run.of(d_y))
         self.elements: tuple[Tensor, Tensor] | None = None
         if run.elementwise:
             xhat = torch.empty_like(self.x)
@@ -266,12 +267,13 @@ class _Gradient:
 
         ``total`` are the elements of each group.
         """
-        run, scaling, out = self.run, self.scaling, self.run.of(d_x)
+        run, scaling = self.run, self.scaling
+        out = d_x if run.whole else run.of(d_x)
         if depends:
             scaling.shifted(self.x, out)
             # What the sums are multiplied by; where the same in all of a group, also what is in them.
             whole = 1.0 if run.elementwise else scaling.inverse if run.in_group else scaling.factor
-            self.per_sum = whole / run.of_groups(total)
+            self.per_sum = whole / (total if run.whole else run.of_groups(total))
             self.per_product = -scaling.inverse * self.per_sum
             return
         torch.mul(self.d_y, scaling.rounded_factor, out=out)
@@ -285,7 +287,8 @@ class _Gradient:
         slope * rest)`` with ``slope = -inv**2 * mean(g * xhat)``. Elementwise: the same by ``inv``, which
         comes last, with ``weight`` in the place of the factor.
         """
-        run, scaling, out = self.run, self.scaling, self.run.of(d_x)
+        run, scaling = self.run, self.scaling
+        out = d_x if run.whole else run.of(d_x)
         of_g, of_product = sums if run.whole else map(run.of_groups, sums)
         slope = of_product * self.per_product
         torch.mul(out if scaling.centred else self.x, run.rounded(slope, scaling.dtype), out=out)

@@ -23,7 +23,7 @@ from distdl_rma.ops.core.tensors import as_array, as_tensor, sum_dtype
 from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, NormPlan, Pair
 from distdl_rma.ops.norm.rows import Array
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
-from distdl_rma.ops.norm.statistics import Statistics
+from distdl_rma.ops.norm.statistics import NUMPY, Statistics
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 RUNNING = ("running_mean", "running_var")
@@ -178,6 +178,11 @@ class RunningStatistics:
         if self._kept is not None and moments is not None:
             mean, variance = moments
             unbiased = variance * self._correction
+            if self._kept.as_kept and self._sums is None:
+                if not self._empty:
+                    _mix(running[RUNNING[0]], self._per_channel(mean), momentum)
+                    _mix(running[RUNNING[1]], self._per_channel(unbiased), momentum)
+                return
             batch = [self._kept.to_store(as_tensor(self._per_channel(values))) for values in (mean, unbiased)]
         if self._sums is not None:
             # One of those that share a group speaks for it.
@@ -189,13 +194,22 @@ class RunningStatistics:
         if not batch or self._empty:
             return
         for key, new in zip(RUNNING, batch, strict=True):
-            running[key].copy_(running[key].to(torch.float64).lerp(new, momentum))
+            _mix(running[key], as_array(new), momentum)
 
     def _per_channel(self, values: Array) -> Array:
         # This rank's part of the mean over the instances.
         if self._instances:
             values = np.add.reduce(values, self._instances) / self._number
         return values.reshape(-1)
+
+
+def _mix(running: Tensor, new: Array, momentum: float) -> None:
+    # As torch's lerp, in float64.
+    old = running.numpy() if running.dtype in NUMPY else as_array(running.to(torch.float64))
+    apart = new - old
+    mixed = old + momentum * apart if momentum < 0.5 else new - (1 - momentum) * apart
+    # By torch, which counts the versions of what a graph may have saved.
+    running.copy_(torch.from_numpy(mixed))
 
 
 class Normalisation(Operation):

@@ -19,7 +19,7 @@ from distdl_rma.ops.norm.statistic_groups import PAIR, ChannelRun, NormAxes, Sta
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
-_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
 }
@@ -37,11 +37,11 @@ Moments = tuple[Array, Array, Tensor | None, Sequence[Shift]]
 
 def as_type(values: Array, dtype: torch.dtype) -> Tensor:
     """Values in a type of torch, rounded; those given themselves if they have it."""
-    kind = _NUMPY.get(dtype)
-    if kind is None:
+    if dtype not in NUMPY:
         return torch.from_numpy(values).to(dtype)
     # Of as few as these, in a quarter of the time that torch takes.
-    return torch.from_numpy(values.astype(kind, copy=False))
+    kind = NUMPY[dtype]
+    return torch.from_numpy(values if values.dtype == kind else values.astype(kind))
 
 
 class LocalRun:
@@ -85,7 +85,7 @@ class LocalRun:
         """That as an array."""
         values = parameter.data
         # Of types that numpy does not know, too.
-        if values.dtype not in _NUMPY:
+        if values.dtype not in NUMPY:
             values = values.to(torch.float64)
         if not self.whole:
             values = self._run.of(values, 0)
@@ -153,7 +153,7 @@ class Statistics:
         self._pair: Array = np.zeros((PAIR, *groups.shape))
         self._row = self._pair.reshape(-1)
         # Of the memory that is summed: what is made of the same few arrays again and again.
-        self._views: dict[int, tuple[Array, Array]] = {}
+        self._views: list[tuple[Array, tuple[Array, Array]]] = []
         self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
         self._complete = all(run.whole for run in self.runs) and bool(self.runs)
 
@@ -223,11 +223,14 @@ class Statistics:
             return mean, _start(second, pair[1] + self._counts[self._mine] * apart * apart)()
         # The norm allreduce of the forward, in one round: each rank reduces what it gets.
         mark("start")
-        arrive = self.trace.depart("allreduce", self._title)
+        arrive = None
+        if self.trace.recording is not None:
+            arrive = self.trace.depart("allreduce", self._title)
         self._round.start(self._row)
         mark("wait")
         rows = self._round.received()
-        arrive()
+        if arrive is not None:
+            arrive()
         mark("fuse")
         if len(rows) > _FEW_RANKS:
             return self._together(rows.reshape(len(rows), *pair.shape))
@@ -278,12 +281,13 @@ class Statistics:
         return lambda: self._halves(sums.wait())
 
     def _halves(self, buffer: Array) -> tuple[Array, Array]:
-        # By ``id``: there are few, and they stay.
-        found = self._views.get(id(buffer))
-        if found is None:
-            first, second = buffer.reshape(self._pair.shape)
-            found = self._views[id(buffer)] = first, second
-        return found
+        # There are few, and they stay.
+        for known, pair in self._views:
+            if known is buffer:
+                return pair
+        first, second = buffer.reshape(self._pair.shape)
+        self._views.append((buffer, (first, second)))
+        return first, second
 
 
 def _start(sums: Allreduce, values: Array) -> Callable[[], Array]:
