@@ -119,3 +119,14 @@ def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return type(found)(
         narrowed(x, dim, start, part.shape[dim]) for start, part in zip(starts, found, strict=False)
     )
+
+
+@rule("movement", "glu")
+def gated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One half of a dimension times the sigmoid of the other; where that is cut, one of them moves."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    dim = positive(argument(0, "dim", rest, kwargs, -1), x.dim())
+    if x.shape[dim] % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}")
+    values, gates = composed(torch.chunk, x, 2, dim)
+    return composed(torch.mul, values, composed(torch.sigmoid, gates))

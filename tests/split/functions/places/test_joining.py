@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from tests.split.against_whole import block, check
 
@@ -95,3 +96,13 @@ def test_bad_input(P_world):
 @pytest.mark.mpi
 def test_an_empty_split_vector_goes_with_a_plain_tensor(P_world):
     check(P_world, lambda x, p: torch.cat([p, x[:0]]), [numbers(7)], [numbers(4)])
+
+
+@pytest.mark.mpi
+def test_gates(P_world):
+    for dim in (1, 2, -1):
+        check(P_world, lambda x, d=dim: F.glu(x, dim=d), [numbers(2, 4, 6, 8)])
+    check(P_world, lambda x: F.glu(x) + torch.nn.GLU()(x), [numbers(3, 6)])
+    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(2, 5))
+    with pytest.raises(RuntimeError, match="must be even"):
+        F.glu(x, 1)
