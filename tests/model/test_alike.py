@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import MismatchError, distribute, shard
+from distdl_rma import MismatchError, shard
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -18,19 +18,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.first(x)
-
-
-@pytest.fixture
-def model(P_world):
-    torch.manual_seed(1)
-    made = distribute(Net(), {"H": -1})
-    yield made
-    made.distributed.close()
-
-
-@pytest.fixture
-def x():
-    return torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(1))
 
 
 def head(model, y):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import MismatchError, UnsupportedError, distribute, shard
+from distdl_rma import MismatchError, UnsupportedError, shard
 from distdl_rma.model.calls import Calls
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.site import Trail
@@ -23,23 +23,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.act(self.norm(self.first(x))).square()
-
-
-@pytest.fixture
-def model(P_world):
-    made = distribute(Net(), {"H": -1})
-    yield made
-    made.distributed.close()
-
-
-@pytest.fixture
-def x():
-    return torch.randn(1, 1, 12, 8)
-
-
-@pytest.fixture
-def odd(comm):
-    return comm.rank == 1
 
 
 def still_works(model, x):

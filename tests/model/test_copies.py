@@ -28,24 +28,6 @@ class Net(nn.Module):
         return y if time is None else y * time[0]
 
 
-@pytest.fixture
-def model(P_world):
-    torch.manual_seed(1)
-    made = distribute(Net(), {"H": -1})
-    yield made
-    made.distributed.close()
-
-
-@pytest.fixture
-def x():
-    return torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def odd(comm):
-    return comm.rank == 1
-
-
 def step(model, x, optimizer=None):
     model(x).square().mean().backward()
     if optimizer is not None:

@@ -4,17 +4,8 @@ import pytest
 import torch
 
 from distdl_rma.errors import MismatchError, ShapeError
-from distdl_rma.process_group.group import RmaProcessGroup
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
-
-
-@pytest.fixture
-def group(machine, comm):
-    group = RmaProcessGroup(machine.segments, machine.ranks, "movements", None)
-    yield group
-    comm.Barrier()
-    group.shutdown()
 
 
 def test_what_does_not_fit_is_refused_by_all_and_the_group_goes_on(group):

@@ -5,17 +5,8 @@ import torch
 from torch.distributed import ReduceOp, ReduceScatterOptions
 
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.process_group.group import RmaProcessGroup
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
-
-
-@pytest.fixture
-def group(machine, comm):
-    group = RmaProcessGroup(machine.segments, machine.ranks, "reductions", None)
-    yield group
-    comm.Barrier()
-    group.shutdown()
 
 
 def test_what_does_not_fit_is_refused_by_all_and_the_group_goes_on(group):

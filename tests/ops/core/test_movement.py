@@ -173,14 +173,19 @@ def test_large_results_are_their_own_whatever_moves_later(comm, monkeypatch):
         assert torch.equal(y, step * whole[columns.slices()] + 1)
 
 
+def broadcast(machine):
+    """From the first rank to all."""
+    everyone = machine.partition()
+    root = everyone.create_partition_inclusive([0])
+    ends = Decomposition.replicated(root, (5, 3)), Decomposition.replicated(everyone, (5, 3))
+    return Movement(machine, Exchange(machine.rank, *ends), torch.float64, "broadcast")
+
+
 def test_a_large_result_can_be_trained_on_after_calls_that_only_infer(comm, monkeypatch):
     # The memory of a result is made in a call before.
     monkeypatch.setattr(landings, "_SMALLEST_NBYTES", 1)
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
-        everyone = machine.partition()
-        root = everyone.create_partition_inclusive([0])
-        ends = Decomposition.replicated(root, (5, 3)), Decomposition.replicated(everyone, (5, 3))
-        movement = Movement(machine, Exchange(machine.rank, *ends), torch.float64, "inferred")
+        movement = broadcast(machine)
         x = (
             torch.ones(5, 3, dtype=torch.float64)
             if machine.rank == 0
@@ -242,10 +247,7 @@ def test_sums_of_whole_contributions_are_in_the_order_of_the_ranks(comm, monkeyp
 def test_a_root_copies_what_it_keeps_while_it_sends(comm, monkeypatch):
     monkeypatch.setattr(movements, "_ECHOED_NBYTES", 1)
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
-        everyone = machine.partition()
-        root = everyone.create_partition_inclusive([0])
-        ends = Decomposition.replicated(root, (5, 3)), Decomposition.replicated(everyone, (5, 3))
-        movement = Movement(machine, Exchange(machine.rank, *ends), torch.float64, "broadcast")
+        movement = broadcast(machine)
         assert bool(movement.forwards._echoes) == (machine.rank == 0 < comm.size - 1)
         whole = torch.arange(15.0, dtype=torch.float64).reshape(5, 3)
         for step in range(1, 6):

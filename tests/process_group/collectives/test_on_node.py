@@ -10,20 +10,10 @@ from distdl_rma.errors import MismatchError
 from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import reducer_of
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Rounds
+from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES
 from tests.process_group.collectives.scripts import SUM, check, drive
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
-
-
-@pytest.fixture
-def rounds(machine, comm):
-    if machine.segments.transport != "auto":
-        pytest.skip("the ranks do not reach each other's memory")
-    rounds = Rounds(machine.segments, machine.ranks, "by load and store")
-    yield rounds
-    comm.Barrier()
-    rounds.memory.free()
 
 
 def test_every_script_is_what_it_means(machine, rounds):

@@ -6,19 +6,8 @@ import pytest
 
 from distdl_rma.errors import MismatchError
 from distdl_rma.process_group.collectives.calls import Call
-from distdl_rma.process_group.collectives.rounds import Rounds
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
-
-
-@pytest.fixture
-def rounds(machine, comm):
-    if machine.segments.transport != "auto":
-        pytest.skip("the ranks do not reach each other's memory")
-    rounds = Rounds(machine.segments, machine.ranks, "some rounds")
-    yield rounds
-    comm.Barrier()
-    rounds.memory.free()
 
 
 def one_round(rounds, call):
