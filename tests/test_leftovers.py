@@ -14,12 +14,13 @@ import numpy as np
 from mpi4py import MPI
 from distdl_rma import Machine
 comm = MPI.COMM_WORLD
-machine = Machine(comm, segment_size="8MiB", timeout=3)
+machine = Machine(comm, segment_size="8MiB", timeout=60)
 buffer = machine.segments.get_segment_buffer(1 << 20, notifications=1)
 peers = buffer.exchange({rank: () for rank in range(comm.size) if rank != comm.rank})
 for remote in peers.values():
     remote.put(np.ones(1 << 20, np.uint8))
 comm.Barrier()
+machine.segments.waiter.timeout = 3
 """
 ORDERLY = {
     "closed": "machine.close()",

@@ -55,10 +55,10 @@ def test_unknown_environment_value_is_an_error(variable):
 
 
 def test_rank_that_does_not_make_the_machine_is_named():
-    body = "os.environ['DISTDL_RMA_TIMEOUT'] = '1'\nif comm.rank != 2:\n" + REFUSED.format("").replace(
-        "\n", "\n    "
-    )
+    # Together: the two are to miss the third alone.
+    body = "os.environ['DISTDL_RMA_TIMEOUT'] = '2'\ncomm.Barrier()\nif comm.rank != 2:\n"
+    body += REFUSED.format("").replace("\n", "\n    ")
     code, out, err = run(3, body, preamble=LIGHT)
     assert code == 0, err
     for rank in (0, 1):
-        assert f"ExchangeTimeout: rank {rank} waited 1 s for rank 2 to make the machine" in out
+        assert f"ExchangeTimeout: rank {rank} waited 2 s for rank 2 to make the machine" in out

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import MismatchError, UnsupportedError, shard
+from distdl_rma import MismatchError, UnsupportedError, distribute, shard
 from distdl_rma.model.calls import Calls
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.site import Trail

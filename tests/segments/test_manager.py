@@ -129,7 +129,7 @@ def test_rank_whose_close_timed_out_has_not_left(comm):
         # Twice: what was taken back once can be said again, and taken back again.
         for _ in range(2):
             with pytest.raises(ExchangeTimeout, match=r"for ranks? 0.* to close the machine"):
-                manager.close(timeout=0.3)
+                manager.close(timeout=0.1)
         # Longer than it takes until who has left is believed to have left.
         time.sleep(1.5)
         peers[0].notify(0)
