@@ -171,7 +171,7 @@ class Bucket:
                 continue
             if not slot.ready and parameter.grad is not None:
                 slot.base = parameter.grad.clone()
-            slot.in_segment = gradient.detach() if slot.base is None else None
+            slot.in_segment = gradient if slot.base is None else None
             parameter.grad = slot.in_segment if slot.base is None else slot.base.add_(gradient)
             slot.local = False
 
@@ -201,7 +201,10 @@ class Bucket:
             *parts, flags, _ = torch.split(as_tensor(buffer, self._dtype), self._counts)
             if self.kind.dtype.is_complex:
                 parts = [torch.view_as_complex(part.view(-1, 2)) for part in parts]
-            shaped = [part.view(slot.parameter.shape) for part, slot in zip(parts, self.slots, strict=True)]
+            # Tensors that .grad is made again and again: none of several views that came of one call.
+            shaped = [
+                part.view(slot.parameter.shape).detach() for part, slot in zip(parts, self.slots, strict=True)
+            ]
             views = self._views[id(buffer)] = shaped, flags
         return views
 
