@@ -15,6 +15,8 @@ from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes, RmaPeer
 
 # More transfers or notifications than these are looked through for those that are over.
 _MANY_TRANSFERS = 64
+# Notifications of words in a row that travel as one: more than these are no longer short.
+_MOST_WORDS = 64
 
 
 class SharedLink:
@@ -93,7 +95,8 @@ class RemoteLink:
 
     MPI orders nothing here but what sets one word, so that what must come later is begun later. Many
     notifications are under way at once: one waits for the puts before it, and for other notifications only
-    if it is to be the last of them. The memory of puts is kept here until MPI is done with it.
+    if it is to be the last of them. Those of neighbouring words that waited for the same puts travel as one.
+    The memory of puts is kept here until MPI is done with it.
 
     ``lock`` is held by whoever calls in: the progress engine is another thread. ``busy`` are the links that
     have something pending: this one adds itself, whoever advances them all takes it out.
@@ -152,7 +155,7 @@ class RemoteLink:
                 self._open.notice, self._open.last = (word, value), last
                 self._close_open()
             else:
-                self._send_notice(word, value)
+                self._send_notices(word, [value])
 
     def close_delivery(self) -> None:
         """Have what was put so far flushed, with no notification behind it."""
@@ -169,14 +172,29 @@ class RemoteLink:
                     delivery.transfers = _under_way(delivery.transfers)
                     if not delivery.transfers:
                         delivery.upto = self._rma.begun if delivery.begun else 0
-            while self._pending and self._arrived(self._pending[0]):
-                notice = self._pending.popleft().notice
-                if notice is not None:
-                    self._send_notice(*notice)
+            self._send_arrived()
             opened = self._open
             opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
             return not (self._pending or self._notices_under_way() or self._gets or opened.transfers)
+
+    def _send_arrived(self) -> None:
+        # Words in a row together: each message takes longer than all that it carries.
+        first, values = 0, list[int]()
+        while self._pending and self._arrived(self._pending[0]):
+            if values and self._pending[0].last:
+                break
+            notice = self._pending.popleft().notice
+            if notice is None:
+                continue
+            word, value = notice
+            if values and (word != first + len(values) or len(values) == _MOST_WORDS):
+                self._send_notices(first, values)
+                values = []
+            first = first if values else word
+            values.append(value)
+        if values:
+            self._send_notices(first, values)
 
     def _close_open(self) -> None:
         self._pending.append(self._open)
@@ -191,9 +209,9 @@ class RemoteLink:
         self._notices = _under_way(self._notices)
         return bool(self._notices)
 
-    def _send_notice(self, word: int, value: int) -> None:
-        # What was there before comes back: only then the word is known to be set.
-        source, before = np.array([value], np.int64), np.empty(1, np.int64)
+    def _send_notices(self, word: int, values: list[int]) -> None:
+        # What was there before comes back: only then the words are known to be set.
+        source, before = np.array(values, np.int64), np.empty(len(values), np.int64)
         self._notices.append((self._rma.replace(word, source, before), (source, before)))
         if len(self._notices) > self._tidy_notices_at:
             # A rank may notify for ever and never wait.

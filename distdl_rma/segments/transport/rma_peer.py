@@ -89,14 +89,14 @@ class RmaPeer:
         self.begun += 1
         return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
 
-    def replace(self, word: int, value: NDArray[np.int64], before: NDArray[np.int64]) -> MPI.Request:
-        """Begin to set a word of the peer, atomically; complete when it is set and the old one is here.
+    def replace(self, word: int, values: NDArray[np.int64], before: NDArray[np.int64]) -> MPI.Request:
+        """Begin to set words of the peer, from one on, each atomically; complete when the old ones are here.
 
-        MPI keeps the order of those that set the same word, and of no others.
+        Then they are set. MPI keeps the order of those that set the same word, and of no others.
         """
         self.begun += 1
-        there = word * 8, 1, MPI.INT64_T
-        return self._window.Rget_accumulate(value, before, self._position, there, op=MPI.REPLACE)
+        there = word * 8, len(values), MPI.INT64_T
+        return self._window.Rget_accumulate(values, before, self._position, there, op=MPI.REPLACE)
 
     def arrived(self, begun: int) -> bool:
         """Whether the first operations have arrived, as many as had begun then; asks, and does not block."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.segments.counters import Counters
+from distdl_rma.segments.transport import links
 from distdl_rma.segments.transport.links import RemoteLink
 from distdl_rma.segments.transport.rma_peer import ByteRuns, RmaPeer
 
@@ -16,8 +17,8 @@ _WORDS = 16
 class Operation:
     """An operation under way, which is also its request."""
 
-    def __init__(self, window, word, carry_out, complete_when_there):
-        self.window, self.word, self.complete_when_there = window, word, complete_when_there
+    def __init__(self, window, words, carry_out, complete_when_there):
+        self.window, self.words, self.complete_when_there = window, words, complete_when_there
         self._carry_out = carry_out
         self.there = False
         self.complete = False
@@ -32,7 +33,7 @@ class Operation:
 
 
 class WeakWindow:
-    """A peer's memory, in which operations arrive in any order, those on one word excepted.
+    """A peer's memory, in which operations arrive in any order, those that set one word excepted.
 
     A put is complete at its origin at any time before it arrives, and then its memory is used again.
     """
@@ -52,31 +53,35 @@ class WeakWindow:
         if not operation.complete_when_there and not operation.complete:
             operation.complete = True
             return
-        same_word = [o for o in self._under_way if o.word is not None and o.word == operation.word]
-        chosen = same_word[0] if same_word else operation
+        chosen = operation
+        # Of those before it that set one of its words, the first; the same of that one.
+        while before := [
+            other for other in self._under_way[: self._under_way.index(chosen)] if other.words & chosen.words
+        ]:
+            chosen = before[0]
         chosen.arrive()
         self._under_way.remove(chosen)
 
-    def _begin(self, word, carry_out, complete_when_there):
-        self._under_way.append(Operation(self, word, carry_out, complete_when_there))
+    def _begin(self, words, carry_out, complete_when_there):
+        self._under_way.append(Operation(self, frozenset(words), carry_out, complete_when_there))
         return self._under_way[-1]
 
     def Rput(self, part, rank, target):  # noqa: N802
         offset, nbytes, _ = target
         data = part[0].copy()
-        return self._begin(None, lambda: self._store(offset, data[:nbytes]), False)
+        return self._begin((), lambda: self._store(offset, data[:nbytes]), False)
 
     def Rget(self, part, rank, target):  # noqa: N802
         out, (offset, nbytes, _) = np.asarray(part[0] if isinstance(part, list) else part), target
         return self._begin(
-            None, lambda: out.view(np.uint8).__setitem__(..., self.memory[offset : offset + nbytes]), True
+            (), lambda: out.view(np.uint8).__setitem__(..., self.memory[offset : offset + nbytes]), True
         )
 
-    def Raccumulate(self, source, rank, target, op):  # noqa: N802
-        return self._begin(target[0], lambda: self._store(target[0], source.view(np.uint8)), False)
-
     def Rget_accumulate(self, source, before, rank, target, op):  # noqa: N802
-        return self._begin(target[0], lambda: self._store(target[0], source.view(np.uint8)), True)
+        offset, count, _ = target
+        assert len(source) == len(before) == count
+        words = range(offset // 8, offset // 8 + count)
+        return self._begin(words, lambda: self._store(offset, source.view(np.uint8)), True)
 
     def Flush(self, rank):  # noqa: N802
         self.flushes += 1
@@ -109,7 +114,7 @@ def test_a_notification_is_seen_after_all_earlier_puts_and_a_last_one_after_all_
             if window.words[number]:
                 assert window.words[_WORDS : _WORDS + before].all()
                 assert not last or window.words[:number].all()
-        together = max(together, sum(operation.word is not None for operation in window._under_way))
+        together = max(together, sum(bool(operation.words) for operation in window._under_way))
 
     while len(notified) < _WORDS:
         if chance.random() < 0.4:
@@ -133,6 +138,8 @@ def test_values_of_one_word_become_visible_in_order_whatever_is_put_between(seed
     window, link = link_over(seed)
     chance = random.Random(-seed)
     seen, before = [0], {0: 0}
+    # Other words of its row travel with it.
+    others = chance.random() < 0.5
     puts = 0
     for value in range(1, 40):
         for _ in range(chance.choice((0, 0, 1, 3))):
@@ -140,6 +147,8 @@ def test_values_of_one_word_become_visible_in_order_whatever_is_put_between(seed
             puts += 1
         before[value] = puts
         link.notify(0, value, last=chance.random() < 0.1)
+        if others:
+            link.notify(1, value)
         if chance.random() < 0.5:
             link.advance()
         window.turn()
@@ -150,22 +159,28 @@ def test_values_of_one_word_become_visible_in_order_whatever_is_put_between(seed
     assert seen == sorted(seen) and window.words[0] == 39
 
 
-def test_notifications_given_together_need_one_flush_and_are_under_way_together():
+@pytest.mark.parametrize("most", [1, 5, 64])
+def test_notifications_given_together_need_one_flush_and_travel_together(monkeypatch, most):
+    monkeypatch.setattr(links, "_MOST_WORDS", most)
     window, link = link_over(2)
     still(window)
-    for number in range(_WORDS):
+    # All in a row but one.
+    numbers = [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 3]
+    for number in numbers:
         put(link, number)
-        link.notify(number, 5)
+        link.notify(number, 5 + number)
     while not window.flushes:
         arrive(window)
         assert not window.words[:_WORDS].any()
         link.advance()
     assert window.flushes == 1
-    under_way = [operation.word for operation in window._under_way]
-    assert under_way == [8 * number for number in range(_WORDS)]
+    runs = [numbers[:3], numbers[3:11], numbers[11:]]
+    wanted = [run[at : at + most] for run in runs for at in range(0, len(run), most)]
+    assert [sorted(operation.words) for operation in window._under_way] == wanted
     for operation in reversed(window._under_way[:]):
         operation.arrive()
-    assert link.advance() and window.flushes == 1 and window.words[:_WORDS].all()
+    assert link.advance() and window.flushes == 1
+    assert window.words[:12].tolist() == [5 + number for number in range(12)]
 
 
 def test_notifications_that_are_over_are_forgotten():
@@ -203,7 +218,7 @@ def test_an_unordered_notification_waits_for_nothing():
     link.notify(1, 6, ordered=False)
     # Nothing was advanced: the only operations that have begun are the put and this one.
     assert not window.flushes
-    assert sorted(str(o.word) for o in window._under_way) == ["8", "None"]
+    assert sorted(sorted(o.words) for o in window._under_way) == [[], [1]]
 
 
 def go_on(link):
