@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ _LOOKS, _PAUSE_SECONDS = 20, 5e-5
 _LOOK_SECONDS = 0.1
 # A thread that has nothing to do stays for so long.
 _IDLE_SECONDS = 1.0
+# How long the end of a process waits for what callbacks of futures do, which may wait for other ranks.
+_CALLBACK_SECONDS = 2.0
 
 # Typed as anything: the methods answer more than torch says of them.
 _Work: Any = Work
@@ -146,6 +149,16 @@ class _Driver:
         self._change = threading.Condition()
         # Whether a thread drives, how many wait to do so, and how many of these are to begin.
         self._driving, self._idle, self._appointed = False, 0, 0
+        self._settling = 0
+
+    def rest(self) -> None:
+        """Wait, for a short time at most, until no thread settles a future: at the end of a process.
+
+        The interpreter ends the threads that it leaves behind; one that is within torch then ends the process
+        by SIGABRT.
+        """
+        with self._change:
+            self._change.wait_for(lambda: not self._settling, _CALLBACK_SECONDS)
 
     def add(
         self,
@@ -182,8 +195,14 @@ class _Driver:
                 for item, _ in settled:
                     self._pending.remove(item)
                 self._appoint()
-            for item, error in settled:
-                _settle(item.future, item.tensors, error)
+                self._settling += 1
+            try:
+                for item, error in settled:
+                    _settle(item.future, item.tensors, error)
+            finally:
+                with self._change:
+                    self._settling -= 1
+                    self._change.notify_all()
             with self._change:
                 self._idle += 1
                 appointed = self._change.wait_for(lambda: self._appointed > 0, _IDLE_SECONDS)
@@ -244,3 +263,4 @@ class _Driver:
 
 
 _driver = _Driver()
+atexit.register(_driver.rest)

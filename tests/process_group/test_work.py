@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.errors import ClosedError, ExchangeTimeout
 from distdl_rma.process_group.operations import Lines, Operation
-from distdl_rma.process_group.work import GroupWork
+from distdl_rma.process_group.work import GroupWork, _driver
 from distdl_rma.segments.waiting.header import RankState, WaitReason
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
@@ -89,3 +89,21 @@ def test_others_are_told_of_a_long_wait_for_a_future_and_of_its_end(begin, machi
     finally:
         del header.write
     assert said[-1] is RankState.RUNNING
+
+
+def test_a_process_does_not_end_while_torch_is_at_a_future(begin):
+    ready, seen = [], []
+
+    def act(done):
+        # Whoever waits for the operation goes on meanwhile.
+        time.sleep(0.2)
+        seen.append(done.value())
+
+    work = begin(ready)
+    work.get_future().then(act)
+    ready.append("now")
+    work.wait()
+    while not (seen or _driver._settling):
+        time.sleep(1e-3)
+    _driver.rest()
+    assert seen == [["it"]]
