@@ -58,7 +58,7 @@ layer(x)
 
 def test_rank_that_never_comes_is_named_with_the_layer():
     # Not before: to make a machine may take long where others compute.
-    body = "Machine.of(P_x).segments.waiter.timeout = 1.5\nif comm.rank == 1: time.sleep(150)\nlayer(x)"
+    body = "Machine.of(P_x).segments.waiter.timeout = 1.5\nif comm.rank == 1: time.sleep(60)\nlayer(x)"
     code, _, err = run(3, CONV + body)
     assert code != 0
     assert "ExchangeTimeout: rank " in err
