@@ -87,11 +87,10 @@ class Rows:
         flat = mean.reshape(number)
         if pieces > 1:
             flat = flat.repeat_interleave(pieces)
-        if not (self._as_is and a.is_contiguous() and b.is_contiguous()):
-            a, b = a.reshape(self._flat), b.reshape(self._flat)
+        as_is = self._as_is and a.is_contiguous() and b.is_contiguous()
         _, products, sums = _backward(
-            a,
-            b,
+            a if as_is else a.reshape(self._flat),
+            b if as_is else b.reshape(self._flat),
             None,
             None,
             None,
