@@ -6,12 +6,12 @@ import torch
 from distdl_rma.ops.norm import rows
 from distdl_rma.ops.norm.rows import Rows
 
-SHAPES = [(3, 4, 50, 41), (2, 3, 1, 1), (5, 0, 7), (4, 70_000), (3, 2, 70_001), (2, 6)]
+SHAPES = [(3, 4, 50, 41), (2, 3, 1, 1), (5, 0, 7), (4, 70_000), (3, 2, 70_001), (2, 6), (1, 3, 20, 30)]
 
 
 def some_dims(shape):
     last = len(shape) - 1
-    return (last,), (0, last), tuple(range(1, last + 1)), (0,)
+    return {(last,), (0, last), tuple(range(1, last + 1)), tuple(range(min(2, last), last + 1)), (0,)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
