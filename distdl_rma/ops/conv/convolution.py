@@ -14,14 +14,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.ops.conv.joined_tile import joined
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, Needs, convolution
-from distdl_rma.ops.conv.own_and_halo import (
-    OwnAndHalo,
-    adjoint_of_pieces,
-    filled_up,
-    pieces_of,
-    with_channels,
-)
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, adjoint_of_pieces, pieces_of, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import (
     GradientNeeds,
@@ -147,6 +142,8 @@ class Convolution(GridConvolution):
         self._pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
         self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
+        whole = self._sum_dtype == dtype and self._block.shape == workers.weight
+        self._joined = joined(site, self.parts, self._halo) if options.joins and whole else None
 
     def movements(self) -> tuple[Moves | None, ...]:
         """The halo, or all that is read; and the output."""
@@ -161,6 +158,8 @@ class Convolution(GridConvolution):
         """What this rank adds to the output; blocking where the halo travels meanwhile."""
         if not self.overlaps:
             return super().carry_out(needs, x, weights)
+        if self._joined is not None:
+            return self._joined(needs, x, weights["weight"], weights.get("bias"))
         call = _Call(_returned)
         call.operation, call.needs = self, needs
         return _scheduled(call, x, weights)
@@ -217,7 +216,7 @@ class Convolution(GridConvolution):
         channel, pieces = self._halo.adjoint, []
         for piece, landing in zip(channel.sends, self._landings, strict=True):
             parts = [(here, gradients[number][there]) for number, there, here in landing]
-            pieces.append(as_words(filled_up(parts, piece.box.shape, self.dtype)))
+            pieces.append(as_words(self.parts.filled_up(parts, piece.box.shape, self.dtype)))
         return channel.start(pieces)
 
     def local_adjoint(

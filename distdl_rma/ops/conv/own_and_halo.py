@@ -221,16 +221,6 @@ def adjoint_of_pieces(
     return outer, total, None
 
 
-def filled_up(parts: Sequence[tuple[Slices, Tensor]], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Tensor of disjoint parts, with zeros beside them; the first part itself where that is all of it."""
-    if parts and parts[0][1].shape == shape:
-        return parts[0][1]
-    whole = torch.zeros(tuple(shape), dtype=dtype)
-    for here, part in parts:
-        whole[here] = part
-    return whole
-
-
 @dataclass(frozen=True)
 class OwnAndHalo:
     """The convolution of one rank: a core on its own data, and a strip per side with remote data.
@@ -278,3 +268,13 @@ class OwnAndHalo:
             for number, (strip, box) in enumerate(zip(self.strips, common, strict=True))
             if not box.empty
         ]
+
+    @staticmethod
+    def filled_up(parts: Sequence[tuple[Slices, Tensor]], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Tensor of disjoint parts, zero beside them; the first part itself where that is all of it."""
+        if parts and parts[0][1].shape == shape:
+            return parts[0][1]
+        whole = torch.zeros(tuple(shape), dtype=dtype)
+        for here, part in parts:
+            whole[here] = part
+        return whole

@@ -13,8 +13,8 @@ from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced, Grouped, Split
 from distdl_rma.geometry.partition import Partition
 
-# Of blocks with fewer products, or with more of what is read beyond them, halos are not convolved apart.
-_FEW_PRODUCTS = 1 << 23
+# Of blocks with less for each side, or with more of what is read beyond them, halos are not convolved apart.
+_NBYTES_PER_SIDE = 1 << 20
 _WIDE_HALO = 0.1
 # Grid dimensions of the ranks that compute; the spatial ones follow.
 BATCH, OUT, IN = 0, 1, 2
@@ -93,7 +93,8 @@ class ConvolutionOptions:
     """What a convolution is, whatever its input.
 
     Data stay ``in_place`` where the workers are the ranks of the output, or of the input of a transposed one;
-    the batch then stays cut as it is. Whether movement ``overlaps`` computation says ``can_overlap``.
+    the batch then stays cut as it is. Whether movement ``overlaps`` computation says ``can_overlap``; where
+    it does, but nothing is worth to be convolved meanwhile, a rank ``joins`` what came to its own data.
     """
 
     stencil: Stencil
@@ -101,6 +102,7 @@ class ConvolutionOptions:
     padding_mode: str = "zeros"
     in_place: bool = False
     overlaps: bool = True
+    joins: bool = False
 
 
 def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: Partition) -> bool:
@@ -114,24 +116,29 @@ def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: P
     return (padding_mode == "zeros" or not padded) and (workers.groups == 1 or max(channels) == 1)
 
 
-def overlap_pays(stencil: Stencil, workers: WorkerGrid, source: Decomposition) -> bool:
+def overlap_pays(stencil: Stencil, source: Decomposition, itemsize: int) -> bool:
     """Whether halos are worth to be convolved apart, so that all else is convolved while they travel.
 
-    Otherwise one convolution of all that is read takes less: of a small block its calls take longest, and
-    next to a halo that is not small beside it most is computed in strips. Alike on all ranks: of the largest
-    block.
+    Otherwise one convolution of all that is read takes less: next to a small block strips and calls take
+    longer than to copy it beside its halo, and of a wide halo most is computed in strips. Alike on all ranks:
+    of the largest block.
     """
     longest = [max(b - a for a, b in map(each.interval, range(each.parts))) for each in source.splits]
-    batch, _, *space = longest
-    rows = -(-workers.weight[0] // workers.grid.shape[workers.rows])
-    products = batch * rows * prod(workers.weight[1:]) * prod(space)
-    # How much of that is read beyond the block.
-    beyond = sum(
-        (window.span - 1) / max(1, n)
-        for window, n, split in zip(stencil.windows, space, source.splits[LEADING:], strict=True)
-        if split.parts > 1
-    )
-    return bool(products > _FEW_PRODUCTS and beyond < _WIDE_HALO)
+    cut = [
+        (window, n, split.parts)
+        for window, n, split in zip(stencil.windows, longest[LEADING:], source.splits[LEADING:], strict=True)
+        if split.parts > 1 and window.span > 1
+    ]
+    # Neighbours of a block inside, and how much of it is read beyond it.
+    sides = sum(min(2, parts - 1) for *_, parts in cut)
+    beyond = sum((window.span - 1) / max(1, n) for window, n, _ in cut)
+    return prod(longest) * itemsize >= max(1, sides) * _NBYTES_PER_SIDE and beyond < _WIDE_HALO
+
+
+def reads_sides(stencil: Stencil, source: Decomposition) -> bool:
+    """Whether windows slide over the ends of blocks, so that there are halos wherever blocks end."""
+    cuts = zip(stencil.windows, source.splits[LEADING:], strict=True)
+    return any(split.parts > 1 and window.span > 1 for window, split in cuts)
 
 
 def channels_out(workers: WorkerGrid, source: Decomposition) -> int:

@@ -17,7 +17,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, filled_up, with_channels
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
 from tests.geometry.strategies import partitions, splits, unbalanced
 from tests.ops.conv.tiles import (
     ONE,
@@ -272,10 +272,10 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
 
 def test_parts_are_filled_up_with_zeros_and_one_that_is_all_is_taken_as_it_is():
     part = torch.ones(1, 2, 3)
-    assert filled_up([((slice(None),) * 3, part)], (1, 2, 3), part.dtype) is part
-    found = filled_up([((slice(None), slice(None), slice(1, 4)), part)], (1, 2, 5), part.dtype)
+    assert OwnAndHalo.filled_up([((slice(None),) * 3, part)], (1, 2, 3), part.dtype) is part
+    found = OwnAndHalo.filled_up([((slice(None), slice(None), slice(1, 4)), part)], (1, 2, 5), part.dtype)
     assert torch.equal(found, F.pad(part, (1, 1)))
-    assert torch.equal(filled_up([], (2, 2), part.dtype), torch.zeros(2, 2))
+    assert torch.equal(OwnAndHalo.filled_up([], (2, 2), part.dtype), torch.zeros(2, 2))
 
 
 def test_the_gradient_of_a_bias_is_the_sum_of_all_gradients():

@@ -68,7 +68,7 @@ def test_only_sums_over_disjoint_boxes_overlap(mode, groups, channels, overlaps)
 
 @pytest.mark.parametrize(
     ("channels", "rows", "columns", "pays"),
-    [(16, 256, 256, True), (4, 16, 16, False), (64, 64, 64, True), (256, 16, 16, False)],
+    [(16, 256, 256, True), (16, 128, 128, False), (4, 16, 16, False), (4096, 16, 16, False)],
 )
 @pytest.mark.parametrize("uneven", [False, True])
 def test_halos_are_convolved_apart_where_blocks_are_large(channels, rows, columns, pays, uneven):
@@ -78,6 +78,11 @@ def test_halos_are_convolved_apart_where_blocks_are_large(channels, rows, column
         source = Decomposition.balanced(P_x, (1, channels, rows, columns))
         if uneven:
             source = source.with_splits({2: Listed((rows // 2 + 1, rows // 2 - 1))})
-        grid = P_x.create_cartesian_topology_partition((1, 1, 1, 2, 1))
-        workers = WorkerGrid(grid, OUT, 1, (channels, channels, 3, 3))
-        assert overlap_pays(stencil, workers, source) == pays
+        assert overlap_pays(stencil, source, 4) == pays
+
+
+def test_each_neighbour_asks_for_more_to_convolve_meanwhile():
+    stencil, shape = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1))), (1, 16, 256, 256)
+    for grid, pays in (((2, 1), True), ((4, 1), False), ((2, 2), False), ((1, 2), True)):
+        P_x = Partition(tuple(range(grid[0] * grid[1])), (1, 1, *grid), 0)
+        assert overlap_pays(stencil, Decomposition.balanced(P_x, shape), 4) == pays

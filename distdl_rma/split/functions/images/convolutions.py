@@ -12,7 +12,15 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution
 from distdl_rma.ops.conv.convolution import Convolution
-from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap, overlap_pays
+from distdl_rma.ops.conv.worker_grid import (
+    IN,
+    OUT,
+    ConvolutionOptions,
+    WorkerGrid,
+    can_overlap,
+    overlap_pays,
+    reads_sides,
+)
 from distdl_rma.split import layout as lay
 from distdl_rma.split.operands import cast_alike, cut_site, needs_of, on_copies, wholes
 from distdl_rma.split.site import Site
@@ -149,6 +157,8 @@ def _operation(
     if transposed:
         options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps)
         return TransposedConvolution(site.call_site, options, source, source.partition, dtype, extra)
-    overlaps = overlaps and overlap_pays(stencil, workers, source)
-    options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps)
+    joins = not overlap_pays(stencil, source, dtype.itemsize)
+    # Without a halo torch's own convolution of a small block takes least.
+    overlaps = overlaps and (reads_sides(stencil, source) or not joins)
+    options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps, joins)
     return Convolution(site.call_site, options, source, source.partition, dtype)

@@ -38,7 +38,7 @@ OVERLAPPING = [(case, True) for case in CASES if "transposed" not in case]
 def test_results_and_gradients_are_those_of_the_whole(P_world, monkeypatch, case, overlaps):
     # Of blocks as small as these no halo would be convolved apart.
     if overlaps:
-        monkeypatch.setattr(worker_grid, "_FEW_PRODUCTS", 0)
+        monkeypatch.setattr(worker_grid, "_NBYTES_PER_SIDE", 0)
         monkeypatch.setattr(worker_grid, "_WIDE_HALO", 1000.0)
     function, shape, weight, options = CASES[case]
     x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, weight))
