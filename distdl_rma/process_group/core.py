@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from distdl_rma.errors import DistdlError
 from distdl_rma.process_group.collectives.between_nodes import WideCollectives
+from distdl_rma.process_group.collectives.by_leaders import LedCollectives
 from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer, reducer_of
@@ -44,18 +45,26 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._manager, self._name, self._timeout = manager, name, timeout
         self._lines = Lines(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
-        # Alike on all of the ranks: either all of them share a node, or none reaches all others directly.
-        on_node = all(manager.segment.link(rank).memory is not None for rank in ranks)
-        self._rounds = Rounds(manager, ranks, name) if on_node else None
+        self._rounds: Rounds | None = None
         self._way: NodeCollectives | WideCollectives
         self._caller: Rounds | WideCollectives
         self._quick: QuickReductions | None = None
-        if self._rounds is not None:
-            self._caller, self._way = self._rounds, (way := NodeCollectives(self._rounds))
+        teams = _teams_of(manager, ranks)
+        if len(teams) == 1:
+            self._rounds = self._caller = Rounds(manager, ranks, name)
+            self._way = way = NodeCollectives(self._rounds)
             self._quick = QuickReductions(self._rounds, self._lines, way)
             self._lines.progress = self._rounds.steps
-        else:
+        elif len(teams) == len(ranks):
             self._way = self._caller = WideCollectives(self._messages, self._me, name)
+        else:
+            team = next(team for team in teams if self._me in team)
+            self._rounds = Rounds(manager, [ranks[at] for at in team], name)
+            heads = [ranks[team[0]] for team in teams]
+            leads = manager.rank in heads
+            leaders = Messages(manager, heads, f"leaders of process group {name}") if leads else None
+            led = LedCollectives(self._messages, leaders, self._rounds, teams, self._me)
+            self._way = self._caller = led
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
@@ -134,8 +143,18 @@ class GroupCore(_Base):  # type: ignore[misc]
             # Else what is under way would meet what the next group of these ranks sends.
             if self._lines.idle:
                 self._messages.close()
+                if isinstance(self._way, LedCollectives):
+                    self._way.close()
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
+
+
+def _teams_of(manager: SegmentManager, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    # Positions of ranks that reach each other's memory; alike on all of them.
+    places = {rank: at for at, rank in enumerate(ranks)}
+    nodes = manager.segment.direct_nodes
+    teams = (tuple(sorted(places[rank] for rank in node if rank in places)) for node in nodes)
+    return sorted(team for team in teams if team)
 
 
 class Leaving:

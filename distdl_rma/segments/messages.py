@@ -55,6 +55,10 @@ class Messages:
         taken = [out.view(np.uint8), (tuple(counts), None), MPI.BYTE]
         return self._begun(lambda: self._comm.Iallgatherv(_bytes(mine), taken), mine, out)
 
+    def broadcast(self, data: Array, position: int) -> Test:
+        """Begin to give all ranks the vector of one of them."""
+        return self._begun(lambda: self._comm.Ibcast(_bytes(data), position), data)
+
     def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Test:
         """Begin to give every rank its bytes; ``counts`` and ``received`` are by position."""
         sent = [data.view(np.uint8), (tuple(counts), None), MPI.BYTE]

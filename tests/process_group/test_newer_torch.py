@@ -23,7 +23,8 @@ dist.all_reduce(x)
 for backend in ("rma", "cpu:rma"):
     y, group = torch.ones(100_000, dtype=torch.bfloat16), dist.new_group(backend=backend)
     dist.all_reduce(y, group=group, async_op=True).get_future().wait()
-print(x.tolist(), y[-1].item(), dist.get_backend(), flush=True)
+# In one piece: the ranks share a line.
+print(f"{x.tolist()} {y[-1].item()} {dist.get_backend()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 

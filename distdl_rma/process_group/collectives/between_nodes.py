@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ Array = NDArray[Any]
 Script = Iterator[None]
 
 # Bytes of all ranks in one turn of a long vector: what is taken beside the tensors.
-_TURN_BYTES = 8 << 20
+TURN_BYTES = 8 << 20
 _BYTE = np.dtype(np.uint8)
 
 
@@ -42,7 +42,7 @@ class WideCollectives:
 
     def barrier(self) -> Script:
         """Wait for all."""
-        yield from self._agree(())
+        yield from self._agree()
 
     def all_reduce(self, x: Array, reducer: Reducer) -> Script:
         """Reduce a vector in place, on all ranks."""
@@ -53,9 +53,13 @@ class WideCollectives:
         return self._reduce(x, reducer, root)
 
     def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
-        yield from self._agree(())
+        yield from self._agree()
+        yield from self.reduced(x, reducer, root)
+
+    def reduced(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks or one, that are known to call the same."""
         size, me = self.size, self.me
-        turns = -(-x.nbytes // _TURN_BYTES)
+        turns = -(-x.nbytes // TURN_BYTES)
         share = -(-x.size // (max(turns, 1) * size))
         for turn in range(turns):
             chunk = x[turn * size * share : (turn + 1) * size * share]
@@ -78,37 +82,56 @@ class WideCollectives:
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
-        yield from self._agree(())
-        most = max(1, _TURN_BYTES // out.itemsize // self.size)
+        yield from self._agree()
+        most = max(1, TURN_BYTES // out.itemsize // self.size)
         for begin in range(0, max(part.size for part in parts), most):
             cut = [part[begin : begin + most] for part in parts]
-            target = out[begin : begin + most]
-            rows = np.empty((self.size, target.size), out.dtype)
-            sent, taken = [part.nbytes for part in cut], [target.nbytes] * self.size
-            yield from _over(self._messages.exchange(np.concatenate(cut), sent, rows.reshape(-1), taken))
-            reducer.reduce(list(rows), target)
+            counts = [part.size for part in cut]
+            yield from self.reduced_part(np.concatenate(cut), counts, out[begin : begin + most], reducer)
+
+    def reduced_part(self, x: Array, counts: Sequence[int], out: Array, reducer: Reducer) -> Script:
+        """Reduce a vector of so many elements for each rank; ``out`` gets this rank's."""
+        rows = np.empty((self.size, out.size), out.dtype)
+        sent, taken = [count * x.itemsize for count in counts], [out.nbytes] * self.size
+        yield from _over(self._messages.exchange(x, sent, rows.reshape(-1), taken))
+        reducer.reduce(list(rows), out)
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
         """Give what ranks have to all, or to one ``reader``."""
-        yield from self._agree(())
-        most = _TURN_BYTES // self.size
+        yield from self._agree()
+        most = TURN_BYTES // self.size
         for begin in range(0, max(sizes), most):
             counts = [len(range(begin, min(size, begin + most))) for size in sizes]
             sent = [counts[self.me] if at == reader else 0 for at in range(self.size)]
             counts = counts if reader in (None, self.me) else [0] * self.size
             taken, part = np.empty(sum(counts), _BYTE), mine[begin : begin + most]
             if reader is None:
-                yield from _over(self._messages.gather_all(part, taken, counts))
+                yield from self.gathered(part, taken, counts)
             else:
                 yield from _over(self._messages.exchange(part, sent, taken, counts))
             self._store(taken, counts, outs, begin)
 
+    def gathered(self, part: Array, taken: Array, counts: Sequence[int]) -> Script:
+        """Give the bytes of all ranks to all, one behind the other."""
+        filled = [at for at, count in enumerate(counts) if count]
+        if len(filled) != 1:
+            return _over(self._messages.gather_all(part, taken, counts))
+        if self.me == filled[0]:
+            taken[...] = part
+        return self.given(taken, filled[0])
+
+    def given(self, data: Array, root: int) -> Script:
+        """Give the bytes of one rank to all."""
+        yield from _over(self._messages.broadcast(data, root))
+
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
-        lengths = [*(send.size for send in sends), *(out.size for out in outs)]
-        table: Array = yield from self._agree(lengths)
+        yield from self._agree()
+        lengths = np.array([*(send.size for send in sends), *(out.size for out in outs)], np.int64)
+        table = np.empty((self.size, lengths.size), np.int64)
+        yield from _over(self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size))
         sent, wanted = table[:, : self.size], table[:, self.size :].T
         wrong = np.argwhere(sent != wanted)
         if wrong.size:
@@ -118,7 +141,7 @@ class WideCollectives:
                 f" {sent[source, target]} bytes for rank {self.ranks[target]}, which expects"
                 f" {wanted[source, target]}"
             )
-        most = _TURN_BYTES // self.size
+        most = TURN_BYTES // self.size
         for begin in range(0, int(table.max()), most):
             cut = [send[begin : begin + most] for send in sends]
             counts = [out[begin : begin + most].size for out in outs]
@@ -134,15 +157,16 @@ class WideCollectives:
                 out[begin : begin + count] = taken[at : at + count]
             at += count
 
-    def _agree(self, numbers: Sequence[int]) -> Generator[None, None, Array]:
-        # What every rank calls, and numbers of each; the same on all ranks, or an error on all.
-        width = DIGEST_BYTES // 8
-        row = np.zeros(width + 2 * self.size, np.int64)
-        row[:width] = np.frombuffer(self.call.digest, np.int64)
-        row[width : width + len(numbers)] = numbers
+    def close(self) -> None:
+        """Give the communicator back, if nothing is under way."""
+        self._messages.close()
+
+    def _agree(self) -> Script:
+        # The same call on all ranks, or an error on all.
+        row = np.frombuffer(self.call.digest, np.int64)
         table = np.empty((self.size, row.size), np.int64)
-        yield from _over(self._messages.gather_all(row, table.reshape(-1), [row.nbytes] * self.size))
-        others = (table[:, :width] != row[:width]).any(1)
+        yield from _over(self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size))
+        others = (table != row).any(1)
         if others.any():
             said = np.zeros(SAID_BYTES, _BYTE)
             said[: len(self.call.said)] = np.frombuffer(self.call.said, _BYTE)
@@ -154,7 +178,6 @@ class WideCollectives:
                 f" {self.ranks[other]} calls {text_said(all_said[other].tobytes())}: all ranks of a group"
                 " make the same calls in the same order, with tensors of the same sizes and types"
             )
-        return table[:, width:]
 
 
 def _over(test: Test) -> Script:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Reducer:
 
     def __init__(self, op: _Kind, dtype: torch.dtype, ranks: int) -> None:
         self.name, self._ufunc, self._function = OPERATIONS[op]
+        self._op = op
         self.dtype, self.storage = dtype, np.dtype(_STORAGE[dtype])
         self._divisor = ranks if self.name == "avg" and ranks > 1 else 0
         self._short = dtype in _SHORT_FLOATS
@@ -66,6 +67,28 @@ class Reducer:
         self._quietly = without_fp_errors(self._reduce)
         self._two = without_fp_errors(self._ufunc)
         self._plain = not (self._short or self._divisor)
+
+    @cached_property
+    def unrounded(self) -> Reducer:
+        """What some ranks reduce for others to go on with: not divided, short floats not rounded."""
+        op = ReduceOp.SUM if self._divisor else self._op
+        return Reducer(op, torch.float32 if self._short else self.dtype, 1)
+
+    def widened(self, x: Array, copied: bool) -> Array:
+        """Elements as what is unrounded takes them; a copy where they are others, or one is wanted."""
+        if self._short:
+            wide: Array = torch.from_numpy(x).view(self.dtype).float().numpy()
+            return wide
+        return x.copy() if copied else x
+
+    def finish(self, total: Array, out: Array) -> None:
+        """Divide and round what is unrounded of all ranks into ``out``, which may be it."""
+        if self._divisor:
+            np.divide(total, self._divisor, out=total)
+        if self._short:
+            torch.from_numpy(out).view(self.dtype).copy_(torch.from_numpy(total))
+        elif out is not total:
+            out[...] = total
 
     def reduce(self, rows: Sequence[Array], out: Array) -> None:
         """Reduce rows of one length into ``out``, which may be one of them; not for two threads at once."""
