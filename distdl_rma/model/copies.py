@@ -23,6 +23,7 @@ _LEAST_NBYTES, _WORD = 4 << 10, 8
 # So often all was alike although only some ranks had written to it, before that is no sign any more.
 _FRUITLESS = 4
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
+_learns: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 _address = torch.Tensor.data_ptr
 
 
@@ -61,6 +62,7 @@ class Copies:
     ``word()`` is a number that a call of the model compares with those of the other ranks. It is of
 
     - every byte, in the first call;
+    - which parameters learn;
     - how often each parameter was written to in place: what one rank does alone, by a function of torch such
       as ``load_state_dict``, is seen in the next call;
     - a word of each of 32 tensors, of others in the next call: what changes all of a tensor, as another rate
@@ -82,12 +84,14 @@ class Copies:
             return 0
         if at == 0:
             self._look()
-            return hash(tuple([crc32(part) for group in self._groups for part in group.nbytes]))
+            every = [crc32(part) for group in self._groups for part in group.nbytes]
+            return hash((*every, *map(_learns, self._parameters)))
         group = self._group(at % len(self._groups))
         written = 0
         if self._fruitless < _FRUITLESS:
             written = hash((*map(sub, map(_version, self._parameters), self._versions),))
-        return hash((written, group.word(at // len(self._groups)), self._part()))
+        learns = hash((*map(_learns, self._parameters),))
+        return hash((written, learns, group.word(at // len(self._groups)), self._part()))
 
     def difference(self) -> str:
         """What is not alike, in words, the same on all ranks; empty if all is. Collective, blocking."""
@@ -179,9 +183,12 @@ def _bytes_of(x: torch.Tensor) -> memoryview:
 
 def _digest(x: torch.Tensor) -> str:
     words = as_words(x.detach().contiguous())
-    return f"{tuple(x.shape)} {x.dtype} {blake2b(words.tobytes(), digest_size=16).hexdigest()}"
+    return (
+        f"{tuple(x.shape)} {x.dtype} {x.requires_grad} {blake2b(words.tobytes(), digest_size=16).hexdigest()}"
+    )
 
 
 def _said(x: torch.Tensor) -> str:
     norm = torch.linalg.vector_norm(x.detach().to(torch.complex128 if x.is_complex() else torch.float64))
-    return f"{tuple(x.shape)} of norm {float(norm):.9g}"
+    frozen = ", frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
+    return f"{tuple(x.shape)} of norm {float(norm):.9g}{frozen}"

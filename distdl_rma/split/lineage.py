@@ -13,9 +13,9 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
 
 from distdl_rma.machine import Machine
+from distdl_rma.ops.core.autograd import is_synchronised
 from distdl_rma.split.said import TENSORS, number_of, plainly, sample, spoken
 from distdl_rma.split.table import name_of
 
@@ -27,6 +27,8 @@ _MINUS_ONE = -(1 << 39) - 1
 _NUMBERS = frozenset({int, float, bool, complex})
 # Backwards of one step that are told of.
 _FEW = 8
+# Elements of what is computed of parameters.
+_SOME = 16
 
 
 class _Names(dict[Any, int]):
@@ -54,7 +56,7 @@ class Lineage:
         """Number a result by the function and its arguments."""
         if kind in _UNFOLLOWED:
             return
-        told = [self._names[function]]
+        told = [self._names[function], torch.is_grad_enabled()]
         for argument in args:
             # A split tensor has a number, and a type.
             way = getattr(argument, "_way", None)
@@ -82,11 +84,9 @@ class Lineage:
             return argument if argument != -1 else _MINUS_ONE
         if kind is str:
             return self._names[argument]
-        if kind is nn.Parameter or (kind is torch.Tensor and argument.requires_grad):
-            # The models compare these.
-            return _LARGE
         if kind in TENSORS:
-            return argument._way if hasattr(argument, "_way") else sample(argument) + _LARGE
+            way = getattr(argument, "_way", None)
+            return _number_of(argument) if way is None else way
         if isinstance(argument, (tuple, list)):
             return tuple([self._told(one) for one in argument])
         return _LARGE if argument is None else self._told(plainly(argument))
@@ -118,13 +118,15 @@ class Lineage:
             if number in wanted - seen:
                 seen.add(number)
                 wanted.update(_large(told))
-                found.append(name_of(function) + spoken([*map(self._said, told[1:])]))
+                found.append(name_of(function) + spoken([*map(self._said, told[2:])]))
         return found[::-1]
 
     def _said(self, told: Any) -> Any:
         # For messages; tensors in tuples.
         if isinstance(told, tuple):
             return [*map(self._said, told)]
+        if told == _LARGE:
+            return None
         if not isinstance(told, int) or abs(told) < _LARGE:
             return told
         return next((what for what, number in self._names.items() if number == told), (told,))
@@ -146,6 +148,16 @@ class _Begun:
 def _begun(machine: Machine, ranks: Sequence[int]) -> _Begun:
     found: _Begun = machine.kept.setdefault("backwards", {}).setdefault(tuple(ranks), _Begun())
     return found
+
+
+def _number_of(x: torch.Tensor) -> int:
+    # What is computed of parameters may be rounded otherwise; the model's own it compares itself.
+    if not x.requires_grad:
+        return sample(x) + _LARGE
+    if is_synchronised(x) or x.numel() > _SOME:
+        return _LARGE
+    values = " ".join([f"{value:.3g}" for value in x.detach().reshape(-1).tolist()])
+    return crc32(values.encode()) + _LARGE
 
 
 def _large(told: Any) -> Iterator[int]:

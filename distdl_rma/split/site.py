@@ -248,6 +248,7 @@ class Trail:
         self.steps: list[Any] = []
         # The number of each step that was told something, and what.
         self.said: list[Any] = []
+        self.graph = torch.is_grad_enabled()
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -290,5 +291,8 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     if key not in _STEPS:
         _STEPS[key] = Step(*key)
     trail.steps += (_STEPS[key],)
-    if (kwargs or args[1:]) and kind != "registered" and (said := said_in(args, kwargs)):
+    said = said_in(args, kwargs) if (kwargs or args[1:]) and kind != "registered" else None
+    if torch.is_grad_enabled() is not trail.graph:
+        said = [*(said or ()), "in another grad mode than the model"]
+    if said:
         trail.said += len(trail.steps), said

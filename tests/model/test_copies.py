@@ -67,6 +67,17 @@ def test_before_the_first_call_all_of_everything_is_compared(model, x, odd):
     step(model, x)
 
 
+def test_a_parameter_that_is_frozen_on_one_rank(model, x, odd):
+    for before in (0, 1):
+        for _ in range(before):
+            step(model, x)
+        model.norm.bias.requires_grad_(not odd)
+        with pytest.raises(MismatchError, match=r"'norm\.bias' is not alike.*norm 0, frozen[;)]"):
+            model(x)
+        model.norm.bias.requires_grad_(True)
+    step(model, x)
+
+
 def test_optimizers_that_differ(model, x, odd):
     heads = [{"params": model.last.weight, "lr": 0.1 * (1 + odd)}, {"params": model.first.parameters()}]
     optimizer = torch.optim.SGD(heads, lr=0.1)

@@ -20,12 +20,18 @@ class Net(nn.Module):
         return self.act(self.first(x))
 
 
+def _with_graph(graph, act):
+    with torch.set_grad_enabled(graph):
+        return act()
+
+
 INSIDE = {
     "factor": (lambda y, odd: y * (0.5 + odd), r"mul .* with 0.5; rank 1: .* with 1.5"),
     "keyword": (lambda y, odd: F.leaky_relu(y, negative_slope=0.1 * (1 + odd)), "negative_slope=0.2"),
     "probability": (lambda y, odd: F.dropout(y, 0.1 * (1 + odd)), "dropout"),
     "dimension": (lambda y, odd: y.cumsum(-3 - odd), "cumsum .*-4"),
     "slice": (lambda y, odd: y[..., odd : odd + 2], r"getitem.*\[0, 2, None\].*\[1, 3, None\]"),
+    "graph": (lambda y, odd: _with_graph(not odd, y.abs), "another grad mode"),
     "type": (lambda y, odd: y.to(torch.bfloat16 if odd else torch.float16).float(), "bfloat16"),
 }
 
@@ -58,6 +64,18 @@ def test_in_a_loss(model, x, odd, name):
         model(x)
     loss(model(x), 0).backward()
     model(x)
+
+
+def test_penalties_of_parameters_in_a_loss(model, x, odd):
+    (model(x).mean() + (0.1 + odd) * model.first.weight.square().sum()).backward()
+    with pytest.raises(MismatchError, match="backward before this call"):
+        model(x)
+    y = model(x)
+    (_with_graph(not odd, y.abs).mean() + y.mean()).backward()
+    with pytest.raises(MismatchError, match="backward before this call"):
+        model(x)
+    for _ in range(2):
+        (model(x).mean() + 0.1 * model.first.weight.square().sum()).backward()
 
 
 def test_what_one_rank_computes_for_itself_is_free(model, x, odd):
