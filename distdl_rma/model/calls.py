@@ -161,7 +161,7 @@ class Calls:
         ways = self._all_of(mine, "losses").values()
         at = next((at for at, calls in enumerate(zip_longest(*ways)) if len({*calls}) > 1), None)
         if at is None:
-            told = "other plain tensors, as labels, or other numbers than those of the last two"
+            told = "of other plain tensors, as labels, of what was computed of weights, or without a graph"
         else:
             told = self._told(f"calls {mine[at] if at < len(mine) else 'nothing more'}")
         return (
