@@ -15,7 +15,8 @@ from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes, RmaPeer
 
 # More transfers or notifications than these are looked through for those that are over.
 _MANY_TRANSFERS = 64
-# Notifications of words in a row that travel as one: more than these are no longer short.
+# Notifications of words in a row that travel as one: more than these are no longer short. Of more than 4 KiB
+# Open MPI refuses them between hosts.
 _MOST_WORDS = 64
 
 
