@@ -33,7 +33,7 @@ def stay(ranks):
 dist.barrier()
 """
 # Long before the timeout, also on a machine that has other things to do.
-SOON, TIMEOUT = 30, "100"
+SOON, TIMEOUT = 60, "150"
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ for rank in range(2):
 sys.stderr.write("".join(rank.communicate()[1] for rank in ranks))
 sys.exit(sum(rank.returncode != 0 for rank in ranks))
 """
-    done = completed([sys.executable, "-c", launcher, script], limit=100)
+    done = completed([sys.executable, "-c", launcher, script])
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("ConfigurationError: init_process_group('rma'): 2 rank(s) are asked for") == 2
     assert "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py'" in done.stderr
