@@ -30,6 +30,9 @@ def test_messages_and_collectives_are_over_when_their_tests_say_so(machine, comm
     sent, taken = np.arange(size) + 10 * me, np.empty(size, np.int64)
     over(machine, messages.exchange(sent, [8] * size, taken, [8] * size))
     assert taken.tolist() == [10 * at + me for at in range(size)]
+    given = np.arange(5) * (me + 1)
+    over(machine, messages.broadcast(given, size - 1))
+    assert given.tolist() == [size * each for each in range(5)]
     assert messages.probe(6) is None
     assert messages.largest_tag() >= 32767
     messages.close()

@@ -96,3 +96,18 @@ def test_what_is_bound_to_its_rows_is_the_same_again_and_again(op, count):
             rows[0] += step
             bound()
             assert torch.equal(out, reduced(op, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_reduced_in_two_parts_is_divided_and_rounded_at_the_end(dtype):
+    rows = [torch.tensor([256.0, 1.0]).to(dtype) + step for step in (0, 1, 1, 4)]
+    mean = reducer_of(ReduceOp.AVG, dtype, 4)
+    halves = []
+    for first in (0, 2):
+        wide = [mean.widened(Flat(row).elements, True) for row in rows[first : first + 2]]
+        mean.unrounded.reduce(wide, wide[0])
+        halves.append(wide[0])
+    mean.unrounded.reduce(halves, halves[0])
+    out = torch.empty(2, dtype=dtype)
+    mean.finish(halves[0], Flat(out).elements)
+    assert torch.equal(out, torch.stack(rows).float().mean(0).to(dtype))
