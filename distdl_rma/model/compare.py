@@ -18,8 +18,9 @@ from distdl_rma.ops.core.tensors import as_words
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
-# What is equal up to rounding: a power of the resolution of the type, relative to the largest element.
-_POWER = 0.6
+# What is equal up to rounding: a power of the resolution of the type, relative to the largest element, or to
+# what counts as that where all are small.
+_POWER, _SMALL = 0.6, 1e-3
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,11 @@ def compare(
             if other.grad is not None:
                 found.differences.append(_difference("input gradient", f"input {at}", x.grad, other.grad))
         gradients = {name: p.grad for name, p in split.named_parameters()}
+        scales = _scales(alone)
         for name, p in alone.named_parameters():
             if p.grad is not None or gradients.get(name) is not None:
-                found.differences.append(_difference("gradient", name, gradients.get(name), p.grad))
+                scale = scales.get(name.rpartition(".")[0], 0.0)
+                found.differences.append(_difference("gradient", name, gradients.get(name), p.grad, scale))
         buffers = dict(split.named_buffers())
         for name, buffer in alone.named_buffers():
             found.differences.append(_difference("buffer", name, buffers.get(name), buffer))
@@ -198,7 +201,18 @@ def _kept(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [y.detach().clone() for y in outputs]
 
 
-def _difference(what: str, name: str, found: Any, expected: Any) -> Difference:
+def _scales(model: nn.Module) -> dict[str, float]:
+    # The largest gradient of the parameters of each module. A bias before a norm, which takes the mean away
+    # again, has none but what rounding leaves of sums as large as those of its weight.
+    found: dict[str, float] = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None and p.numel():
+            path = name.rpartition(".")[0]
+            found[path] = max(found.get(path, 0.0), float(p.grad.abs().nan_to_num().max()))
+    return found
+
+
+def _difference(what: str, name: str, found: Any, expected: Any, least: float = 0.0) -> Difference:
     if found is None or expected is None:
         missing = "has none here" if found is None else "only here"
         return Difference(what, name, (), 0, 0, 0, None, missing)
@@ -214,7 +228,7 @@ def _difference(what: str, name: str, found: Any, expected: Any) -> Difference:
         mine, other = mine.to(torch.float64), other.to(torch.float64)
     apart = (mine - other).abs()
     scale = float(other.abs().nan_to_num().max())
-    tolerance = 0.0 if exact else max(scale, 1e-3) * torch.finfo(other.dtype).eps ** _POWER
+    tolerance = 0.0 if exact else max(scale, least, _SMALL) * torch.finfo(other.dtype).eps ** _POWER
     # What is NaN or infinite on both sides is equal.
     same = (apart <= tolerance) | (mine == other) | (mine.isnan() & other.isnan())
     wrong = (~same).nonzero()
