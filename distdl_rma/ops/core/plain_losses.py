@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
+from math import isfinite, isnan
 from types import FrameType
 from typing import Any
 from zlib import crc32
@@ -216,12 +217,18 @@ class AlikeGradients:
 
 def first_apart(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> str:
     """The first of the gradients that ranks noted that differs by more than rounding; empty if none does."""
-    largest = max((abs(v) for each in ranks for _, values in each for v in values), default=0.0)
+    found = (abs(v) for each in ranks for _, values in each for v in values if isfinite(v))
+    largest = max(found, default=0.0)
     for noted in zip_longest(*ranks, fillvalue=("", ())):
         (what, first), *others = noted
-        scale = max([abs(v) for v in first] + [largest * _ROUNDING])
+        scale = max([abs(v) for v in first if isfinite(v)] + [largest * _ROUNDING])
         for other, values in others:
             same = other == what and len(values) == len(first)
-            if not same or any(abs(a - b) > _ROUNDING * scale for a, b in zip(first, values, strict=True)):
+            if not same or not all(map(partial(_is_close, _ROUNDING * scale), first, values)):
                 return what or other
     return ""
+
+
+def _is_close(most: float, one: float, other: float) -> bool:
+    # Also of what has overflown, or is no number, on both.
+    return one == other or abs(one - other) <= most or (isnan(one) and isnan(other))

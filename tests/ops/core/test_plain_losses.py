@@ -66,3 +66,15 @@ def test_gradients_that_are_rounded_otherwise_are_alike():
     assert first_apart([[*one.last], [*other.last]]) == "c"
     one.forget()
     assert one.number == 0 and not one.last
+
+
+def test_gradients_that_overflow_on_one_rank_are_not_alike():
+    def apart(*values):
+        noted = [AlikeGradients() for _ in values]
+        for each, value in zip(noted, values, strict=True):
+            each.note("a", torch.tensor([1.0, value]))
+        return first_apart([[*each.last] for each in noted])
+
+    nan, inf = float("nan"), float("inf")
+    assert [apart(nan, 1.0), apart(inf, 1.0), apart(inf, -inf), apart(1.0, nan)] == ["a"] * 4
+    assert [apart(nan, nan), apart(inf, inf)] == ["", ""]
