@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,16 +30,17 @@ class Alike:
         self._machine, self._model, self._name, self._held = machine, model, name, held
         self._copies: dict[tuple[int, ...], Copies] = {}
         self._seen: set[object] = set()
-        self._number = 0
+        # Of calls on some ranks, which may be fewer than those on others.
+        self._numbers: Counter[tuple[int, ...]] = Counter()
 
     def sign(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> int:
         """A number for the call that begins with these plain inputs, alike if all is."""
-        self._number += 1
+        self._numbers[calls.ranks] += 1
         copies = self._copies_of(calls)
         held = 0 if copies is None else copies.word()
         begun = LINEAGE.looked_at(self._machine, calls.ranks)
         gradients = AlikeGradients.of(self._machine, calls.ranks).number
-        return hash((held, begun, gradients, *[sample(x, self._number) for x in inputs]))
+        return hash((held, begun, gradients, *[sample(x, self._numbers[calls.ranks]) for x in inputs]))
 
     def difference(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> str:
         """What is not alike, in words, the same on all ranks; empty if all is. Collective, blocking.
@@ -53,9 +55,9 @@ class Alike:
         return ""
 
     def compare_new_inputs(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> None:
-        """Compare all of plain inputs, once for each kind; blocks taken for whole would be wrong."""
-        kind = tuple((x.shape, x.dtype) for x in inputs)
-        if kind and kind not in self._seen:
+        """Compare all of plain inputs, once for a kind and ranks; blocks taken for whole would be wrong."""
+        kind = calls.ranks, *((x.shape, x.dtype) for x in inputs)
+        if inputs and kind not in self._seen:
             self._compare(calls, inputs)
             self._seen.add(kind)
 

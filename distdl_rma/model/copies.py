@@ -13,7 +13,7 @@ from torch import nn
 
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import as_words
+from distdl_rma.ops.core.tensors import as_words, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.sync.claims import claims_of, under
 
@@ -171,7 +171,7 @@ class Copies:
 
 def _readable(x: torch.Tensor) -> bool:
     # A plain tensor, whose elements fill a piece of memory: in some order, alike on all ranks.
-    if type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided or x.device.type != "cpu":
+    if type(x) not in (torch.Tensor, nn.Parameter) or not is_in_memory(x):
         return False
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.numel() > 0 and last + 1 == x.numel() and not (x.is_conj() or x.is_neg())

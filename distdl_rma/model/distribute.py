@@ -21,7 +21,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.model.alike import Alike
 from distdl_rma.model.calls import Calls, Drawn, modes
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
-from distdl_rma.ops.core.tensors import DTYPES
+from distdl_rma.ops.core.tensors import DTYPES, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split import site
 from distdl_rma.split.entry import grid_for
@@ -193,8 +193,8 @@ class Distributed:
         self._running[-1] = calls, *self._running[-1][1:]
         plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
         facts = *self._facts(given), len(args), crc32(plain.encode())
-        # Plain ones are whole.
-        alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
+        # Plain ones are whole. Of sparse ones, and those of other devices, nothing is compared.
+        alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x)]
         sign = self._alike.sign(calls, alike) if self._checks else 0
         difference = partial(self._alike.difference, calls, alike)
         calls.begin(facts, partial(self._described, given, plain), sign, difference)

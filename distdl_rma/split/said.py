@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from distdl_rma.ops.core.tensors import as_words
+from distdl_rma.ops.core.tensors import as_words, is_in_memory
 
 # What is compared as it is.
 WORDS = frozenset({int, float, bool, complex, str, type(None)})
@@ -86,7 +86,7 @@ def number_of(words: Any, before: int = 0) -> int:
 def sample(x: torch.Tensor, at: int = 0) -> int:
     """Number of some elements of a plain tensor, of others for another number; local."""
     dims, total = x.dim(), x.numel()
-    if x.layout != torch.strided or x.device.type != "cpu" or not total:
+    if not (is_in_memory(x) and total):
         return 0
     if not dims or total <= _SAMPLED or x.is_contiguous():
         flat = x.detach().reshape(-1)

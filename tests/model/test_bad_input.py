@@ -198,3 +198,15 @@ def test_inputs_that_the_grid_does_not_cut(comm):
     for p, other in zip(split.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p.grad, other.grad)
     split.distributed.close()
+
+
+def test_inputs_beside_that_have_no_memory_of_their_elements(comm):
+    class Labelled(nn.Conv2d):
+        def forward(self, x, _label):
+            return super().forward(x)
+
+    model = distribute(Labelled(1, 1, 3, padding=1), {"H": -1})
+    for beside in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        for _ in range(2):
+            assert model(torch.ones(1, 1, 8, 8), beside).shape == (1, 1, 8, 8)
+    model.distributed.close()

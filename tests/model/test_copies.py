@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import MismatchError, distribute
+from distdl_rma import MismatchError, distribute, shard
 from distdl_rma.layers import DistributedLinear
 from distdl_rma.model import copies
 from distdl_rma.model.copies import Copies
@@ -140,6 +140,18 @@ def test_inputs_that_differ_later(model, x, odd):
     with pytest.raises(MismatchError, match="an input of a distributed model differs"):
         model(x, time + odd)
     model(x, time)
+
+
+def test_inputs_beside_split_ones_on_fewer_ranks(P_world, x, comm):
+    grid = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    first = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1, 1))
+    model, time = distribute(Net().eval(), grid), torch.ones(3)
+    with torch.no_grad():
+        if comm.rank == 0:
+            model(shard(first, x), time)
+        for _ in range(2):
+            model(shard(grid, x), time)
+    model.distributed.close()
 
 
 def test_parameters_may_be_replaced_and_moved(model, x):

@@ -119,6 +119,11 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Te
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 
 
+def is_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has all its elements in this process's memory, as ``as_words`` takes them."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
 def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     """Bits of a CPU tensor as numpy words, in its shape; no copy, but of lazy conjugates or negatives."""
     plain = tensor.detach() if tensor.requires_grad else tensor
