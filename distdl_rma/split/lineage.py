@@ -7,6 +7,7 @@ call of a model.
 
 from __future__ import annotations
 
+from cmath import isnan
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,8 +24,9 @@ from distdl_rma.split.table import name_of
 _UNFOLLOWED = frozenset({"query", "value", "gradient", "registered"})
 _RECENT = 256
 _LARGE, _MASK = 1 << 40, (1 << 62) - 1
-_MINUS_ONE = -(1 << 39) - 1
-_NUMBERS = frozenset({int, float, bool, complex})
+_MINUS_ONE, _NAN = -(1 << 39) - 1, -(1 << 39) - 3
+_INEXACT = frozenset({float, complex})
+_NUMBERS = _INEXACT | {int, bool}
 # Backwards of one step that are told of.
 _FEW = 8
 # Elements of what is computed of parameters.
@@ -80,8 +82,9 @@ class Lineage:
     def _told(self, argument: Any) -> Any:
         kind = argument.__class__
         if kind in _NUMBERS:
-            # Of which Python makes the hash of -2.
-            return argument if argument != -1 else _MINUS_ONE
+            # Python gives -1 the hash of -2, and each object that is NaN another.
+            nan = kind in _INEXACT and isnan(argument)
+            return _NAN if nan else argument if argument != -1 else _MINUS_ONE
         if kind is str:
             return self._names[argument]
         if kind in TENSORS:

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -62,9 +63,15 @@ def plainly(argument: Any) -> Any:
         return [*map(plainly, argument)]
     if isinstance(argument, (torch.dtype, torch.device, torch.memory_format, torch.layout)):
         return str(argument)
-    if not isinstance(argument, torch.Tensor) and hasattr(argument, "item"):
-        return plainly(argument.item())
+    if isinstance(argument, (np.generic, np.ndarray)):
+        return _array(argument) if argument.ndim else plainly(argument.item())
     return kind.__name__
+
+
+def _array(argument: Any) -> list[Any]:
+    # As an index is one.
+    number = 0 if argument.dtype.hasobject else crc32(argument.tobytes())
+    return [argument.dtype.str, *argument.shape, number]
 
 
 def spoken(words: Sequence[Any]) -> str:

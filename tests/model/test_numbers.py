@@ -1,5 +1,6 @@
 """Numbers that are not alike on all ranks: found at the end of a call, or when the next one begins."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ INSIDE = {
     "dimension": (lambda y, odd: y.cumsum(-3 - odd), "cumsum .*-4"),
     "slice": (lambda y, odd: y[..., odd : odd + 2], r"getitem.*\[0, 2, None\].*\[1, 3, None\]"),
     "graph": (lambda y, odd: _with_graph(not odd, y.abs), "another grad mode"),
+    "array": (lambda y, odd: y[..., np.array([0, 2 + odd])], r"getitem.*'<i8', 2"),
     "type": (lambda y, odd: y.to(torch.bfloat16 if odd else torch.float16).float(), "bfloat16"),
 }
 
@@ -85,6 +87,13 @@ def test_what_one_rank_computes_for_itself_is_free(model, x, odd):
             assert (loss.detach() * 100).item() > 0
             assert (loss / 3).item() > 0
         (loss / 2).backward()
+    model(x)
+
+
+def test_losses_with_arrays_and_what_is_no_number(model, x):
+    for _ in range(3):
+        y = model(x)[:, :, np.array([0, 2])]
+        torch.where(y > 1e9, float("nan"), y).masked_fill(y < -1e9, float("nan")).sum().backward()
     model(x)
 
 
