@@ -53,8 +53,9 @@ class Distributed:
         check_copies: bool,
     ) -> None:
         self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
-        self._checks, self._is_copy = check_copies, False
-        LINEAGE.on += check_copies
+        self._checks = self._follows = check_copies
+        if check_copies:
+            LINEAGE.begin(machine)
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -93,7 +94,7 @@ class Distributed:
         memo[id(self)] = twin
         vars(twin).update(vars(self))
         # Those that a copy on some ranks alone makes are none of the others' business.
-        twin._is_copy = True
+        twin._follows = False
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._handles = copy.deepcopy(self._handles, memo)
@@ -140,7 +141,7 @@ class Distributed:
         """Make the model what it was, on plain tensors; local, idempotent."""
         if self._sync is not None:
             self._sync.close()
-        if self._handles and self._checks and not self._is_copy:
+        if self._handles and self._follows:
             LINEAGE.on -= 1
         for handle in self._handles:
             handle.remove()

@@ -52,6 +52,14 @@ class Lineage:
         # Of the last results: number, function, and numbers of all arguments.
         self._recent: deque[tuple[int, Any, list[Any]]] = deque(maxlen=_RECENT)
 
+    def begin(self, machine: Machine) -> None:
+        """Follow them for a model of a machine, all ranks of which do so; what was before is not compared.
+
+        Until then some ranks alone may have followed them, for a model that others had closed.
+        """
+        self.on += 1
+        machine.kept.pop("backwards", None)
+
     def follow(
         self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:

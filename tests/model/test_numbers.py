@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import MismatchError
+from distdl_rma import MismatchError, distribute
+from distdl_rma.split.lineage import LINEAGE
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -95,6 +96,23 @@ def test_losses_with_arrays_and_what_is_no_number(model, x):
         y = model(x)[:, :, np.array([0, 2])]
         torch.where(y > 1e9, float("nan"), y).masked_fill(y < -1e9, float("nan")).sum().backward()
     model(x)
+
+
+def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, odd, monkeypatch):
+    monkeypatch.setattr(LINEAGE, "on", 0)
+    first, other = distribute(Net(), {"H": -1}), distribute(Net(), {"H": -1}, check_copies=False)
+    loss = other(x).sum()
+    if odd:
+        first.distributed.close()
+    loss.backward()
+    if not odd:
+        first.distributed.close()
+    last = distribute(Net(), {"H": -1})
+    last(x).sum().backward()
+    with last.distributed.unchecked():
+        last.distributed.close()
+    other.distributed.close()
+    assert LINEAGE.on == 0
 
 
 def test_slices_that_are_written_belong_to_what_is_computed(model, x, odd):
