@@ -56,8 +56,9 @@ def plainly(argument: Any) -> Any:
         argument = argument.start, argument.stop, argument.step
     if isinstance(argument, Mapping):
         argument = [*argument, *argument.values()]
-    if kind is tuple and len(_KNOWN) < _MOST_KNOWN and all(one.__class__ in WORDS for one in argument):
-        _KNOWN.add(argument)
+    if kind is tuple and all(one.__class__ in WORDS for one in argument):
+        # Known or not, it is said alike: other ranks may have met others.
+        _KNOWN.add(argument) if len(_KNOWN) < _MOST_KNOWN else None
         return argument
     if isinstance(argument, (tuple, list)):
         return [*map(plainly, argument)]

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import MismatchError, distribute
+from distdl_rma.split import said
 from distdl_rma.split.lineage import LINEAGE
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
@@ -113,6 +114,15 @@ def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, 
         last.distributed.close()
     other.distributed.close()
     assert LINEAGE.on == 0
+
+
+def test_a_rank_that_has_met_many_tuples_says_the_same(model, x, odd, monkeypatch):
+    monkeypatch.setattr(said, "_KNOWN", set())
+    if odd:
+        monkeypatch.setattr(said, "_MOST_KNOWN", 0)
+    model.act = lambda y: F.pad(y, (1, 1, 0, 0))
+    for _ in range(2):
+        model(x).sum().backward()
 
 
 def test_slices_that_are_written_belong_to_what_is_computed(model, x, odd):
