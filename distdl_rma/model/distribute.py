@@ -93,8 +93,9 @@ class Distributed:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
-        # Those that a copy on some ranks alone makes are none of the others' business.
-        twin._follows = False
+        # It compares them as well, also when the model is closed; where only some ranks have a copy, the next
+        # model begins anew.
+        LINEAGE.on += twin._follows
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._handles = copy.deepcopy(self._handles, memo)

@@ -1,5 +1,7 @@
 """Numbers that are not alike on all ranks: found at the end of a call, or when the next one begins."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,21 @@ def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, 
     with last.distributed.unchecked():
         last.distributed.close()
     other.distributed.close()
+    assert LINEAGE.on == 0
+
+
+def test_a_copy_follows_backwards_when_its_model_is_closed(P_world, x, odd, monkeypatch):
+    monkeypatch.setattr(LINEAGE, "on", 0)
+    model = distribute(Net(), {"H": -1})
+    twin = copy.deepcopy(model)
+    loss = twin(x).sum()
+    if odd:
+        model.distributed.close()
+    loss.backward()
+    if not odd:
+        model.distributed.close()
+    twin(x).sum().backward()
+    twin.distributed.close()
     assert LINEAGE.on == 0
 
 
