@@ -20,6 +20,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.alike import Alike
 from distdl_rma.model.calls import Calls, Drawn, modes
+from distdl_rma.model.entering import Enter
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
@@ -69,7 +70,7 @@ class Distributed:
                 synchronise(parameter, True)
         moves, elsewhere = fallback == "move", not self._synchronises
         for path, module in model.named_modules():
-            enter = _Enter(path, module, moves, elsewhere)
+            enter = Enter(path, module, moves, elsewhere)
             self._handles += [
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(site.leave, always_call=True),
@@ -287,35 +288,6 @@ _NO_GRAPH = (
 )
 _NOT_COMPILED = refuse_compiled(_NO_GRAPH)
 _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
-
-
-class _Enter:
-    # Calls from here on are those of the module of a path.
-    def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
-        self.place = path or "model", moves, elsewhere
-        # Whether it only calls modules in turn, or functions alone, by code of torch.
-        self.in_turn = type(module) is nn.Sequential
-        self.alone = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
-        # The outermost module has more hooks that are no user's.
-        self.hooks = (1, 1) if path else (3, 2)
-
-    def __call__(self, module: nn.Module, _args: Any) -> None:
-        known = site.THREAD.stack[-1][3] if self.in_turn or self.alone else None
-        if known is None and self.in_turn:
-            known = []
-        if known is not None and self._runs_more(module):
-            known = None
-        site.THREAD.stack.append((*self.place, known, self.alone))
-        if (module._backward_hooks or module._backward_pre_hooks) and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{self.place[0]}: backward hooks of modules come from a graph that split tensors do not"
-                " have; call register_hook on its input or output in a forward hook instead"
-            )
-
-    def _runs_more(self, module: nn.Module) -> bool:
-        # Code of the user, in hooks or in the place of its forward.
-        hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
-        return hooks != self.hooks or "forward" in module.__dict__
 
 
 def distribute(

@@ -1,12 +1,10 @@
 """Calls of a distributed model that some ranks begin, go through or end otherwise than others."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
 
-from distdl_rma import MismatchError, UnsupportedError, distribute, shard
+from distdl_rma import MismatchError, UnsupportedError, shard
 from distdl_rma.model.calls import Calls
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.site import Trail
@@ -137,25 +135,3 @@ def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd
         calls.begin((odd,), lambda: "is odd" if odd else "is even")
     calls.begin((), str)
     calls.end(Trail())
-
-
-def test_torchs_modules_call_where_the_user_calls_the_outermost_and_hooks_where_they_are(
-    P_world, x, monkeypatch
-):
-    ways, end = [], Calls.end
-
-    def noted(calls, trail):
-        ways.append([step.place.where for step in trail.steps])
-        end(calls, trail)
-
-    monkeypatch.setattr(Calls, "end", noted)
-    parts = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.Sigmoid()), nn.Conv2d(1, 1, 3), nn.ReLU())
-    parts[2].register_forward_hook(lambda module, given, y: torch.abs(y))
-    model = distribute(parts, {"H": -1})
-    for _ in range(2):
-        model(x)
-    model(x)
-    model.distributed.close()
-    line = sys._getframe().f_code.co_firstlineno
-    hook, loop, last = (f"test_calls.py:{line + n}" for n in (11, 14, 15))
-    assert ways == [[at, at, at, at, hook, at] for at in (loop, loop, last)]
