@@ -22,31 +22,31 @@ class JoinedTile:
     """A block of data that outputs read, some of its own data among it; boxes have batch, channel and space.
 
     Beyond the domain is the padding, zeros: torch's own along dimensions where it is as wide on both sides,
-    others are ``held`` beside the data. The stencil has windows of all tensor dimensions.
+    others are ``held`` beside the data.
     """
 
-    stencil: Stencil
-    domain: Box
-    own: Box
-    outputs: Box
-    groups: int = 1
+    parts: OwnAndHalo
 
     @cached_property
     def region(self) -> Box:
         """What is read, padding included."""
-        return self.stencil.reads(self.outputs)
+        return self.parts.stencil.reads(self.parts.outputs)
 
     @cached_property
     def inside(self) -> Box:
         """What is read of the domain."""
-        return self.region & self.domain
+        return self.region & self.parts.domain
 
     @cached_property
     def padding(self) -> tuple[int | None, ...]:
         """Torch's own padding per dimension; None where zeros are held."""
         found: list[int | None] = []
         for window, (low, high), (start, _), (first, last) in zip(
-            self.stencil.windows, self.inside.bounds, self.region.bounds, self.outputs.bounds, strict=True
+            self.parts.stencil.windows,
+            self.inside.bounds,
+            self.region.bounds,
+            self.parts.outputs.bounds,
+            strict=True,
         ):
             before = low - start
             most = (high - low + 2 * before - window.span) // window.stride + 1
@@ -62,13 +62,13 @@ class JoinedTile:
     @cached_property
     def place(self) -> Slices:
         """Slices of own data in it."""
-        return (self.own & self.inside).slices(self.held)
+        return (self.parts.own & self.inside).slices(self.held)
 
     @cached_property
     def read(self) -> Slices | None:
         """Slices of own data that are read; None if all are."""
-        read = self.own & self.inside
-        return None if read == self.own else read.slices(self.own)
+        read = self.parts.own & self.inside
+        return None if read == self.parts.own else read.slices(self.parts.own)
 
     @cached_property
     def zeros(self) -> list[Slices]:
@@ -82,7 +82,7 @@ class JoinedTile:
     @cached_property
     def steps(self) -> ConvolutionArguments:
         """What torch's convolution of it wants to know."""
-        steps = ConvolutionArguments.of(Stencil(self.stencil.windows[LEADING:]), self.groups)
+        steps = ConvolutionArguments.of(Stencil(self.parts.stencil.windows[LEADING:]), self.parts.groups)
         return steps._replace(padding=tuple(n or 0 for n in self.padding[LEADING:]))
 
     def hold(self, x: Tensor, tensor: Tensor) -> None:
@@ -96,7 +96,7 @@ class JoinedTile:
         part = tensor[self.place]
         if self.read is None:
             return part
-        whole = part.new_zeros(self.own.shape)
+        whole = part.new_zeros(self.parts.own.shape)
         whole[self.read] = part
         return whole
 
@@ -110,7 +110,7 @@ class JoinedConvolution:
         self.kept = tile.held.volume * halo.dtype.itemsize < SMALLEST_NBYTES
         # A halo arrives where the adjoint sends from.
         self.remote = [piece.box.slices(tile.held) for piece in halo.forward.receives]
-        self.edges = [piece.box.slices(tile.own) for piece in halo.forward.sends]
+        self.edges = [piece.box.slices(tile.parts.own) for piece in halo.forward.sends]
 
     def __call__(self, needs: GradientNeeds, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs of the tile; blocking."""
@@ -193,6 +193,6 @@ def joined(site: CallSite, parts: OwnAndHalo, halo: Movement) -> JoinedConvoluti
 
     Ranks may differ in that: what travels is the same as where core and strips are convolved apart.
     """
-    tile = JoinedTile(parts.stencil, parts.domain, parts.own, parts.outputs, parts.groups)
-    works = not tile.outputs.empty and not (tile.own & tile.inside).empty
+    tile = JoinedTile(parts)
+    works = not parts.outputs.empty and not (parts.own & tile.inside).empty
     return JoinedConvolution(site, tile, halo) if works else None

@@ -20,18 +20,18 @@ from tests.ops.conv.test_own_and_halo import random_parts
 def test_one_convolution_of_a_tile_is_its_part_of_the_whole(seed):
     torch.manual_seed(seed)
     stencil, parts, (low, high) = random_parts(random.Random(seed))
-    tile = JoinedTile(parts.stencil, parts.domain, parts.own, parts.outputs)
-    x = torch.randn(tile.domain.shape, dtype=torch.float64)
+    tile = JoinedTile(parts)
+    x = torch.randn(parts.domain.shape, dtype=torch.float64)
     weight = torch.randn(2, high - low, *(w.kernel for w in stencil.windows), dtype=torch.float64)
     # All that is read, with zeros beyond the domain.
     whole = torch.zeros(tile.region.shape, dtype=torch.float64)
     inside = tile.inside.slices(tile.region)
-    whole[inside] = x[tile.inside.slices(tile.domain)]
+    whole[inside] = x[tile.inside.slices(parts.domain)]
     data = torch.full(tile.held.shape, torch.nan, dtype=torch.float64)
     # What is remote comes before or after.
     data[tile.inside.slices(tile.held)] = whole[inside]
     data[tile.place] = torch.nan
-    tile.hold(x[tile.own.slices(tile.domain)], data)
+    tile.hold(x[parts.own.slices(parts.domain)], data)
     plain = ConvolutionArguments.of(stencil, 1)
     exactly = {"rtol": 1e-11, "atol": 1e-11}
     y = convolution(whole, weight, None, plain)
@@ -41,9 +41,9 @@ def test_one_convolution_of_a_tile_is_its_part_of_the_whole(seed):
     found, taps, _ = convolution_adjoint(gradient, data, weight, tile.steps, needs)
     torch.testing.assert_close(taps, wanted, **exactly)
     torch.testing.assert_close(found[tile.inside.slices(tile.held)], expected[inside], **exactly)
-    mine = torch.zeros(tile.own.shape, dtype=torch.float64)
-    read = tile.own & tile.inside
-    mine[read.slices(tile.own)] = expected[read.slices(tile.region)]
+    mine = torch.zeros(parts.own.shape, dtype=torch.float64)
+    read = parts.own & tile.inside
+    mine[read.slices(parts.own)] = expected[read.slices(tile.region)]
     torch.testing.assert_close(tile.own_part(found), mine, **exactly)
 
 
