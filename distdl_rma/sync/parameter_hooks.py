@@ -67,9 +67,11 @@ def contribution(
     # What all ranks have alike, as of a penalty on weights, the first contributes for all of them.
     found = None
     if not RUNNING.depth:
-        if all_alike(parameter):
+        alike = all_alike(parameter)
+        if alike:
             AlikeGradients.of(machine, alike_on).note(slot.entry.name, computed)
-        found = None if slot.speaks else own_part(parameter, computed)
+        if not slot.speaks:
+            found = torch.zeros_like(computed) if alike else own_part(parameter)
     if len(parameter._post_accumulate_grad_hooks) > 1:
         label = machine.labels.readable(slot.entry.name)
         raise UnsupportedError(

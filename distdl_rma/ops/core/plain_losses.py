@@ -167,9 +167,7 @@ def _leave(handles: list[Any]) -> None:
 
 
 def all_alike(parameter: torch.Tensor) -> bool:
-    """Whether all ranks have all of a gradient alike in the running backward."""
-    if RUNNING.depth:
-        return False
+    """Whether all ranks have all of a gradient alike in the running backward, no split tensor's own."""
     if RUNNING.number != number_of_backward():
         if not _is_own():
             return True
@@ -177,11 +175,9 @@ def all_alike(parameter: torch.Tensor) -> bool:
     return RUNNING.behind is not None and id(parameter) not in RUNNING.behind
 
 
-def own_part(parameter: torch.Tensor, computed: torch.Tensor) -> torch.Tensor | None:
-    """Of a gradient what is a contribution, without what all ranks have alike; None if all of it is."""
-    if all_alike(parameter):
-        return torch.zeros_like(computed)
-    return None if RUNNING.depth or RUNNING.behind is None else RUNNING.behind[id(parameter)]
+def own_part(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What is a contribution of a gradient that is not all alike, without what is; None if all of it is."""
+    return None if RUNNING.behind is None else RUNNING.behind[id(parameter)]
 
 
 class AlikeGradients:
