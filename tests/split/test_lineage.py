@@ -1,0 +1,61 @@
+"""Numbers of results by the functions and arguments that they came from."""
+
+import pytest
+import torch
+
+from distdl_rma.split.lineage import Lineage
+
+
+@pytest.fixture
+def way():
+    lineage = Lineage()
+
+    def way(function, *args, kind="pointwise", **kwargs):
+        result = torch.zeros(2)
+        lineage.follow(kind, function, args, kwargs, result)
+        return result
+
+    return way
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(1, 2), (-1, -2), (0.5, 1.5), (1.0, float("nan")), ("sum", "mean"), ((1, 2), (2, 1))]
+)
+def test_what_is_told_otherwise_has_another_number(way, one, other):
+    x = way(torch.relu)
+    assert way(torch.mul, x, one)._way == way(torch.mul, x, one)._way != way(torch.mul, x, other)._way
+    assert way(torch.mul, x, by=one)._way != way(torch.mul, x, by=other)._way
+
+
+def test_each_nan_is_the_same(way):
+    x = way(torch.relu)
+    assert way(torch.mul, x, float("nan"))._way == way(torch.mul, x, float("nan"))._way
+
+
+def test_results_go_on_from_their_arguments(way):
+    x, y = way(torch.relu), way(torch.abs)
+    assert x._way != y._way and way(torch.square, x)._way != way(torch.square, y)._way
+
+
+def test_labels_and_grad_modes_count(way):
+    x, labels = way(torch.relu), torch.ones(3)
+    found = way(torch.sub, x, labels)._way
+    assert found == way(torch.sub, x, labels.clone())._way != way(torch.sub, x, labels + 1)._way
+    with torch.no_grad():
+        assert way(torch.sub, x, labels)._way != found
+
+
+def test_what_is_computed_of_weights_counts_to_three_digits(way):
+    x, term = way(torch.relu), torch.ones(2, requires_grad=True) * 0.5
+    found = way(torch.add, x, term)._way
+    assert found == way(torch.add, x, term * (1 + 1e-6))._way != way(torch.add, x, term * 1.1)._way
+
+
+def test_what_only_asks_is_not_followed(way):
+    assert not hasattr(way(torch.Tensor.size, kind="query"), "_way")
+
+
+def test_several_results_have_numbers_of_their_own():
+    lineage, parts = Lineage(), [torch.zeros(1), torch.zeros(1)]
+    lineage.follow("movement", torch.chunk, (torch.zeros(2), 2), {}, parts)
+    assert parts[0]._way != parts[1]._way
