@@ -30,6 +30,8 @@ DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)')
 
 # The ranks share the cores of this machine: a thread each, unless the user says otherwise.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import the same files: what they compile is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory

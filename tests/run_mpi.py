@@ -84,8 +84,12 @@ def mpiexec(ranks: int) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment in which every test starts its launcher: one thread per rank, this package."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    """Return the environment in which every test starts its launcher: one thread per rank, this package.
+
+    What a rank compiles is kept for all others and for the next job, also where Python is told otherwise.
+    """
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    ours["PYTHONPATH"] = str(Path(__file__).parents[1])
     return OPEN_MPI | os.environ | ours | changes
 
 
