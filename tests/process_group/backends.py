@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import distdl_rma  # noqa: F401  # known to torch from here on
+from tests.two_hosts import CABLE, RANKS_VARIABLE
 
 with warnings.catch_warnings():
     # They still use what torch itself calls deprecated.
@@ -56,7 +57,7 @@ def process_group(comm: MPI.Intracomm, backend: str = BACKEND, **options: Any) -
 def store(comm: MPI.Intracomm) -> Iterator[dist.Store]:
     """Where gloo's ranks meet: a file, as a port that is free now may be taken before it is used."""
     # Else gloo looks for the address of this host's name, which takes seconds where nobody knows it.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", CABLE if RANKS_VARIABLE in os.environ else "lo")
     name = f"distdl_rma-gloo-{os.getpid()}-{time.monotonic_ns()}"
     path = Path(comm.bcast(f"{tempfile.gettempdir()}/{name}"))
     if comm.rank == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import MismatchError
+from distdl_rma.errors import MismatchError, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.process_group.collectives.calls import DIGEST_BYTES, SAID_BYTES, Call, Kinds, text_said
 from distdl_rma.segments.manager import SegmentManager
@@ -41,11 +41,13 @@ class Rounds:
     one raises ``MismatchError``, on all ranks, since all ranks see the first word of a call of all. Of a kind
     that has no number yet they compare what identifies it.
 
-    Collective over ``ranks`` to construct, blocking.
+    Collective over ``ranks`` to construct, blocking. ``PartitionError``, on all of them and before they talk,
+    where they do not all reach each other's memory.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
         self.manager, self.ranks, self.name = manager, tuple(ranks), name
+        self._check_reach()
         self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
         self.crowded = manager.segment.crowded
         room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
@@ -91,6 +93,15 @@ class Rounds:
         self._first = self._kind = self._past = 0
         self._said: list[Call | None] = [None] * _PARITIES
         self._late: tuple[int, ...] = ()
+
+    def _check_reach(self) -> None:
+        nodes = [set(node).intersection(self.ranks) for node in self.manager.segment.direct_nodes]
+        parts = sorted(sorted(node) for node in nodes if node)
+        if len(parts) > 1:
+            raise PartitionError(
+                f"group {self.name!r}: rounds are for ranks that reach each other's memory, but of"
+                f" {list(self.ranks)} {parts[0]} do not reach {parts[1]}: these are on another node"
+            )
 
     def slots(self, dtype: np.dtype[Any]) -> list[tuple[Array, Array]]:
         """Everyone's slots, of even and of odd rounds, as arrays of a type; kept."""

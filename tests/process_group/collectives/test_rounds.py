@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from distdl_rma.errors import MismatchError
+from distdl_rma.errors import MismatchError, PartitionError
 from distdl_rma.process_group.collectives.calls import Call
+from distdl_rma.process_group.collectives.rounds import Rounds
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -63,3 +64,11 @@ def test_memory_is_ones_own_when_all_the_others_have_left(rounds, comm):
         rounds.leave()
     comm.Barrier()
     assert rounds.left()
+
+
+def test_ranks_that_do_not_reach_each_others_memory_are_refused_on_all_of_them(machine, comm):
+    if len(machine.segments.segment.direct_nodes) == 1:
+        pytest.skip("the ranks reach each other's memory")
+    with pytest.raises(PartitionError, match=r"group 'apart': .* of \[0, .* do not reach .* on another node"):
+        Rounds(machine.segments, machine.ranks, "apart")
+    comm.Barrier()
