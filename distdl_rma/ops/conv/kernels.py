@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,15 @@ from distdl_rma.ops.core.tensors import sum_dtype
 
 # Types that oneDNN computes in.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
+# Torch leaves a convolution of one sample of no more elements, the last dimension of volumes apart, to kernels
+# of its own. That of a volume takes oneDNN a fifth to a tenth of the time, from so many products on, for each
+# number of dimensions in space; for fewer ones it takes longer to begin.
+_LEFT_BY_TORCH, _WORTH_ONEDNN = 20480, {2: 1 << 22, 3: 1 << 20}
+# OneDNN orders channels in blocks of so many, filled up with zeros, where it does not take them as they are.
+_CHANNELS_OF_BLOCK = 16
+_onednn_enabled: Callable[[], bool] = (
+    torch._C._get_mkldnn_enabled if torch.backends.mkldnn.is_available() else bool
+)
 # Whether the gradients of the input, of the weight and of the bias are wanted.
 Needs = tuple[bool, bool, bool]
 
@@ -47,6 +57,19 @@ class ConvolutionArguments(NamedTuple):
             for n, k, s, p, d in zip(extents, kernel, self.stride, self.padding, self.dilation, strict=True)
         )
 
+    def windows(self, extents: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
+        """Extents of the output of a convolution, of the input of a transposed one."""
+        return tuple(
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(extents, kernel, self.stride, self.padding, self.dilation, strict=True)
+        )
+
+    def mirrored(self, kernel: Sequence[int]) -> ConvolutionArguments | None:
+        """Steps of the convolution that the gradient of the input is, by the mirrored kernel; or None."""
+        padding = tuple(d * (k - 1) - p for k, p, d in zip(kernel, self.padding, self.dilation, strict=True))
+        plain = max(self.stride) == 1 and self.groups == 1 and not self.transposed and min(padding) >= 0
+        return self._replace(padding=padding) if plain else None
+
     def outputs(self, extents: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
         """Extents of the output of a transposed convolution."""
         return tuple(
@@ -61,28 +84,97 @@ class ConvolutionArguments(NamedTuple):
         return stride, padding, dilation, transposed, (0,) * len(stride), groups
 
 
+class Way(NamedTuple):
+    """On which way a convolution is computed."""
+
+    safe: bool = False  # whether oneDNN's kernels are right
+    chosen: bool = False  # whether they are called though torch would not
+    mirrored: ConvolutionArguments | None = None  # of the convolution that the gradient of the input is
+    front: int = 0  # zeros to have ahead of and behind a volume for the gradient of the weight
+
+    @classmethod
+    def of(
+        cls, steps: ConvolutionArguments, x: Sequence[int], weight: Sequence[int], dtype: torch.dtype
+    ) -> Way:
+        """That of an input and a weight of such shapes."""
+        extents, kernel, empty = x[2:], weight[2:], 0 in x
+        block = steps.outputs(extents, kernel) if steps.transposed else extents
+        if dtype in _AT_FAULT and not empty and not steps.fills(block, kernel, dtype.itemsize < 4):
+            return cls()
+        least = _WORTH_ONEDNN.get(len(extents))
+        if least is None or dtype != torch.float32 or steps.groups > 1 or steps.transposed or empty:
+            return cls(safe=True)
+        outputs = steps.windows(extents, kernel)
+        if prod(weight) * prod(outputs) < least or max(kernel[-2:]) == 1:
+            return cls(safe=True)
+        chosen = x[0] == 1 and prod(x[:4]) <= _LEFT_BY_TORCH
+        mirrored = steps.mirrored(kernel) if chosen or weight[0] < _CHANNELS_OF_BLOCK else None
+        if mirrored is not None and not mirrored.fills(outputs, kernel, short=False):
+            mirrored = None
+        # The kernels for few channels have no padding there.
+        narrow = len(extents) == 3 and x[1] < _CHANNELS_OF_BLOCK
+        return cls(True, chosen, mirrored, steps.padding[0] if narrow else 0)
+
+
+_AS_TORCH = Way(safe=True)
+# Asked for every patch of every step, mostly of the same few shapes.
+_way = lru_cache(maxsize=1024)(Way.of)
+
+
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> Tensor:
     """Local convolution by torch, also under autograd.
 
     Torch's oneDNN kernels are at fault where windows stick out of a block on either side: they write beyond
     their memory, or leave weight gradients of taps that meet padding only unset, and in 16 bits outputs too.
     Whole images are rarely as narrow, shards of them are. These are computed by torch's own kernels, in the
-    type that sums are taken in.
+    type that sums are taken in. Others, which torch would leave to its own kernels though oneDNN's take less,
+    are computed by these.
     """
-    if _safe(x, weight, steps):
-        stride, padding, dilation, groups, transposed = steps
-        nothing = (0,) * len(stride)
-        return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, nothing, groups)
-    y: Tensor = _Plain.apply(x, weight, bias, steps)
-    return y
+    way = _way(steps, x.shape, weight.shape, x.dtype)
+    if not way.safe:
+        plain: Tensor = _Plain.apply(x, weight, bias, steps)
+        return plain
+    stride, padding, dilation, groups, transposed = steps
+    if way.chosen and _onednn_enabled():
+        if torch.is_grad_enabled():
+            chosen: Tensor = _Chosen.apply(x, weight, bias, steps)
+            return chosen
+        return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
+    nothing = (0,) * len(stride)
+    return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, nothing, groups)
 
 
 def convolution_adjoint(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of the input, the weight and the bias of :func:`convolution`, those that are needed."""
-    if not _safe(x, weight, steps):
+    way = _way(steps, x.shape, weight.shape, x.dtype)
+    if not way.safe:
         return _adjoint(gradient, x, weight, steps, needs)
+    if way == _AS_TORCH or not _onednn_enabled():
+        return _adjoint_by_torch(gradient, x, weight, steps, needs)
+    inner, others = None, needs
+    if needs[0] and way.mirrored is not None:
+        stride, padding, dilation, groups, _ = way.mirrored
+        turned = weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
+        inner = torch.mkldnn_convolution(gradient, turned, None, padding, stride, dilation, groups)
+        others = False, *needs[1:]
+    if True not in others:
+        return inner, None, None
+    if way.front and not others[0]:
+        x = torch.constant_pad_nd(x, (0, 0, 0, 0, way.front, way.front))
+        steps = steps._replace(padding=(0, *steps.padding[1:]))
+    # Torch leaves tensors of oneDNN to it.
+    operand = x.to_mkldnn() if way.chosen else x
+    found, taps, offsets = _adjoint_by_torch(gradient, operand, weight, steps, others)
+    if inner is None and found is not None:
+        inner = found.to_dense() if way.chosen else found
+    return inner, taps, offsets
+
+
+def _adjoint_by_torch(
+    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     stride, padding, dilation, groups, transposed = steps
     behind = stride, padding, dilation, transposed, (0,) * len(stride), groups, needs
     channels = (gradient.shape[1],) if needs[2] else None
@@ -121,6 +213,25 @@ class _Plain(OperatorFunction):
         return *_adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
 
 
+class _Chosen(OperatorFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.steps = steps
+        stride, padding, dilation, groups, _ = steps
+        return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        # Tensors of oneDNN have no second derivatives.
+        adjoint = _adjoint_by_torch if torch.is_grad_enabled() else convolution_adjoint
+        return *adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
+
+
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     # Not by torch's own context, which also sets, and warns of, what it is not asked for.
@@ -131,17 +242,3 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         switch.enabled = before
-
-
-def _safe(x: Tensor, weight: Tensor, steps: ConvolutionArguments) -> bool:
-    if x.dtype not in _AT_FAULT or 0 in x.shape:
-        return True
-    return _wide_enough(steps, x.shape[2:], weight.shape[2:], x.dtype.itemsize < torch.float32.itemsize)
-
-
-# Asked for every patch of every step, mostly of the same few shapes.
-@lru_cache(maxsize=1024)
-def _wide_enough(
-    steps: ConvolutionArguments, extents: tuple[int, ...], kernel: tuple[int, ...], short: bool
-) -> bool:
-    return steps.fills(steps.outputs(extents, kernel) if steps.transposed else extents, kernel, short)

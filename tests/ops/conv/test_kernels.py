@@ -1,12 +1,14 @@
 """Convolutions of blocks that are narrower than their windows, in the types that oneDNN computes."""
 
+import itertools
 import random
 
 import pytest
 import torch
 
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convolution_adjoint
+from distdl_rma.ops.conv import kernels
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, Way, convolution, convolution_adjoint
 from tests.layers import sequential
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -124,6 +126,92 @@ def test_images_are_left_to_the_fast_kernels():
         # Rows that come from a neighbour, as many as windows reach over.
         rows = dilation * (kernel - 1)
         assert steps._replace(padding=(0, padding)).fills((rows, n), (kernel - 1, kernel), short=False)
+
+
+# Kernel, stride, padding, dilation, channels and extents.
+CHOSEN = [
+    ((3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (8, 8), (12, 10, 11)),
+    ((3, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), (16, 9), (12, 10, 11)),
+    ((3, 3, 3), (1, 1, 1), (2, 0, 2), (2, 1, 1), (3, 32), (12, 10, 11)),
+    ((2, 1, 3), (1, 1, 1), (0, 0, 2), (1, 1, 1), (20, 20), (12, 10, 11)),
+    ((3, 3, 3), (2, 1, 2), (1, 1, 1), (1, 1, 1), (8, 24), (17, 16, 18)),
+    ((1, 3, 3), (1, 1, 1), (0, 3, 3), (1, 1, 1), (12, 12), (12, 10, 11)),
+    ((3, 3), (1, 1), (1, 1), (1, 1), (48, 48), (16, 16)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "channels", "extents"), CHOSEN)
+def test_what_torch_leaves_to_slow_kernels_is_convolved_as_in_float64(
+    kernel, stride, padding, dilation, channels, extents
+):
+    steps, dims = ConvolutionArguments(stride, padding, dilation, 1), len(kernel)
+    inner, outer = channels
+    torch.manual_seed(1)
+    # No block of its own in memory, as parts of shards have none.
+    x = torch.randn(1, inner + 1, *extents)[:, 1:].requires_grad_()
+    weight, bias = torch.randn(outer, inner, *kernel).requires_grad_(), torch.randn(outer).requires_grad_()
+    way = Way.of(steps, x.shape, weight.shape, x.dtype)
+    assert way.safe and way.chosen
+    # Windows that begin far ahead of the volume are no convolution backwards.
+    turns = max(stride) == 1 and all(p < k for p, k in zip(padding, kernel, strict=True))
+    assert (way.mirrored is not None) == turns
+    behind = stride, padding, dilation, False, (0,) * dims, 1
+    exact = torch.convolution(x.double(), weight.double(), bias.double(), *behind).detach()
+    gradient = torch.randn(exact.shape)
+    with torch.no_grad():
+        wanted = torch.ops.aten.convolution_backward(
+            gradient.double(), x.double(), weight.double(), (outer,), *behind, (True, True, True)
+        )
+    with torch.no_grad():
+        near(convolution(x, weight, bias, steps), exact, torch.float32, "output")
+        for needs in itertools.product((False, True), repeat=3):
+            found = convolution_adjoint(gradient, x, weight, steps, needs)
+            for mine, right, needed in zip(found, wanted, needs, strict=True):
+                assert mine is not None or not needed
+                if needed:
+                    assert mine.layout == torch.strided
+                    near(mine, right, torch.float32, f"of {needs}")
+    y = convolution(x, weight, bias, steps)
+    near(y.detach(), exact, torch.float32, "output")
+    for create_graph in (False, True):
+        found = torch.autograd.grad(
+            y, (x, weight, bias), gradient, retain_graph=True, create_graph=create_graph
+        )
+        assert all(mine.requires_grad == create_graph for mine in found[:2])
+        for mine, right in zip(found, wanted, strict=True):
+            near(mine.detach(), right, torch.float32, f"gradient, {create_graph}")
+
+
+def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
+    steps, shape, weight = (
+        ConvolutionArguments((1,) * 3, (1,) * 3, (1,) * 3, 1),
+        (1, 8, 8, 9, 9),
+        (8, 8, 3, 3, 3),
+    )
+    assert Way.of(steps, shape, weight, torch.float32).chosen
+    # Torch does so itself with these.
+    assert not Way.of(steps, (2, *shape[1:]), weight, torch.float32).chosen
+    assert not Way.of(steps, (1, 8, 60, 60, 2), weight, torch.float32).chosen
+    # These have fewer products than a call takes time for, no kernels, or only a matrix.
+    as_torch = Way(safe=True)
+    assert Way.of(steps, (1, 8, 4, 4, 4), weight, torch.float32) == as_torch
+    assert Way.of(steps, shape, weight, torch.float64) == as_torch
+    assert (
+        Way.of(steps._replace(padding=(0,) * 3), (1, 64, 20, 9, 9), (64, 64, 1, 1, 1), torch.float32)
+        == as_torch
+    )
+    assert Way.of(steps._replace(groups=2), shape, (8, 4, 3, 3, 3), torch.float32) == as_torch
+    x, kernel = torch.randn(shape), torch.randn(weight)
+    found = convolution(x, kernel, None, steps)
+    with kernels._without_onednn():
+        plain = torch.nn.functional.conv3d(x, kernel, padding=1)
+        assert torch.equal(convolution(x, kernel, None, steps), plain)
+        adjoint = convolution_adjoint(plain, x, kernel, steps, (True, True, True))
+        right = torch.ops.aten.convolution_backward(
+            plain, x, kernel, (8,), *steps.arguments, (True, True, True)
+        )
+        assert all(map(torch.equal, adjoint, right))
+    near(found, plain.double(), torch.float32, "output")
 
 
 @pytest.mark.mpi
