@@ -301,4 +301,100 @@ _CALLBACKS = [
     ),
 ]
 
-MUTANTS: tuple[Mutant, ...] = (*_GEOMETRY, *_PROTOCOL, *_ADJOINTS, *_CALLBACKS)
+_COPIES, _JOINED = (
+    _on(2, "model/test_copies.py"),
+    _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv.py"),
+)
+_NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/collectives/test_by_leaders.py")
+
+_ALIKE = [
+    Mutant(
+        "what one rank alone writes to is seen once its turn has come",
+        "distdl_rma/model/copies.py",
+        "if self._fruitless < _FRUITLESS:",
+        "if self._fruitless > _FRUITLESS:",
+        _COPIES,
+    ),
+    Mutant(
+        "of the tensor behind, bytes are compared from where the one before ended",
+        "distdl_rma/model/copies.py",
+        "self._at, self._offset = self._at + 1, 0\n",
+        "self._at += 1\n",
+        _COPIES,
+    ),
+    Mutant(
+        "where backwards began is not compared",
+        "distdl_rma/model/alike.py",
+        "return hash((held, begun, gradients, *",
+        "return hash((held, gradients, *",
+        _NUMBERS,
+    ),
+    Mutant(
+        "of inputs every call compares the same elements",
+        "distdl_rma/model/alike.py",
+        "*[sample(x, self._numbers[calls.ranks]) for x in inputs]",
+        "*[sample(x) for x in inputs]",
+        _COPIES,
+    ),
+    Mutant(
+        "arrays of one shape are said alike",
+        "distdl_rma/split/said.py",
+        "number = 0 if argument.dtype.hasobject else crc32(argument.tobytes())",
+        "number = 0",
+        _plain("split/test_said.py"),
+    ),
+    Mutant(
+        "other calls sample the same elements",
+        "distdl_rma/split/said.py",
+        "flat[at % stride :: stride]",
+        "flat[::stride]",
+        _plain("split/test_said.py"),
+    ),
+    Mutant(
+        "-1 is said as -2 is",
+        "distdl_rma/split/lineage.py",
+        "argument if argument != -1 else _MINUS_ONE",
+        "argument",
+        _plain("split/test_lineage.py"),
+    ),
+    Mutant(
+        "of several backwards the last one counts alone",
+        "distdl_rma/split/lineage.py",
+        "self.number = number_of(way, self.number)",
+        "self.number = number_of(way)",
+        _NUMBERS,
+    ),
+]
+
+_PARTS = [
+    Mutant(
+        "zeros beyond the domain are not written",
+        "distdl_rma/ops/conv/joined_tile.py",
+        "            tensor[zeros] = 0\n",
+        "            pass\n",
+        _JOINED,
+    ),
+    Mutant(
+        "what comes back replaces the own gradient of a joined tile",
+        "distdl_rma/ops/conv/joined_tile.py",
+        "inner[place].add_(as_tensor",
+        "inner[place].copy_(as_tensor",
+        _JOINED,
+    ),
+    Mutant(
+        "a root that leads no node gets no result",
+        "distdl_rma/process_group/collectives/by_leaders.py",
+        "if root is None or (of_root == self._team and self._teams[self._team][0] != root):",
+        "if root is None:",
+        _LED,
+    ),
+    Mutant(
+        "parts lie in the order of ranks, not of nodes",
+        "distdl_rma/process_group/collectives/by_leaders.py",
+        "self._order = tuple(chain.from_iterable(teams))",
+        "self._order = tuple(sorted(chain.from_iterable(teams)))",
+        _LED,
+    ),
+]
+
+MUTANTS: tuple[Mutant, ...] = (*_GEOMETRY, *_PROTOCOL, *_ADJOINTS, *_CALLBACKS, *_ALIKE, *_PARTS)

@@ -24,7 +24,9 @@ from distdl_rma.split.table import name_of
 _UNFOLLOWED = frozenset({"query", "value", "gradient", "registered"})
 _RECENT = 256
 _LARGE, _MASK = 1 << 40, (1 << 62) - 1
-_MINUS_ONE, _NAN = -(1 << 39) - 1, -(1 << 39) - 3
+# What users may say of which the hash would be that of something else, or another on each rank.
+_MINUS_ONE, _NAN, _NONE = -(1 << 39) - 1, -(1 << 39) - 3, -(1 << 39) - 5
+_MEANT = {_MINUS_ONE: -1, _NAN: float("nan"), _NONE: None}
 _INEXACT = frozenset({float, complex})
 _NUMBERS = _INEXACT | {int, bool}
 # Backwards of one step that are told of.
@@ -100,7 +102,7 @@ class Lineage:
             return _number_of(argument) if way is None else way
         if isinstance(argument, (tuple, list)):
             return tuple([self._told(one) for one in argument])
-        return _LARGE if argument is None else self._told(plainly(argument))
+        return _NONE if argument is None else self._told(plainly(argument))
 
     def begins_backward(self, ends: Sequence[Any]) -> None:
         """Note where a backward begins that all ranks of a partition go."""
@@ -136,10 +138,8 @@ class Lineage:
         # For messages; tensors in tuples.
         if isinstance(told, tuple):
             return [*map(self._said, told)]
-        if told == _LARGE:
-            return None
         if not isinstance(told, int) or abs(told) < _LARGE:
-            return told
+            return _MEANT.get(told, told)
         return next((what for what, number in self._names.items() if number == told), (told,))
 
 

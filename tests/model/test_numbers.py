@@ -58,6 +58,8 @@ LOSSES = {
     "labels": (lambda y, odd: F.mse_loss(y, ZEROS + odd), "labels"),
     "list": (lambda y, odd: torch.stack([y.sum(), y.mean() * (1 + odd)]).sum(), "mul with 1; .*mul with 2"),
     "function": (lambda y, odd: (y.abs() if odd else y.square()).sum(), "abs.*square|square.*abs"),
+    "minus one": (lambda y, odd: (y * (-1 - odd)).sum(), r"mul with -1; .*mul with -2"),
+    "no number": (lambda y, odd: (y * (float("nan"), 2.0)[odd]).sum(), r"mul with nan; .*mul with 2\.0"),
     "keyword": (lambda y, odd: F.huber_loss(y, ZEROS, delta=0.5 + odd), "0.5.*1.5"),
 }
 
@@ -70,6 +72,14 @@ def test_in_a_loss(model, x, odd, name):
         model(x)
     loss(model(x), 0).backward()
     model(x)
+
+
+def test_each_backward_of_a_step_counts(model, x, odd):
+    y = model(x)
+    (y * (1 + odd)).sum().backward(retain_graph=True)
+    y.mean().backward()
+    with pytest.raises(MismatchError, match=r"before this call .*mul with 1; .*mul with 2\."):
+        model(x)
 
 
 def test_penalties_of_parameters_in_a_loss(model, x, odd):
