@@ -262,9 +262,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         notices, watch = self.notices, self.watch
         if notices.failed:
             # The others do not close any more, and may be at MPI's end, where they answer nothing.
-            waiting = WaitReason(watch.others, "to hear of its failure", leavers=True)
-            with suppress(DistdlError):
-                self.waiter.until(notices.noticed, lambda: waiting, _NOTICE_SECONDS)
+            notices.stay(_NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
                 try:

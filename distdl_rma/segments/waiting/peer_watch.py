@@ -29,6 +29,7 @@ _WATCHED = 8
 # How long a rank of another node may take to answer before it counts as silent.
 _ANSWER_SECONDS = 1.0
 _LONGEST_CHAIN = 16
+_STAY_SECONDS = 1e-3
 
 
 class FailureNotices:
@@ -51,6 +52,8 @@ class FailureNotices:
         self.rank = ranks[comm.rank]
         self.failures: dict[int, str] = {}
         self.failed = False
+        # Why, of a failure of its own.
+        self._own = ""
         self._sent: list[tuple[MPI.Request, object]] = []
 
     @property
@@ -70,9 +73,12 @@ class FailureNotices:
             self.failures.setdefault(failed, text)
 
     def check(self, reason: Callable[[], WaitReason] | None = None) -> None:
-        """Raise ``PeerFailedError`` if a rank has failed, as far as this one knows."""
+        """Raise ``PeerFailedError`` if a rank has failed, this one or another, as far as it knows."""
         for rank, cause in self.failures.items():
             self.raise_for(rank, cause, reason() if reason else None)
+        if self._own:
+            # The others send nothing more to a rank that goes on all the same.
+            self.raise_for(self.rank, self._own, reason() if reason else None)
 
     def raise_for(self, rank: int, cause: str, reason: WaitReason | None) -> NoReturn:
         """Raise ``PeerFailedError`` because of a rank that failed, or left while it is waited for."""
@@ -85,6 +91,7 @@ class FailureNotices:
             return
         self.failed = True
         failed = self.rank if rank is None else rank
+        self._own = cause if failed == self.rank else ""
         self._header.write(RankState.FAILED, cause)
         notice = np.zeros(_NOTICE_BYTES, np.uint8)
         notice[:8].view(np.int64)[0] = failed
@@ -107,6 +114,12 @@ class FailureNotices:
             self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
             self.poll()
         return not self._sent
+
+    def stay(self, seconds: float) -> None:
+        """Wait until all ranks have taken in the notice, so many seconds at most, or another one fails."""
+        deadline = time.monotonic() + seconds
+        while not (self.noticed() or self.failures) and time.monotonic() < deadline:
+            time.sleep(_STAY_SECONDS)
 
     def close(self) -> None:
         """Free the communicator; collective."""

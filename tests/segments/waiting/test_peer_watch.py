@@ -245,11 +245,13 @@ def test_all_hear_of_a_failure_once_and_the_one_that_failed_knows_when(notices, 
         assert not made.in_vain
         made.tell("ShapeError: wrong")
         made.tell("never said")
-        while not made.noticed():
-            pass
+        made.stay(60)
+        assert made.noticed()
         record = parse(memory.tobytes())
         assert record.state is RankState.FAILED and record.text == "ShapeError: wrong"
-        made.check()
+        # It would wait for what the others send no more.
+        with pytest.raises(PeerFailedError, match=r"rank 10 failed: ShapeError: wrong; rank 10 waited"):
+            made.check(lambda: WaitReason((11,), "to send"))
     else:
         while not made.failures:
             made.poll()
