@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, UnsupportedError
+from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, ProtocolError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.alike import Alike
@@ -30,7 +30,7 @@ from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.plain import beside
 from distdl_rma.split.shard import Grid, shard
-from distdl_rma.split.site import TRAILS, Trail
+from distdl_rma.split.site import TRAILS, Trail, thread_inside
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 from distdl_rma.sync.gradients import GradientSync
 
@@ -183,6 +183,11 @@ class Distributed:
     def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
         if found := tracer():
             raise UnsupportedError(f"{found}: {_NO_GRAPH}")
+        if other := thread_inside():
+            raise ProtocolError(
+                f"{self._name}: called while thread {other!r} is in a call of a distributed model; what the"
+                " ranks do in turn is of one thread at a time"
+            )
         while self._running:
             # Left by what no hook sees, as an interrupt.
             self._leave_trail()
@@ -210,7 +215,7 @@ class Distributed:
 
     @uncompiled
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        if not self._running:
+        if not self._running or thread_inside():
             return
         calls, before, generator, trail = self._leave_trail()
         # This is also called when the forward raises.

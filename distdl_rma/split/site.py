@@ -249,6 +249,7 @@ class Trail:
         # The number of each step that was told something, and what.
         self.said: list[Any] = []
         self.graph = torch.is_grad_enabled()
+        self.thread = threading.get_ident()
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -272,6 +273,12 @@ class Trail:
 # Where calls are noted, the last one counts; None while a rule calls functions itself.
 TRAILS: list[Trail | None] = []
 _STEPS: dict[Hashable, Step] = {}
+
+
+def thread_inside() -> str:
+    """Name of another thread that is on its way through a model now; empty if none is."""
+    others = {trail.thread for trail in TRAILS if trail is not None} - {threading.get_ident()}
+    return next((each.name for each in threading.enumerate() if each.ident in others), "") if others else ""
 
 
 def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:

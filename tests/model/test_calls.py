@@ -1,10 +1,12 @@
 """Calls of a distributed model that some ranks begin, go through or end otherwise than others."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
-from distdl_rma import MismatchError, UnsupportedError, shard
+from distdl_rma import MismatchError, ProtocolError, UnsupportedError, shard
 from distdl_rma.model.calls import Calls
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.site import Trail
@@ -124,6 +126,31 @@ def test_calls_inside_a_handler_of_another_exception(model, x):
         raise KeyError("the user's own")
     except KeyError:
         still_works(model, x)
+
+
+def test_a_second_thread_in_a_call_is_refused_and_leaves_the_first_alone(model, x):
+    refused = []
+
+    def call():
+        with pytest.raises(ProtocolError, match="while thread 'MainThread' is in a call"):
+            model(x)
+        refused.append(True)
+
+    def at_once(*_):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    handle = model.norm.register_forward_hook(at_once)
+    model(x).sum().backward()
+    handle.remove()
+    assert refused
+    still_works(model, x)
+    # One after the other they may.
+    thread = threading.Thread(target=still_works, args=(model, x))
+    thread.start()
+    thread.join()
+    still_works(model, x)
 
 
 def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd):
