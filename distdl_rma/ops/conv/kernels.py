@@ -17,9 +17,9 @@ from distdl_rma.ops.core.tensors import sum_dtype
 
 # Types that oneDNN computes in.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
-# Torch leaves a convolution of one sample of no more elements, the last dimension of volumes apart, to kernels
-# of its own. That of a volume takes oneDNN a fifth to a tenth of the time, from so many products on, for each
-# number of dimensions in space; for fewer ones it takes longer to begin.
+# Torch leaves a convolution of one sample of no more elements, the last dimension of volumes apart, to
+# kernels of its own. That of a volume takes oneDNN a fifth to a tenth of the time, from so many products on,
+# for each number of dimensions in space; for fewer ones it takes longer to begin.
 _LEFT_BY_TORCH, _WORTH_ONEDNN = 20480, {2: 1 << 22, 3: 1 << 20}
 # OneDNN orders channels in blocks of so many, filled up with zeros, where it does not take them as they are.
 _CHANNELS_OF_BLOCK = 16
