@@ -9,6 +9,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.engine.pieces import number_of_pieces, slices
 from distdl_rma.segments.collectives.vote import WORDS, vote_turns
 from distdl_rma.segments.counters import Counters
 
@@ -42,14 +43,17 @@ def allreduce_traffic(
     # Loads from the others of the node, and as many stores to them.
     peers = (len(layout.here) - 1) * bool(share)
     across = number > 1 and share > 0
-    first, last = Balanced(share, number).interval(layout.my_node)
+    wide = share * (wide_itemsize or itemsize)
+    pieces = number_of_pieces(count * (wide_itemsize or itemsize) // layout.shares, number)
+    # Of every piece a node finishes its part.
+    parts = (Balanced(at.stop - at.start, number).lengths[layout.my_node] for at in slices(share, pieces))
     return Traffic(
         puts=peers,
         bytes_put=peers * share * itemsize,
         gets=peers,
         bytes_got=peers * share * itemsize,
-        collectives=2 * across,
-        bytes_collective=across * (share * (wide_itemsize or itemsize) + (last - first) * itemsize),
+        collectives=2 * pieces * across,
+        bytes_collective=across * (wide + sum(parts) * itemsize),
         across=number if across else 1,
     )
 
@@ -59,10 +63,11 @@ def broadcast_traffic(layout: NodeLayout, root: int, nbytes: int) -> Traffic:
     leads = layout.me in layout.leaders(root)
     across = len(layout.nodes) > 1 and leads and nbytes > 0
     loads = not leads and nbytes > 0
+    pieces = number_of_pieces(nbytes, len(layout.nodes))
     return Traffic(
-        gets=int(loads),
+        gets=pieces * loads,
         bytes_got=nbytes * loads,
-        collectives=int(across),
+        collectives=pieces * across,
         bytes_collective=nbytes * across,
         across=len(layout.nodes) if across else 1,
     )
@@ -76,14 +81,14 @@ def reduce_traffic(
     share = sum(piece.size for of_node in pieces for piece in of_node)
     stored = [piece.size for piece in pieces[layout.my_node] if piece.rank != layout.me]
     loads = (len(layout.here) - 1) * bool(share)
-    across = len(layout.nodes) > 1 and share > 0
+    across, wide = len(layout.nodes) > 1 and share > 0, wide_itemsize or itemsize
     return Traffic(
         puts=len(stored),
         bytes_put=itemsize * sum(stored),
         gets=loads,
         bytes_got=loads * share * itemsize,
-        collectives=int(across),
-        bytes_collective=across * share * (wide_itemsize or itemsize),
+        collectives=number_of_pieces(count * wide // layout.shares, len(layout.nodes)) * across,
+        bytes_collective=across * share * wide,
         across=len(layout.nodes) if across else 1,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, Staged, Sum, Told, Vote
 from distdl_rma.geometry.exchange import by_peer
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
+from distdl_rma.segments.collectives.engine.pieces import number_of_pieces
 from distdl_rma.segments.collectives.vote import vote_turns
 
 
@@ -124,6 +125,9 @@ class Network:
         if nodes > 1:
             # A reduce-scatter and an all-gather by halves, of all shares of the node at once.
             rounds = (nodes - 1).bit_length()
+            pieces = number_of_pieces(what.count * what.itemsize // layout.shares, nodes)
             moved = what.count * what.itemsize * (nodes - 1) / nodes
-            travels += 2 * (rounds * self.far.mpi + moved * self.far.G)
+            wire = 2 * (pieces * rounds * self.far.mpi + moved * self.far.G)
+            # While one piece is on the wire, the rank loads or stores another.
+            travels += wire - min(wire, busy) * (pieces - 1) / pieces
         return Span(busy, travels)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.engine.node_layout import check_lengths
+from distdl_rma.segments.collectives.engine.node_layout import RankSlice, check_lengths
+from distdl_rma.segments.collectives.engine.pieces import in_pieces, number_of_pieces, pieces_of_all
 from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
@@ -41,20 +43,27 @@ class Allgather(Collective):
 
 
 class _AllgatherByNodes(SteppedAlgorithm):
+    """One rank of each node gets what other nodes have, and the ranks of its node load that from it.
+
+    Large vectors go in pieces, each with a part of what every node has: while one travels, the ranks of the
+    node load the one before.
+    """
+
     def __init__(self, site: CollectiveSite, counts: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         layout = site.layout
         leaders = layout.leaders(layout.ranks[0])
         self._leader = leaders[layout.my_node]
-        super().__init__(site, sum(counts), dtype, leaders, f"collective=Allgather\ncounts={counts}")
+        pieces = number_of_pieces(sum(counts) * dtype.itemsize, len(layout.nodes))
+        terms = f"collective=Allgather\ncounts={counts}"
+        super().__init__(site, sum(counts), dtype, leaders, terms, pieces)
         split = Listed(counts)
         self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         self.operands = tuple(vector[self._parts[layout.me]] for vector in self.vectors)
-        # Between nodes, what those of one node have lies together.
-        vector = self.vectors[0]
-        nbytes = (sum(vector[self._parts[rank]].nbytes for rank in node) for node in layout.nodes)
-        self._packed_split = Listed(tuple(nbytes))
-        # Made by the first step: most ranks never need it.
-        self._packed: Array = np.empty(0, np.uint8)
+        # By piece, what of every node's parts lies together in the vector.
+        runs = [_joined([self._parts[rank] for rank in node]) for node in layout.nodes]
+        self._pieces = pieces_of_all(runs, pieces)
+        # Where all that a node has lies together, MPI reads and writes the vector itself.
+        self._direct = all(len(of_node) <= 1 for of_node in runs)
 
     def script(self, parity: int) -> Iterator[None]:
         """One step on the vectors of its parity."""
@@ -63,43 +72,68 @@ class _AllgatherByNodes(SteppedAlgorithm):
         yield from self.wait_for(_READY, layout.others_here)
         for rank, row in zip(layout.here, rows, strict=True):
             if rank != layout.me:
-                self._load_parts(parity, row, (rank,))
+                self._load(parity, row, self._parts[rank])
         self.notify(_READ, layout.others_here)
         if len(layout.nodes) > 1 and layout.me == self._leader:
-            yield from self._gather_across(self.vectors[parity])
-            self.notify(_SPREAD, layout.others_here)
+            packed: dict[int, Array] = {}
+            vector = self.vectors[parity]
+            stages = partial(self._gather, vector, packed), partial(self._show, vector, packed)
+            yield from in_pieces(self.pieces, stages)
             yield from self.wait_for(_TAKEN, layout.others_here)
         elif len(layout.nodes) > 1:
-            yield from self.wait_for(_SPREAD, (self._leader,))
             row = rows[layout.here.index(self._leader)]
-            for node in layout.nodes:
-                if node != layout.here:
-                    self._load_parts(parity, row, node)
+            for piece in range(self.pieces):
+                yield from self.wait_for(_SPREAD, (self._leader,), piece)
+                for run in self._from_others(piece):
+                    self._load(parity, row, slice(run.start, run.stop))
             self.notify(_TAKEN, (self._leader,))
         # Nobody writes its next vector before all have read this one.
         yield from self.wait_for(_READ, layout.others_here)
 
-    def _load_parts(self, parity: int, row: Array, ranks: tuple[int, ...]) -> None:
-        for rank in ranks:
-            part = self._parts[rank]
-            if part.start < part.stop:
-                self.load(self.vectors[parity][part], row[part])
+    def _load(self, parity: int, row: Array, part: slice) -> None:
+        if part.start < part.stop:
+            self.load(self.vectors[parity][part], row[part])
 
-    def _gather_across(self, vector: Array) -> Iterator[None]:
-        # Fills in the parts of the other nodes; those of this node are there.
-        layout, split, parts = self.layout, self._packed_split, self._parts
-        if not self._packed.size:
-            self._packed = np.empty(split.extent, np.uint8)
-        begin, end = split.interval(layout.my_node)
-        mine = [vector[parts[rank]].view(np.uint8) for rank in layout.here]
-        np.concatenate(mine, out=self._packed[begin:end])
-        offsets = [split.interval(node)[0] for node in range(len(layout.nodes))]
-        received = [self._packed, (split.lengths, offsets), MPI.BYTE]
-        request = self.between.comm.Iallgatherv(MPI.IN_PLACE, received)
-        yield from self.complete(request, end - begin)
-        at = 0
-        for rank in (rank for node in layout.nodes for rank in node):
-            target = vector[parts[rank]]
-            if rank not in layout.here:
-                target[...] = self._packed[at : at + target.nbytes].view(vector.dtype)
-            at += target.nbytes
+    def _from_others(self, piece: int) -> Iterator[RankSlice]:
+        for node, runs in enumerate(self._pieces[piece]):
+            if node != self.layout.my_node:
+                yield from runs
+
+    def _gather(self, vector: Array, packed: dict[int, Array], piece: int) -> Iterable[None]:
+        # Fills in what other nodes have; what this one has is there.
+        runs, itemsize = self._pieces[piece], vector.itemsize
+        split = Listed(tuple(itemsize * sum(run.size for run in of_node) for of_node in runs))
+        begin, end = split.interval(self.layout.my_node)
+        if self._direct:
+            whole = vector.view(np.uint8)
+            offsets = [itemsize * of_node[0].start if of_node else 0 for of_node in runs]
+        else:
+            packed[piece] = whole = np.empty(split.extent, np.uint8)
+            offsets = [split.interval(node)[0] for node in range(len(runs))]
+            mine = [vector[run.start : run.stop].view(np.uint8) for run in runs[self.layout.my_node]]
+            np.concatenate([whole[:0], *mine], out=whole[begin:end])
+        received = [whole, (split.lengths, offsets), MPI.BYTE]
+        return self.complete(self.between.comm.Iallgatherv(MPI.IN_PLACE, received), end - begin)
+
+    def _show(self, vector: Array, packed: dict[int, Array], piece: int) -> Iterable[None]:
+        if not self._direct:
+            whole, begin = packed.pop(piece), 0
+            for node, runs in enumerate(self._pieces[piece]):
+                for run in runs:
+                    end = begin + run.size * vector.itemsize
+                    if node != self.layout.my_node:
+                        vector[run.start : run.stop] = whole[begin:end].view(vector.dtype)
+                    begin = end
+        self.notify(_SPREAD, self.layout.others_here, piece)
+        return ()
+
+
+def _joined(parts: Sequence[slice]) -> list[RankSlice]:
+    # One for several that lie one behind the other; whose they are makes no difference.
+    found: list[RankSlice] = []
+    for part in parts:
+        if found and found[-1].stop == part.start:
+            found[-1] = RankSlice(0, found[-1].start, part.stop)
+        elif part.start < part.stop:
+            found.append(RankSlice(0, part.start, part.stop))
+    return found

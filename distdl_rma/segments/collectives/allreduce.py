@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count
+from distdl_rma.segments.collectives.engine.pieces import in_pieces, slices
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
 from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
@@ -23,6 +25,8 @@ _ALL_PUSH_BYTES = 8 << 10
 _CACHED_NBYTES = 256 << 10
 # With more ranks than this, one message to each is no longer the fastest way for anything.
 _ALL_PUSH_RANKS = 32
+# Pieces whose sums are kept at a time: one that comes, one between nodes, one that is copied from there.
+_UNDER_WAY = 3
 
 
 class Allreduce(Collective):
@@ -30,7 +34,9 @@ class Allreduce(Collective):
 
     Bitwise the same on all ranks and from run to run: every element is reduced in one place, on a node in
     the order of ``ranks``; 16-bit floats in float32, with one rounding at the end. Across nodes MPI's
-    reductions combine the sums of the nodes, and what the minimum of a NaN is, is theirs to say.
+    reductions combine the sums of the nodes, and what the minimum of a NaN is, is theirs to say. Shares of
+    16 MiB and more go between nodes in pieces; the order in which MPI combines more than two nodes may follow
+    from the length of a piece, as it does from that of a short share, but never from who comes first.
 
     Parameters
     ----------
@@ -156,7 +162,11 @@ class _Cut(NamedTuple):
 
 
 class _AllreduceByNodes(ShareReduction):
-    """Some ranks of a node reduce a share each; those with the same share on other nodes combine them."""
+    """Some ranks of a node reduce a share each; those with the same share on other nodes combine them.
+
+    Large shares go in pieces: while one is summed between nodes, the next is on the node, and the one before
+    is copied from node to node, or stored to the ranks of the node.
+    """
 
     def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:
         layout, element = site.layout, reduction.element
@@ -166,28 +176,32 @@ class _AllreduceByNodes(ShareReduction):
         self._share = share
         # For even and odd steps the shares of all vectors, looked up once.
         self._cuts: dict[int, _Cut] = {}
-        # Which of the share is finished on which node.
-        self._split = Listed(Balanced(size, number).lengths)
-        # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction.
-        self._sums = np.empty(size if number > 1 else 0, element.wide)
-        self._part = np.empty(self._split.lengths[layout.my_node] if number > 1 else 0, element.wide)
+        # The pieces of the share, and which part of each is finished on which node.
+        self._pieces = slices(size, self.pieces)
+        self._splits = [Listed(Balanced(at.stop - at.start, number).lengths) for at in self._pieces]
+        # Where one rank is alone on its node, MPI reads its vector.
+        self._direct = len(layout.here) == 1 and element.exact
+        # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction:
+        # of the pieces that are under way.
+        whole, mine = self._splits[0].extent, self._splits[0].lengths[layout.my_node]
+        across, ring = number > 1, min(self.pieces, _UNDER_WAY)
+        sums = (ring if across and not self._direct else 0, whole)
+        self._sums, self._parts = np.empty(sums, element.wide), np.empty((across * ring, mine), element.wide)
 
     def reduce(self, rows: list[Array]) -> Iterator[None]:
         """Reduce this rank's share of all vectors, and store it to the ranks of the node."""
         parity = self._step & 1
         if parity not in self._cuts:
             self._cuts[parity] = self._cut(rows)
-        shares, mine, others, quick = self._cuts[parity]
-        if quick is not None:
-            quick()
+        cut = self._cuts[parity]
+        if cut.quick is not None:
+            cut.quick()
         elif len(self.layout.nodes) == 1:
-            self.reduction.reduce(shares, [mine, *others])
+            self.reduction.reduce(cut.shares, [cut.mine, *cut.others])
         else:
-            self.reduction.partial(shares, self._sums)
-            yield from self._combine(mine)
-            for other in others:
-                other[...] = mine
-        self.count_puts(len(others), len(others) * mine.nbytes)
+            stages = partial(self._sum, cut), partial(self._copy, cut), partial(self._store, cut)
+            yield from in_pieces(self.pieces, stages)
+        self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
 
     def _cut(self, rows: list[Array]) -> _Cut:
         me, nbytes = self.layout.here.index(self.layout.me), self._elements * rows[0].itemsize
@@ -198,17 +212,36 @@ class _AllreduceByNodes(ShareReduction):
             quick = adder(shares, shares[me], others[0])
         return _Cut(shares, shares[me], others, quick)
 
-    def _combine(self, mine: Array) -> Iterator[None]:
+    def _sum(self, cut: _Cut, piece: int) -> Iterable[None]:
         # Every element is reduced on one node and copied to the others: bitwise the same on all.
-        comm, element, split = self.between.comm, self.reduction.element, self._split
-        request = comm.Ireduce_scatter(self._sums, self._part, split.lengths, self.reduction.mpi)
-        yield from self.complete(request, self._sums.nbytes)
-        finished = self._part if element.exact else np.empty(self._part.size, element.storage)
-        self.reduction.finish(self._part, finished)
+        where, split = self._pieces[piece], self._splits[piece]
+        if self._direct:
+            sums = cut.mine[where]
+        else:
+            sums = self._sums[piece % _UNDER_WAY][: split.extent]
+            self.reduction.partial([share[where] for share in cut.shares], sums)
+        part = self._part(piece)
+        request = self.between.comm.Ireduce_scatter(sums, part, split.lengths, self.reduction.mpi)
+        return self.complete(request, sums.nbytes)
+
+    def _copy(self, cut: _Cut, piece: int) -> Iterable[None]:
+        element, split, part = self.reduction.element, self._splits[piece], self._part(piece)
+        finished = part if element.exact else np.empty(part.size, element.storage)
+        self.reduction.finish(part, finished)
         itemsize = element.storage.itemsize
         counts = [itemsize * length for length in split.lengths]
         offsets = [itemsize * split.interval(node)[0] for node in range(split.parts)]
-        request = comm.Iallgatherv(
-            [finished.view(np.uint8), MPI.BYTE], [mine.view(np.uint8), (counts, offsets), MPI.BYTE]
-        )
-        yield from self.complete(request, finished.nbytes)
+        whole = [cut.mine[self._pieces[piece]].view(np.uint8), (counts, offsets), MPI.BYTE]
+        request = self.between.comm.Iallgatherv([finished.view(np.uint8), MPI.BYTE], whole)
+        return self.complete(request, finished.nbytes)
+
+    def _store(self, cut: _Cut, piece: int) -> Iterable[None]:
+        where = self._pieces[piece]
+        for other in cut.others:
+            other[where] = cut.mine[where]
+        return ()
+
+    def _part(self, piece: int) -> Array:
+        split = self._splits[piece]
+        found: Array = self._parts[piece % _UNDER_WAY][: split.lengths[self.layout.my_node]]
+        return found

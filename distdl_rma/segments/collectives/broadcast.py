@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count
+from distdl_rma.segments.collectives.engine.pieces import in_pieces, number_of_pieces, slices
+from distdl_rma.segments.collectives.engine.reduction import Array
 from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
@@ -42,22 +45,36 @@ class Bcast(Collective):
 
 class _BcastByNodes(SteppedAlgorithm):
     def __init__(self, site: CollectiveSite, count: int, dtype: np.dtype[Any], root: int) -> None:
-        leaders = site.layout.leaders(root)
-        super().__init__(site, count, dtype, leaders, f"collective=Bcast\nroot={root}")
-        self._source, self._root_node = leaders[site.layout.my_node], leaders.index(root)
+        layout, self._root = site.layout, root
+        leaders = layout.leaders(root)
+        pieces = number_of_pieces(count * dtype.itemsize, len(layout.nodes))
+        super().__init__(site, count, dtype, leaders, f"collective=Bcast\nroot={root}", pieces)
+        self._source, self._root_node = leaders[layout.my_node], leaders.index(root)
+        self._pieces = slices(count, pieces)
 
     def script(self, parity: int) -> Iterator[None]:
         """One step on the vectors of its parity."""
         layout, vector = self.layout, self.vectors[parity]
-        if layout.me == self._source:
-            if len(layout.nodes) > 1 and vector.size:
-                data = vector.view(np.uint8)
-                request = self.between.comm.Ibcast([data, MPI.BYTE], self._root_node)
-                yield from self.complete(request, data.nbytes)
-            self.notify(_READY, layout.others_here)
-            yield from self.wait_for(_TAKEN, layout.others_here)
-        else:
-            yield from self.wait_for(_READY, (self._source,))
-            if vector.size:
-                self.load(vector, self.rows[parity][layout.here.index(self._source)])
+        if layout.me != self._source:
+            source = self.rows[parity][layout.here.index(self._source)]
+            for piece, where in enumerate(self._pieces):
+                yield from self.wait_for(_READY, (self._source,), piece)
+                if where.start < where.stop:
+                    self.load(vector[where], source[where])
             self.notify(_TAKEN, (self._source,))
+            return
+        if layout.me == self._root or not vector.size:
+            self.notify(_READY, layout.others_here)
+        if len(layout.nodes) > 1 and vector.size:
+            yield from in_pieces(self.pieces, [partial(self._pass_on, vector), self._show])
+        yield from self.wait_for(_TAKEN, layout.others_here)
+
+    def _pass_on(self, vector: Array, piece: int) -> Iterable[None]:
+        data = vector[self._pieces[piece]].view(np.uint8)
+        request = self.between.comm.Ibcast([data, MPI.BYTE], self._root_node)
+        return self.complete(request, data.nbytes)
+
+    def _show(self, piece: int) -> Iterable[None]:
+        if self.layout.me != self._root:
+            self.notify(_READY, self.layout.others_here, piece)
+        return ()

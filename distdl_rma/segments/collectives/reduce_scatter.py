@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count, check_lengths
+from distdl_rma.segments.collectives.engine.pieces import in_pieces, pieces_of_all
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of
 from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
@@ -77,42 +79,51 @@ class _ReducescatterByNodes(ShareReduction):
         self, site: CollectiveSite, counts: tuple[int, ...], reduction: Reduction, terms: str
     ) -> None:
         layout = site.layout
-        self._pieces = layout.scatter_pieces(counts)
-        # Elements that this rank reduces for each node.
-        self._counts = [sum(piece.size for piece in pieces) for pieces in self._pieces]
-        super().__init__(site, sum(counts), sum(self._counts), reduction, terms)
+        parts = layout.scatter_pieces(counts)
+        elements = sum(part.size for of_node in parts for part in of_node)
+        super().__init__(site, sum(counts), elements, reduction, terms)
+        # What this rank reduces for each node, by piece.
+        self._parts = pieces_of_all(parts, self.pieces)
+        self._at = {rank: at for at, rank in enumerate(layout.here)}
         mine = slice(*Listed(counts).interval(layout.ranks.index(layout.me)))
         self.results = tuple(vector[mine] for vector in self.vectors)
+        stored = [part.size for part in parts[layout.my_node] if part.rank != layout.me]
+        self._puts = len(stored), reduction.element.storage.itemsize * sum(stored)
 
     def reduce(self, rows: list[Array]) -> Iterator[None]:
         """Reduce the node's vectors, combine with other nodes, store to those of the node who get it."""
-        layout, reduction = self.layout, self.reduction
-        own, at = self._pieces[layout.my_node], {rank: at for at, rank in enumerate(layout.here)}
-        if len(layout.nodes) == 1:
-            for piece in own:
-                cuts = [row[piece.start : piece.stop] for row in rows]
-                reduction.reduce(cuts, (cuts[at[piece.rank]],))
+        if len(self.layout.nodes) == 1:
+            for part in self._parts[0][0]:
+                cuts = [row[part.start : part.stop] for row in rows]
+                self.reduction.reduce(cuts, (cuts[self._at[part.rank]],))
         else:
-            # In the order of the nodes, as MPI scatters it.
-            sums = np.empty(sum(self._counts), reduction.element.wide)
-            begin = 0
-            for piece in (piece for pieces in self._pieces for piece in pieces):
-                end = begin + piece.size
-                reduction.partial([row[piece.start : piece.stop] for row in rows], sums[begin:end])
-                begin = end
-            part = np.empty(self._counts[layout.my_node], reduction.element.wide)
-            yield from self.complete(self._combine(sums, part), sums.nbytes)
-            begin = 0
-            for piece in own:
-                end = begin + piece.size
-                reduction.finish(part[begin:end], rows[at[piece.rank]][piece.start : piece.stop])
-                begin = end
-        stored = [piece.size for piece in own if piece.rank != layout.me]
-        self.count_puts(len(stored), reduction.element.storage.itemsize * sum(stored))
+            reduced: dict[int, Array] = {}
+            stages = partial(self._combine, rows, reduced), partial(self._store, rows, reduced)
+            yield from in_pieces(self.pieces, stages)
+        self.count_puts(*self._puts)
 
-    def _combine(self, sums: Array, part: Array) -> MPI.Request:
-        # What one node alone gets takes a tree to it.
-        comm, getting = self.between.comm, [node for node, count in enumerate(self._counts) if count]
+    def _combine(self, rows: list[Array], reduced: dict[int, Array], piece: int) -> Iterable[None]:
+        reduction, node = self.reduction, self.layout.my_node
+        # In the order of the nodes, as MPI scatters it.
+        counts = [sum(part.size for part in of_node) for of_node in self._parts[piece]]
+        sums, begin = np.empty(sum(counts), reduction.element.wide), 0
+        for part in chain.from_iterable(self._parts[piece]):
+            end = begin + part.size
+            reduction.partial([row[part.start : part.stop] for row in rows], sums[begin:end])
+            begin = end
+        reduced[piece] = np.empty(counts[node], reduction.element.wide)
+        comm, getting = self.between.comm, [at for at, count in enumerate(counts) if count]
         if len(getting) == 1:
-            return comm.Ireduce(sums, part, self.reduction.mpi, getting[0])
-        return comm.Ireduce_scatter(sums, part, self._counts, self.reduction.mpi)
+            # What one node alone gets takes a tree to it.
+            request = comm.Ireduce(sums, reduced[piece], reduction.mpi, getting[0])
+        else:
+            request = comm.Ireduce_scatter(sums, reduced[piece], counts, reduction.mpi)
+        return self.complete(request, sums.nbytes)
+
+    def _store(self, rows: list[Array], reduced: dict[int, Array], piece: int) -> Iterable[None]:
+        total, begin = reduced.pop(piece), 0
+        for part in self._parts[piece][self.layout.my_node]:
+            end = begin + part.size
+            self.reduction.finish(total[begin:end], rows[self._at[part.rank]][part.start : part.stop])
+            begin = end
+        return ()

@@ -17,6 +17,7 @@ from benchmarks.traffic import (
 from distdl_rma.geometry import Decomposition, Exchange, Partition
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.segments.collectives.engine import pieces
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from tests.segments.collectives.engine.test_node_layout import machine_nodes
 
@@ -102,9 +103,17 @@ def test_a_halo_exchange_costs_its_neighbours_only(grid):
         assert traffic.bytes_put <= 4 * (12 ** len(grid) - 10 ** len(grid))
 
 
+@pytest.fixture(params=[8 << 20, 10_000], ids=["whole", "in pieces"])
+def least(request, monkeypatch):
+    """Bytes of a piece of what goes between nodes."""
+    monkeypatch.setattr(pieces, "_LEAST_NBYTES", request.param)
+    monkeypatch.setattr(pieces, "_LEAST_OF_NODE", 1)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [3, 50_001])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.usefixtures("least")
 def test_the_real_allreduce_moves_what_was_counted(segments, count, dtype):
     from distdl_rma.segments import Allreduce
 
@@ -119,6 +128,7 @@ def test_the_real_allreduce_moves_what_was_counted(segments, count, dtype):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [3, 50_001])
+@pytest.mark.usefixtures("least")
 def test_the_real_broadcast_moves_what_was_counted(segments, count):
     from distdl_rma.segments import Bcast
 
@@ -131,6 +141,7 @@ def test_the_real_broadcast_moves_what_was_counted(segments, count):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.usefixtures("least")
 def test_the_real_reduction_to_a_root_moves_what_was_counted(segments, dtype):
     from distdl_rma.segments import Reduce
 

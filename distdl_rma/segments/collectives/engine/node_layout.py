@@ -126,12 +126,12 @@ class NodeLayout:
         for node in self.nodes:
             wanted = [RankSlice(rank, *split.interval(at[rank])) for rank in node]
             mine = self.share(sum(piece.size for piece in wanted))
-            pieces.append(tuple(_between(wanted, mine.start, mine.stop)))
+            pieces.append(tuple(clipped(wanted, mine.start, mine.stop)))
         return tuple(pieces)
 
 
-def _between(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[RankSlice]:
-    # Of pieces laid one behind the other, those (or parts of them) at positions [start, stop).
+def clipped(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[RankSlice]:
+    """Of pieces laid one behind the other, those (or parts of them) at positions ``[start, stop)``."""
     at = 0
     for piece in pieces:
         low, high = max(start - at, 0), min(stop - at, piece.size)

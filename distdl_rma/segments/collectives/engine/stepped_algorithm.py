@@ -14,6 +14,7 @@ from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.collective import CollectiveSite
+from distdl_rma.segments.collectives.engine.pieces import number_of_pieces
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction
 from distdl_rma.segments.collectives.engine.scripted import Scripted
 from distdl_rma.segments.manager import SegmentManager
@@ -79,18 +80,25 @@ class SteppedAlgorithm(Scripted, ABC):
 
     Each rank has a vector of ``count`` elements in the segment, twice, which the ranks of its node load and
     store. MPI's collectives combine the ranks of ``across`` between the nodes; this one may be none of them.
-    ``terms`` must be the same on all ranks, a line ``name=value`` for each fact.
+    ``terms`` must be the same on all ranks, a line ``name=value`` for each fact. A step goes in ``pieces``
+    between nodes, as many on all ranks.
     """
 
     needs_progress = True
 
     def __init__(
-        self, site: CollectiveSite, count: int, dtype: np.dtype[Any], across: Sequence[int], terms: str
+        self,
+        site: CollectiveSite,
+        count: int,
+        dtype: np.dtype[Any],
+        across: Sequence[int],
+        terms: str,
+        pieces: int = 1,
     ) -> None:
         manager, layout, name = site
         super().__init__(manager)
         self.site, self.manager, self.layout = site, manager, layout
-        self._count, self._dtype = count, dtype
+        self._count, self._dtype, self.pieces = count, dtype, pieces
         self._terms = f"count={count}\ndtype={dtype}\n{terms}\nranks={layout.ranks}"
         self._stride = aligned(count * dtype.itemsize)
         here = layout.here
@@ -104,15 +112,18 @@ class SteppedAlgorithm(Scripted, ABC):
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
         self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
-        self._request: MPI.Request | None = None
+        # They hold the buffers, which MPI uses even if what waits for them is interrupted.
+        self._requests: list[MPI.Request] = []
         self._connected = False
         self._operation = manager.operation(name)
         self._counters = manager.counters
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.acquire
         self._step = 0
-        # Of which ranks something is awaited: a phase on this node, or None for what goes between nodes.
+        # Of which ranks something is awaited: a phase on this node and how far, or None for what goes between
+        # nodes.
         self._waits_for: tuple[int, ...] = ()
         self._phase: int | None = None
+        self._wanted = 0
 
     @abstractmethod
     def script(self, parity: int) -> Iterator[None]:
@@ -170,40 +181,52 @@ class SteppedAlgorithm(Scripted, ABC):
         ranks, where = self._waits_for, "between nodes"
         if self._phase is not None:
             first, where = self._phase * len(self._at), "on this node"
-            ranks = tuple(rank for rank in ranks if self._words[first + self._at[rank]] < self._step)
+            ranks = tuple(rank for rank in ranks if self._words[first + self._at[rank]] < self._wanted)
         what = f"in {self.site.name!r} (step {self._step}, {where})"
         return WaitReason(ranks, what, "did every rank make the same calls?")
 
-    def notify(self, phase: int, ranks: Sequence[int]) -> None:
-        """Notify ranks of the node that a phase of this step is over here; what was stored is visible."""
+    def notify(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> None:
+        """Notify ranks of the node that a phase of this step is over here, or of a piece of it.
+
+        What was stored is visible.
+        """
         if self._fence is not None:
             self._fence()
-        word = phase * len(self._at) + self._me
+        word, value = phase * len(self._at) + self._me, self._reached(piece)
         for rank in ranks:
-            self._peer_words[self._at[rank]][word] = self._step
+            self._peer_words[self._at[rank]][word] = value
 
-    def wait_for(self, phase: int, ranks: Sequence[int]) -> Iterator[None]:
-        """Wait until ranks of the node have notified this one that a phase of this step is over."""
-        words, step, first = self._words, self._step, phase * len(self._at)
-        self._waits_for, self._phase = tuple(ranks), phase
+    def wait_for(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> Iterator[None]:
+        """Wait until ranks of the node have notified this one that a phase of this step or piece is over."""
+        words, value, first = self._words, self._reached(piece), phase * len(self._at)
+        self._waits_for, self._phase, self._wanted = tuple(ranks), phase, value
         # One after the other: a look is one word, however many they are.
         for rank in ranks:
             word = first + self._at[rank]
-            while words[word] < step:
+            while words[word] < value:
                 yield
         self._acquire()
 
+    def _reached(self, piece: int | None) -> int:
+        # Words count the pieces of all steps.
+        return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
+
     def complete(self, request: MPI.Request, nbytes: int) -> Iterator[None]:
-        """Wait until a collective between nodes, which took so many bytes from here, is complete."""
-        # It holds the buffers, which MPI uses even if what waits for it is interrupted.
-        self._request = request
+        """Count a collective between nodes that was begun, which takes so many bytes from here.
+
+        What is returned waits until it is complete.
+        """
+        self._requests.append(request)
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
+        return self._completed(request)
+
+    def _completed(self, request: MPI.Request) -> Iterator[None]:
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
         self._phase = None
         while not request.Test():
             yield
-        self._request = None
+        self._requests.remove(request)
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""
@@ -227,8 +250,10 @@ class ShareReduction(SteppedAlgorithm):
     def __init__(
         self, site: CollectiveSite, count: int, elements: int, reduction: Reduction, terms: str
     ) -> None:
-        storage, terms = reduction.element.storage, f"{terms}\n{reduction.terms}"
-        super().__init__(site, count, storage, site.layout.same_share, terms)
+        layout, element, terms = site.layout, reduction.element, f"{terms}\n{reduction.terms}"
+        # Alike on all ranks, also where shares are not, or this rank has none.
+        pieces = number_of_pieces(count * element.wide.itemsize // layout.shares, len(layout.nodes))
+        super().__init__(site, count, element.storage, layout.same_share, terms, pieces)
         self.reduction, self._elements = reduction, elements
 
     @abstractmethod
