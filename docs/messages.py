@@ -54,7 +54,7 @@ Ranks of a node read each other's memory, so that some numbers grow with the ran
 the ranks beyond: an allreduce loads a share from each of the node's ranks, and each of them reads the board
 on which all write what they say. Up to 32 ranks small sums take one round, a message from each to each;
 beyond, they go by nodes. Shares of sums of 16 MiB and more, and vectors that are given to all, go between
-nodes in two to eight pieces, each by calls of its own: so many times the messages, and the same bytes.
+nodes in two to four pieces, each by calls of its own: so many times the messages, and the same bytes.
 
 What goes to copies, is summed from there, or comes together on one rank goes in stages over nodes: the ranks
 with the same place on their nodes tell each other, up to 32 nodes at once and more in turns of a few, and

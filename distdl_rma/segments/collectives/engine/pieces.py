@@ -12,7 +12,7 @@ Stage = Callable[[int], Iterable[None]]
 
 # A piece has so many bytes at least, and so many for each node: of less, latency outweighs what overlaps.
 _LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
-_MOST_PIECES = 8
+_MOST_PIECES = 4
 
 
 def number_of_pieces(nbytes: int, nodes: int) -> int:

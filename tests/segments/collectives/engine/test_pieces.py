@@ -33,7 +33,7 @@ def test_pieces_are_few_and_of_small_vectors_there_is_one():
     assert {number_of_pieces(1 << 40, 1), number_of_pieces(0, 2), number_of_pieces(1 << 20, 2)} == {1}
     assert number_of_pieces(16 << 20, 2) == 2
     found = [number_of_pieces(1 << 28, nodes) for nodes in (2, 64, 1024, 4096, 1 << 20)]
-    assert found[0] == 8 and found == sorted(found, reverse=True) and found[-1] == 1
+    assert found[0] == 4 and found == sorted(found, reverse=True) and found[-1] == 1
 
 
 def test_slices_are_all_of_it_in_order():
