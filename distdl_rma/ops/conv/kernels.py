@@ -17,7 +17,7 @@ from distdl_rma.ops.core.tensors import sum_dtype
 
 # Types that oneDNN computes in.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
-# Torch leaves a convolution of one sample of no more elements, the last dimension of volumes apart, to
+# Torch leaves a convolution of one sample that has no more elements, the last dimension of volumes apart, to
 # kernels of its own. That of a volume takes oneDNN a fifth to a tenth of the time, from so many products on,
 # for each number of dimensions in space; for fewer ones it takes longer to begin.
 _LEFT_BY_TORCH, _WORTH_ONEDNN = 20480, {2: 1 << 22, 3: 1 << 20}
@@ -105,7 +105,8 @@ class Way(NamedTuple):
         if least is None or dtype != torch.float32 or steps.groups > 1 or steps.transposed or empty:
             return cls(safe=True)
         outputs = steps.windows(extents, kernel)
-        if prod(weight) * prod(outputs) < least or max(kernel[-2:]) == 1:
+        # Torch says what is wrong with a weight for other channels.
+        if prod(weight) * prod(outputs) < least or max(kernel[-2:]) == 1 or weight[1] != x[1]:
             return cls(safe=True)
         chosen = x[0] == 1 and prod(x[:4]) <= _LEFT_BY_TORCH
         mirrored = steps.mirrored(kernel) if chosen or weight[0] < _CHANNELS_OF_BLOCK else None
@@ -119,6 +120,17 @@ class Way(NamedTuple):
 _AS_TORCH = Way(safe=True)
 # Asked for every patch of every step, mostly of the same few shapes.
 _way = lru_cache(maxsize=1024)(Way.of)
+
+
+def chosen(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
+    """Whether a convolution is computed by oneDNN, though torch would not do so.
+
+    What does not fit together is not: torch says what is wrong.
+    """
+    if not (_way(steps, x.shape, weight.shape, x.dtype).chosen and _onednn_enabled()):
+        return False
+    fits = bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1])
+    return fits and weight.dtype == x.dtype
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> Tensor:
@@ -135,10 +147,10 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
         plain: Tensor = _Plain.apply(x, weight, bias, steps)
         return plain
     stride, padding, dilation, groups, transposed = steps
-    if way.chosen and _onednn_enabled():
+    if way.chosen and chosen(x, weight, bias, steps):
         if torch.is_grad_enabled():
-            chosen: Tensor = _Chosen.apply(x, weight, bias, steps)
-            return chosen
+            y: Tensor = _Chosen.apply(x, weight, bias, steps)
+            return y
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     nothing = (0,) * len(stride)
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, nothing, groups)

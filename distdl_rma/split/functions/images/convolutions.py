@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
 
 from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
+from distdl_rma.ops.conv import kernels
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution
 from distdl_rma.ops.conv.convolution import Convolution
+from distdl_rma.ops.conv.kernels import ConvolutionArguments
 from distdl_rma.ops.conv.worker_grid import (
     IN,
     OUT,
@@ -21,6 +25,7 @@ from distdl_rma.ops.conv.worker_grid import (
     overlap_pays,
     reads_sides,
 )
+from distdl_rma.ops.core.autograd import tracer
 from distdl_rma.split import layout as lay
 from distdl_rma.split.operands import cast_alike, cut_site, needs_of, on_copies, wholes
 from distdl_rma.split.site import Site
@@ -89,7 +94,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     x, weight, bias, *others = arguments
     site = cut_site(func, x)
     if site is None:
-        return on_copies(func, args, kwargs)
+        return on_copies(func if transposed else _of_whole(func), args, kwargs)
     layout, dims = x._layout, _DIMS[name]
     if len(layout.shape) == dims + 1:
         return _of_one_sample(func, *arguments)
@@ -111,6 +116,29 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     operation, output = site.kept(key, make)
     y = operation(needs_of(local, weight, bias), local, weight=weight, bias=bias)
     return SplitTensor(y, output)
+
+
+@cache
+def _of_whole(func: Any) -> Any:
+    # Of plain tensors, on the way on which a rank computes its block.
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        x, weight, bias, stride, padding, dilation, groups, _ = _conv_arguments(*args, **kwargs)
+        alike = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.dim() == weight.dim()
+        if not alike or isinstance(padding, str) or torch.is_autocast_enabled("cpu") or tracer():
+            return func(*args, **kwargs)
+        dims = weight.dim() - LEADING
+        numbers = [each_dim(value, dims) for value in (stride, padding, dilation)]
+        # Torch has its own words for others.
+        if any(len(n) != dims or min(n) < least for n, least in zip(numbers, (1, 0, 1), strict=True)):
+            return func(*args, **kwargs)
+        step, sides, dilations = numbers
+        steps = ConvolutionArguments(step, sides, dilations, groups)
+        if not kernels.chosen(x, weight, bias, steps):
+            return func(*args, **kwargs)
+        return kernels.convolution(x, weight, bias, steps)
+
+    return call
 
 
 def _of_one_sample(func: Any, x: Any, weight: Any, bias: Any, *others: Any) -> Any:

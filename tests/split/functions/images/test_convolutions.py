@@ -59,6 +59,36 @@ def test_complex_numbers(P_world, case):
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(1, 2)
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (1, 0)])
+def test_volumes_that_torch_leaves_to_slow_kernels(P_world, stride, padding):
+    x, w = (torch.randn(s, requires_grad=True) for s in ((1, 9, 18, 14, 12), (8, 9, 3, 3, 3)))
+    b = torch.randn(8, requires_grad=True)
+    check(P_world, lambda x, w, b: F.conv3d(x, w, b, stride, padding), [x], [w, b], atol=2e-3)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1)
+def test_torch_says_what_is_wrong_with_a_convolution_of_a_whole_volume(P_world):
+    x, w, b = (torch.randn(s) for s in ((1, 9, 18, 14, 12), (8, 9, 3, 3, 3), (8,)))
+    whole = block(P_world.create_cartesian_topology_partition((1,) * 5), x)
+    for weight, bias, others in (
+        (w[:, :8], b, ()),
+        (w, b[:7], ()),
+        (w, b.double(), ()),
+        (w.double(), None, ()),
+        (w, b, (0,)),
+        (w, b, (1, -1)),
+        (w, b, ((1, 1),)),
+    ):
+        with pytest.raises(RuntimeError) as expected:
+            F.conv3d(x, weight, bias, *others)
+        with pytest.raises(RuntimeError) as found:
+            F.conv3d(whole, weight, bias, *others)
+        assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+@pytest.mark.mpi
 def test_an_image_without_a_batch(P_world):
     x = torch.randn(3, 8, 7, dtype=torch.float64, requires_grad=True)
     w = torch.randn(2, 3, 3, 3, dtype=torch.float64, requires_grad=True)
