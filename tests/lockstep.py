@@ -7,7 +7,6 @@ what fails on one rank fails on all, and no rank goes on to the next test while 
 from __future__ import annotations
 
 import enum
-import faulthandler
 import os
 import signal
 import socket
@@ -18,6 +17,8 @@ import traceback
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from tests.tracebacks import write_when_asked
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,7 +66,7 @@ class Lockstep:
         folder = os.environ.get(FOLDER_VARIABLE)
         self._folder = Path(folder) if folder else None
         self._tracebacks = self._file("tracebacks").open("a") if self._folder else self._stderr
-        faulthandler.register(signal.SIGUSR1, file=self._tracebacks, all_threads=True)
+        write_when_asked(self._tracebacks)
         self._processes = self._comm.allgather((_where_pids_hold(), os.getpid()))
 
     def agree(self, step: str, outcome: Outcome, error: BaseException | None = None) -> str | None:
