@@ -8,18 +8,20 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine, shard
+from distdl_rma import Machine, distribute, shard
 from distdl_rma.ops.core.autograd import synchronise
 
 # What looks whether others are there does so as often as they are late, and looks for what it waits for.
-_WAITS = frozenset({"until", "_wait", "arrived", "advance", "flag_after"})
+_WAITS = frozenset({"until", "_wait", "arrived", "advance", "flag_after", "_board_is_full"})
 _SEGMENTS = "/distdl_rma/segments/"
 _WARM_UPS = 4
 Profile = Counter[tuple[str, str]]
@@ -138,16 +140,63 @@ def profiles(call: Callable[[], Any]) -> tuple[Profile, Profile]:
     return ahead, back
 
 
+def modules() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Modules whose calls are counted within a distributed model, by name."""
+    yield "module: convolution", lambda: nn.Conv2d(4, 4, 3, padding=1)
+    yield "module: instance norm", lambda: nn.InstanceNorm2d(4, affine=True)
+    yield "module: batch norm", lambda: nn.BatchNorm2d(4)
+    yield "module: max pool 3x3", lambda: nn.MaxPool2d(3, 1, 1)
+    yield "module: linear", lambda: nn.Linear(16, 16)
+    yield "module: relu", nn.ReLU
+
+
+def of_a_model(machine: Machine, inner: Sequence[nn.Module]) -> tuple[Profile, Profile]:
+    """What a forward and a backward of a distributed model of a convolution and more modules calls."""
+    torch.manual_seed(0)
+    P_x = machine.partition((1, 1, machine.size, 1))
+    model = distribute(nn.Sequential(nn.Conv2d(4, 4, 1), *inner), P_x)
+    x, found = shard(P_x, torch.randn(2, 4, 16, 16)), []
+
+    def forward() -> None:
+        found.append(model(x))
+
+    def backward() -> None:
+        found[-1].backward()
+
+    def step(take: Callable[[Callable[[], None]], Any]) -> tuple[Any, Any]:
+        ahead = take(forward)
+        found.append(found[-1].square().sum())
+        back = take(backward)
+        found.clear()
+        return ahead, back
+
+    for _ in range(_WARM_UPS):
+        step(lambda act: act())
+    profiles = step(profile_of)
+    model.distributed.close()
+    return profiles
+
+
+def of_a_module(machine: Machine, make: Callable[[], nn.Module]) -> tuple[Profile, Profile]:
+    """What a module adds to a forward and a backward of a distributed model."""
+    few, more = (of_a_model(machine, [make() for _ in range(n)]) for n in (1, 2))
+    for larger, smaller in zip(more, few, strict=True):
+        larger.subtract(smaller)
+    return more
+
+
 def main() -> None:
     """Print the figures, and what they are made of for functions that are named."""
     asked = sys.argv[1:]
     with Machine() as machine:
         torch.set_num_threads(1)
-        for name, call in steps(machine):
-            found = profiles(call)
+        of_functions = ((name, profiles(call)) for name, call in steps(machine))
+        of_modules = ((name, of_a_module(machine, make)) for name, make in modules())
+        of_calls = (("model of one module", of_a_model(machine, [])) for _ in range(1))
+        for name, found in chain(of_functions, of_modules, of_calls):
             ahead, back = map(most, found)
             if machine.rank == 0:
-                print(f"{name:22} forward {ahead}, backward {back}")
+                print(f"{name:23} forward {ahead}, backward {back}")
                 if any(word in name for word in asked):
                     _print_parts(found)
 

@@ -8,7 +8,7 @@ import pytest
 
 from distdl_rma import Machine
 from distdl_rma.split.lineage import LINEAGE
-from tests.call_counts import Calls, most, profiles, steps
+from tests.call_counts import Calls, modules, most, of_a_model, of_a_module, profiles, steps
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
 # Of Python and of C, forward and backward; by Python 3.11 and torch 2.13.
@@ -22,6 +22,17 @@ MOST = {
     "linear": (Calls(41, 31), Calls(0, 0)),
     "relu": (Calls(10, 17), Calls(0, 0)),
 }
+# What another module adds to a call of a distributed model, torch's own calls of modules included.
+MOST_OF_MODULES = {
+    "module: convolution": (Calls(56, 61), Calls(39, 38)),
+    "module: instance norm": (Calls(75, 70), Calls(54, 43)),
+    "module: batch norm": (Calls(76, 94), Calls(56, 44)),
+    "module: max pool 3x3": (Calls(75, 62), Calls(35, 29)),
+    "module: linear": (Calls(54, 49), Calls(14, 14)),
+    "module: relu": (Calls(24, 31), Calls(0, 0)),
+}
+# Begin and end of a call, a convolution of 1x1, and what every backward takes.
+MOST_OF_A_MODEL = Calls(149, 139), Calls(76, 72)
 
 
 def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
@@ -31,6 +42,17 @@ def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
         found = [most(profile) for profile in profiles(call)]
         within = [calls.within(limit) for calls, limit in zip(found, MOST[name], strict=True)]
         assert all(within), f"{name}: forward {found[0]}, backward {found[1]}"
+
+
+def test_a_module_of_a_distributed_model_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
+    # Models of other tests are still there.
+    monkeypatch.setattr(LINEAGE, "on", 0)
+    machine = Machine.of(P_world)
+    counted = [(name, of_a_module(machine, make), MOST_OF_MODULES[name]) for name, make in modules()]
+    for name, found, limits in (*counted, ("model", of_a_model(machine, []), MOST_OF_A_MODEL)):
+        ahead, back = map(most, found)
+        within = ahead.within(limits[0]) and back.within(limits[1])
+        assert within, f"{name}: forward {ahead}, backward {back}"
 
 
 def test_waiting_is_not_counted(P_world, comm):

@@ -152,9 +152,12 @@ class Copies:
 
     def _part(self) -> int:
         # Bytes from where the last call ended; of the tensors behind it where one has fewer.
-        found, left = 0, self._step
+        found, left, seen = 0, self._step, -1
+        parts: Sequence[memoryview] = ()
         while left > 0:
-            parts = self._group(self._at // _AT_A_TIME).nbytes
+            # Once for many small ones.
+            if (at := self._at // _AT_A_TIME) != seen:
+                seen, parts = at, self._group(at).nbytes
             if not parts:
                 break
             part = parts[self._at % _AT_A_TIME][self._offset : self._offset + left]
