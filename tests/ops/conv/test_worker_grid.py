@@ -81,6 +81,15 @@ def test_halos_are_convolved_apart_where_blocks_are_large(channels, rows, column
         assert overlap_pays(stencil, source, 4) == pays
 
 
+@pytest.mark.parametrize("rows", [(500, 12), (12, 500), (0, 512)])
+def test_where_blocks_differ_all_ranks_go_by_the_largest(rows):
+    stencil, shape = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1))), (1, 16, 512, 128)
+    for rank, own in enumerate(rows):
+        P_x = Partition((0, 1), (1, 1, 2, 1), rank)
+        source = Decomposition.balanced(P_x, shape).with_splits({2: Listed(rows)})
+        assert source.box(rank).shape[2] == own and overlap_pays(stencil, source, 4)
+
+
 def test_each_neighbour_asks_for_more_to_convolve_meanwhile():
     stencil, shape = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1))), (1, 16, 256, 256)
     for grid, pays in (((2, 1), True), ((4, 1), False), ((2, 2), False), ((1, 2), True)):

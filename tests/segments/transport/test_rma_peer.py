@@ -62,6 +62,14 @@ def test_stretches_lie_one_behind_the_other_when_they_are_packed():
     assert list(ByteRuns((), 3).packed()) == []
 
 
+@pytest.mark.parametrize(("nbytes", "transfers"), [(8, 1), (LARGE, 3)])
+@pytest.mark.parametrize("way", ["put", "get"])
+def test_short_stretches_are_one_transfer_and_long_ones_one_each(window, wire, nbytes, transfers, way):
+    stretches = ByteRuns(tuple(range(0, 6 * nbytes, 2 * nbytes)), nbytes)
+    begun = getattr(wire, way)(stretches, np.ones(stretches.total, np.uint8))
+    assert len(begun) == len(window.puts if way == "put" else window.gets) == transfers
+
+
 def test_nothing_is_asked_for_what_is_known_to_be_there(window, wire):
     assert wire.arrived(0) and not window.gets and not window.flushes
 
