@@ -9,15 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.process_group.collectives.calls import DIGEST_BYTES, SAID_BYTES, Call, text_said
 from distdl_rma.process_group.collectives.reducers import Reducer
+from distdl_rma.segments.collectives.engine.pieces import in_pieces, slices
 from distdl_rma.segments.messages import Messages, Test
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]
 Script = Iterator[None]
 
-# Bytes of all ranks in one turn of a long vector: what is taken beside the tensors.
+# Bytes of all ranks in one turn of a long vector. While one travels, the last is reduced or stored: what is
+# taken beside the tensors is a few times this.
 TURN_BYTES = 8 << 20
 _BYTE = np.dtype(np.uint8)
 
@@ -58,80 +61,83 @@ class WideCollectives:
 
     def reduced(self, x: Array, reducer: Reducer, root: int | None) -> Script:
         """Reduce a vector in place, on all ranks or one, that are known to call the same."""
-        size, me = self.size, self.me
         turns = -(-x.nbytes // TURN_BYTES)
-        share = -(-x.size // (max(turns, 1) * size))
-        for turn in range(turns):
-            chunk = x[turn * size * share : (turn + 1) * size * share]
-            counts = [
-                len(range(*slice(at * share, (at + 1) * share).indices(chunk.size))) for at in range(size)
-            ]
-            rows = np.empty((size, counts[me]), x.dtype)
-            mine = [counts[me] * x.itemsize] * size
-            sent = [count * x.itemsize for count in counts]
-            yield from _over(self._messages.exchange(chunk, sent, rows.reshape(-1), mine))
-            reduced = np.empty(counts[me], x.dtype)
-            reducer.reduce(list(rows), reduced)
-            target = chunk if root in (None, me) else chunk[:0]
-            if root is None:
-                yield from _over(self._messages.gather_all(reduced, target, sent))
-            else:
-                to_root = [mine[0] if at == root else 0 for at in range(size)]
-                taken = sent if root == me else [0] * size
-                yield from _over(self._messages.exchange(reduced, to_root, target, taken))
+        chunks = [self.chunk(x[at], reducer, root) for at in slices(x.size, turns)] if turns else []
+        return in_pieces(turns, [lambda at: chunks[at].exchange(), lambda at: chunks[at].give()])
+
+    def chunk(self, x: Array, reducer: Reducer, root: int | None) -> Chunk:
+        """Part of a vector that is to be reduced in place."""
+        return Chunk(self._messages, self.me, x, reducer, root)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
         yield from self._agree()
         most = max(1, TURN_BYTES // out.itemsize // self.size)
-        for begin in range(0, max(part.size for part in parts), most):
-            cut = [part[begin : begin + most] for part in parts]
-            counts = [part.size for part in cut]
-            yield from self.reduced_part(np.concatenate(cut), counts, out[begin : begin + most], reducer)
+        turns, rows = -(-max(part.size for part in parts) // most), {}
 
-    def reduced_part(self, x: Array, counts: Sequence[int], out: Array, reducer: Reducer) -> Script:
-        """Reduce a vector of so many elements for each rank; ``out`` gets this rank's."""
-        rows = np.empty((self.size, out.size), out.dtype)
-        sent, taken = [count * x.itemsize for count in counts], [out.nbytes] * self.size
-        yield from _over(self._messages.exchange(x, sent, rows.reshape(-1), taken))
-        reducer.reduce(list(rows), out)
+        def exchange(turn: int) -> Script:
+            cut = [part[turn * most : (turn + 1) * most] for part in parts]
+            counts = [part.size for part in cut]
+            rows[turn], script = self.exchanged(np.concatenate(cut), counts)
+            return script
+
+        def reduce(turn: int) -> Script:
+            reducer.reduce(list(rows.pop(turn)), out[turn * most : (turn + 1) * most])
+            return _nothing()
+
+        yield from in_pieces(turns, [exchange, reduce])
+
+    def exchanged(self, x: Array, counts: Sequence[int]) -> tuple[Array, Script]:
+        """Give every rank so many elements; return the rows of all that this one gets, once that is over."""
+        rows = np.empty((self.size, counts[self.me]), x.dtype)
+        sent, taken = [count * x.itemsize for count in counts], [rows[0].nbytes] * self.size
+        return rows, over(self._messages.exchange(x, sent, rows.reshape(-1), taken))
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
         """Give what ranks have to all, or to one ``reader``."""
         yield from self._agree()
-        most = TURN_BYTES // self.size
-        for begin in range(0, max(sizes), most):
+        most, taken = TURN_BYTES // self.size, {}
+
+        def counted(turn: int) -> list[int]:
+            begin = turn * most
             counts = [len(range(begin, min(size, begin + most))) for size in sizes]
-            sent = [counts[self.me] if at == reader else 0 for at in range(self.size)]
-            counts = counts if reader in (None, self.me) else [0] * self.size
-            taken, part = np.empty(sum(counts), _BYTE), mine[begin : begin + most]
+            return counts if reader in (None, self.me) else [0] * self.size
+
+        def give(turn: int) -> Script:
+            part, counts = mine[turn * most : (turn + 1) * most], counted(turn)
+            taken[turn] = np.empty(sum(counts), _BYTE)
             if reader is None:
-                yield from self.gathered(part, taken, counts)
-            else:
-                yield from _over(self._messages.exchange(part, sent, taken, counts))
-            self._store(taken, counts, outs, begin)
+                return self.gathered(part, taken[turn], counts)
+            sent = [part.size if at == reader else 0 for at in range(self.size)]
+            return over(self._messages.exchange(part, sent, taken[turn], counts))
+
+        def store(turn: int) -> Script:
+            self._store(taken.pop(turn), counted(turn), outs, turn * most)
+            return _nothing()
+
+        yield from in_pieces(-(-max(sizes) // most), [give, store])
 
     def gathered(self, part: Array, taken: Array, counts: Sequence[int]) -> Script:
         """Give the bytes of all ranks to all, one behind the other."""
         filled = [at for at, count in enumerate(counts) if count]
         if len(filled) != 1:
-            return _over(self._messages.gather_all(part, taken, counts))
+            return over(self._messages.gather_all(part, taken, counts))
         if self.me == filled[0]:
             taken[...] = part
         return self.given(taken, filled[0])
 
     def given(self, data: Array, root: int) -> Script:
         """Give the bytes of one rank to all."""
-        yield from _over(self._messages.broadcast(data, root))
+        return over(self._messages.broadcast(data, root))
 
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
         yield from self._agree()
         lengths = np.array([*(send.size for send in sends), *(out.size for out in outs)], np.int64)
         table = np.empty((self.size, lengths.size), np.int64)
-        yield from _over(self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size))
+        yield from over(self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size))
         sent, wanted = table[:, : self.size], table[:, self.size :].T
         wrong = np.argwhere(sent != wanted)
         if wrong.size:
@@ -141,14 +147,22 @@ class WideCollectives:
                 f" {sent[source, target]} bytes for rank {self.ranks[target]}, which expects"
                 f" {wanted[source, target]}"
             )
-        most = TURN_BYTES // self.size
-        for begin in range(0, int(table.max()), most):
-            cut = [send[begin : begin + most] for send in sends]
-            counts = [out[begin : begin + most].size for out in outs]
-            taken = np.empty(sum(counts), _BYTE)
+        most, taken = TURN_BYTES // self.size, {}
+
+        def counted(turn: int) -> list[int]:
+            return [out[turn * most : (turn + 1) * most].size for out in outs]
+
+        def give(turn: int) -> Script:
+            cut, counts = [send[turn * most : (turn + 1) * most] for send in sends], counted(turn)
+            taken[turn] = np.empty(sum(counts), _BYTE)
             given = [part.size for part in cut]
-            yield from _over(self._messages.exchange(np.concatenate(cut), given, taken, counts))
-            self._store(taken, counts, outs, begin)
+            return over(self._messages.exchange(np.concatenate(cut), given, taken[turn], counts))
+
+        def store(turn: int) -> Script:
+            self._store(taken.pop(turn), counted(turn), outs, turn * most)
+            return _nothing()
+
+        yield from in_pieces(-(-int(table.max()) // most), [give, store])
 
     def _store(self, taken: Array, counts: Sequence[int], outs: Sequence[Array | None], begin: int) -> None:
         at = 0
@@ -165,13 +179,13 @@ class WideCollectives:
         # The same call on all ranks, or an error on all.
         row = np.frombuffer(self.call.digest, np.int64)
         table = np.empty((self.size, row.size), np.int64)
-        yield from _over(self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size))
+        yield from over(self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size))
         others = (table != row).any(1)
         if others.any():
             said = np.zeros(SAID_BYTES, _BYTE)
             said[: len(self.call.said)] = np.frombuffer(self.call.said, _BYTE)
             all_said = np.empty((self.size, SAID_BYTES), _BYTE)
-            yield from _over(self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size))
+            yield from over(self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size))
             other = int(np.argmax(others))
             raise MismatchError(
                 f"group {self.name!r}: rank {self.ranks[self.me]} calls {self.call.text}, but rank"
@@ -180,6 +194,40 @@ class WideCollectives:
             )
 
 
-def _over(test: Test) -> Script:
+class Chunk:
+    """A part of a vector that is reduced in place: each rank gets a share of all, and gives what it makes."""
+
+    def __init__(self, messages: Messages, me: int, x: Array, reducer: Reducer, root: int | None) -> None:
+        self._messages, self._me, self._x, self._reducer, self._root = messages, me, x, reducer, root
+        self._counts = Balanced(x.size, len(messages.ranks)).lengths
+        self._rows = np.empty((0, 0), x.dtype)
+
+    def exchange(self) -> Script:
+        """Begin to give shares to those who reduce them."""
+        size, count, itemsize = len(self._counts), self._counts[self._me], self._x.itemsize
+        self._rows = np.empty((size, count), self._x.dtype)
+        sent = [each * itemsize for each in self._counts]
+        return over(self._messages.exchange(self._x, sent, self._rows.reshape(-1), [count * itemsize] * size))
+
+    def give(self) -> Script:
+        """Reduce a share, and begin to give it to all, or to one."""
+        reduced = np.empty(self._rows.shape[1], self._x.dtype)
+        self._reducer.reduce(list(self._rows), reduced)
+        self._rows = self._rows[:0]
+        taken, size = [each * self._x.itemsize for each in self._counts], len(self._counts)
+        if self._root is None:
+            return over(self._messages.gather_all(reduced, self._x, taken))
+        mine = self._root == self._me
+        sent = [reduced.nbytes if at == self._root else 0 for at in range(size)]
+        target = self._x if mine else self._x[:0]
+        return over(self._messages.exchange(reduced, sent, target, taken if mine else [0] * size))
+
+
+def over(test: Test) -> Script:
+    """Wait until what was begun is over."""
     while not test():
         yield
+
+
+def _nothing() -> Script:
+    return iter(())

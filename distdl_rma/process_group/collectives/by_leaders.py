@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.process_group.collectives.between_nodes import TURN_BYTES, WideCollectives
+from distdl_rma.process_group.collectives.between_nodes import TURN_BYTES, Chunk, WideCollectives
 from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer
 from distdl_rma.process_group.collectives.rounds import Rounds
+from distdl_rma.segments.collectives.engine.pieces import in_pieces, slices
 from distdl_rma.segments.messages import Messages
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -73,41 +74,77 @@ class LedCollectives(WideCollectives):
 
     def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
         yield from self._agree()
-        part, most = reducer.unrounded, TURN_BYTES // x.itemsize
-        of_root = None if root is None else next(at for at, team in enumerate(self._teams) if root in team)
-        for begin in range(0, x.size, most):
-            piece = x[begin : begin + most]
-            total = reducer.widened(piece, root is not None)
-            yield from self._on_node(self._node.reduce(total, part, 0))
+        part, of_root = reducer.unrounded, None if root is None else self._team_of(root)
+        turns = -(-x.size // max(1, TURN_BYTES // part.storage.itemsize))
+        pieces = [x[at] for at in slices(x.size, turns)] if turns else []
+        totals: dict[int, Array] = {}
+        chunks: dict[int, Chunk] = {}
+
+        def on_node(turn: int) -> Script:
+            totals[turn] = reducer.widened(pieces[turn], root is not None)
+            return self._on_node(self._node.reduce(totals[turn], part, 0))
+
+        def exchange(turn: int) -> Script:
+            if self._across is None:
+                return iter(())
+            chunks[turn] = self._across.chunk(totals[turn], part, of_root)
+            return chunks[turn].exchange()
+
+        def give(turn: int) -> Script:
+            return iter(()) if self._across is None else chunks.pop(turn).give()
+
+        def spread(turn: int) -> Script:
+            piece, total = pieces[turn], totals.pop(turn)
             result = piece if root in (None, self.me) else np.empty_like(piece)
-            if self._across is not None:
-                yield from self._across.reduced(total, part, of_root)
-                if of_root in (None, self._team):
-                    reducer.finish(total, result)
+            if self._across is not None and of_root in (None, self._team):
+                reducer.finish(total, result)
             if root is None or (of_root == self._team and self._teams[self._team][0] != root):
                 target = result if root in (None, self.me) else None
-                yield from self._from_leader(result.view(np.uint8), target)
+                return self._from_leader(result.view(np.uint8), target)
+            return iter(())
+
+        yield from in_pieces(turns, [on_node, exchange, give, spread])
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
         yield from self._agree()
         part, team = reducer.unrounded, self._teams[self._team]
         most = max(1, TURN_BYTES // out.itemsize // self.size)
-        for begin in range(0, max(part.size for part in parts), most):
-            cut = [parts[at][begin : begin + most] for at in range(self.size)]
-            total = reducer.widened(np.concatenate([cut[at] for at in self._order]), False)
-            yield from self._on_node(self._node.reduce(total, part, 0))
-            lengths = [cut[at].nbytes if self._across is not None else 0 for at in team]
+        totals: dict[int, Array] = {}
+        rows: dict[int, Array] = {}
+
+        def cut(turn: int) -> list[Array]:
+            return [parts[at][turn * most : (turn + 1) * most] for at in range(self.size)]
+
+        def on_node(turn: int) -> Script:
+            each = cut(turn)
+            totals[turn] = reducer.widened(np.concatenate([each[at] for at in self._order]), False)
+            return self._on_node(self._node.reduce(totals[turn], part, 0))
+
+        def exchange(turn: int) -> Script:
+            total, each = totals.pop(turn), cut(turn)
+            if self._across is None:
+                return iter(())
+            counts = [sum(each[at].size for at in some) for some in self._teams]
+            rows[turn], script = self._across.exchanged(total, counts)
+            return script
+
+        def deal(turn: int) -> Script:
+            each = cut(turn)
+            lengths = [each[at].nbytes if self._across is not None else 0 for at in team]
             made = np.empty(sum(lengths), np.uint8)
             if self._across is not None:
-                counts = [sum(cut[at].size for at in each) for each in self._teams]
-                block = np.empty(counts[self._team], total.dtype)
-                yield from self._across.reduced_part(total, counts, block, part)
+                mine = rows.pop(turn)
+                block = np.empty(mine.shape[1], mine.dtype)
+                part.reduce(list(mine), block)
                 reducer.finish(block, made.view(out.dtype))
             ends = list(pairwise(np.cumsum([0, *lengths]).tolist()))
-            target = out[begin : begin + most].view(np.uint8)
+            target = out[turn * most : (turn + 1) * most].view(np.uint8)
             outs = [target, *[target[:0]] * (len(team) - 1)]
-            yield from self._on_node(self._node.deal([made[a:b] for a, b in ends], outs))
+            return self._on_node(self._node.deal([made[a:b] for a, b in ends], outs))
+
+        turns = -(-max(part.size for part in parts) // most)
+        yield from in_pieces(turns, [on_node, exchange, deal])
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
@@ -122,35 +159,69 @@ class LedCollectives(WideCollectives):
 
     def _from_one(self, root: int, mine: Array, out: Array | None) -> Script:
         yield from self._agree()
-        of_root = next(at for at, team in enumerate(self._teams) if root in team)
+        of_root = self._team_of(root)
         data = mine if self.me == root or out is None else out
-        for begin in range(0, data.size, TURN_BYTES):
-            piece = data[begin : begin + TURN_BYTES]
-            if of_root == self._team:
-                yield from self._on_node(self._from_place(self._teams[of_root].index(root), piece, piece))
-            if self._across is not None:
-                yield from self._across.given(piece, of_root)
+        turns = -(-data.size // TURN_BYTES)
+
+        def piece(turn: int) -> Array:
+            found: Array = data[turn * TURN_BYTES : (turn + 1) * TURN_BYTES]
+            return found
+
+        def on_node(turn: int) -> Script:
             if of_root != self._team:
-                yield from self._from_leader(piece, piece)
+                return iter(())
+            place = self._teams[of_root].index(root)
+            return self._on_node(self._from_place(place, piece(turn), piece(turn)))
+
+        def across(turn: int) -> Script:
+            return iter(()) if self._across is None else self._across.given(piece(turn), of_root)
+
+        def spread(turn: int) -> Script:
+            return iter(()) if of_root == self._team else self._from_leader(piece(turn), piece(turn))
+
+        yield from in_pieces(turns, [on_node, across, spread])
         if out is not None and out is not data:
             out[...] = data
 
     def _from_all(self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None]) -> Script:
         yield from self._agree()
         most, team = TURN_BYTES // self.size, self._teams[self._team]
-        for begin in range(0, max(sizes), most):
-            counts = [len(range(begin, min(size, begin + most))) for size in sizes]
+        blocks: dict[int, Array] = {}
+        wholes: dict[int, Array] = {}
+
+        def counted(turn: int) -> list[int]:
+            begin = turn * most
+            return [len(range(begin, min(size, begin + most))) for size in sizes]
+
+        def on_node(turn: int) -> Script:
+            counts = counted(turn)
             of_team = [counts[at] for at in team]
-            block, whole = np.empty(sum(of_team), np.uint8), np.empty(sum(counts), np.uint8)
-            ends = pairwise(np.cumsum([0, *of_team]).tolist())
-            places = [block[a:b] for a, b in ends]
-            yield from self._on_node(self._node.spread(of_team, mine[begin : begin + most], places))
-            if self._across is not None:
-                yield from self._across.gathered(
-                    block, whole, [sum(counts[at] for at in t) for t in self._teams]
-                )
-            yield from self._from_leader(whole, whole)
-            self._store(whole, [counts[at] for at in self._order], [outs[at] for at in self._order], begin)
+            block = blocks[turn] = np.empty(sum(of_team), np.uint8)
+            places = [block[a:b] for a, b in pairwise(np.cumsum([0, *of_team]).tolist())]
+            part = mine[turn * most : (turn + 1) * most]
+            return self._on_node(self._node.spread(of_team, part, places))
+
+        def across(turn: int) -> Script:
+            counts, block = counted(turn), blocks.pop(turn)
+            wholes[turn] = np.empty(sum(counts), np.uint8)
+            if self._across is None:
+                return iter(())
+            of_teams = [sum(counts[at] for at in some) for some in self._teams]
+            return self._across.gathered(block, wholes[turn], of_teams)
+
+        def spread(turn: int) -> Script:
+            return self._from_leader(wholes[turn], wholes[turn])
+
+        def store(turn: int) -> Script:
+            counts = counted(turn)
+            ordered = [counts[at] for at in self._order], [outs[at] for at in self._order]
+            self._store(wholes.pop(turn), *ordered, turn * most)
+            return iter(())
+
+        yield from in_pieces(-(-max(sizes) // most), [on_node, across, spread, store])
+
+    def _team_of(self, rank: int) -> int:
+        return next(at for at, team in enumerate(self._teams) if rank in team)
 
     def _from_leader(self, data: Array, out: Array | None) -> Script:
         return self._on_node(self._from_place(0, data, None if out is None else out.view(np.uint8)))

@@ -54,6 +54,13 @@ def check(manager: SegmentManager, caller: Any, way: Any, most: int) -> None:
         caller.call = Call(f"spread {count}")
         drive(manager, way.spread([part.size for part in bytes_of], bytes_of[me], outs), late)
         assert all(map(np.array_equal, outs, bytes_of))
+        caller.call = Call(f"spread {count} of one")
+        whole = rows[root].view(np.uint8)
+        mine, given = (whole if me == root else whole[:0]), np.zeros(whole.size, np.uint8)
+        sizes, outs = [whole.size * (rank == root) for rank in range(size)], [None] * size
+        outs[root] = given
+        drive(manager, way.spread(sizes, mine, outs), late)
+        assert np.array_equal(given, whole)
         caller.call = Call("deal")
         sends = [np.full(count + me + 2 * rank, me * size + rank, np.uint8) for rank in range(size)]
         outs = [np.zeros(count + rank + 2 * me, np.uint8) for rank in range(size)]

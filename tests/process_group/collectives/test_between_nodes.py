@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import MismatchError
+from distdl_rma.process_group.collectives import between_nodes
 from distdl_rma.process_group.collectives.between_nodes import WideCollectives
 from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.segments.messages import Messages
@@ -21,8 +22,10 @@ def way(machine):
     messages.close()
 
 
-def test_every_script_is_what_it_means(machine, way):
-    check(machine.segments, way, way, 20_000)
+@pytest.mark.parametrize("turn", [8 << 20, 1 << 14], ids=["at once", "in turns"])
+def test_every_script_is_what_it_means(machine, way, monkeypatch, turn):
+    monkeypatch.setattr(between_nodes, "TURN_BYTES", turn)
+    check(machine.segments, way, way, 5000)
 
 
 def test_both_sides_of_a_different_call_are_named_also_where_only_what_cannot_be_read_differs(machine, way):
