@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from distdl_rma.segments.collectives.engine.requests import complete, looks
 from distdl_rma.segments.collectives.engine.stepped_algorithm import BetweenNodes
 from distdl_rma.segments.manager import SegmentManager
 
@@ -70,17 +71,18 @@ class Messages:
         if not (self._under_way or self._manager.closed):
             self._between.free()
 
-    def _begun(self, call: Callable[[], MPI.Request], *kept: object) -> Test:
+    def _begun(self, call: Callable[[], MPI.Request], *kept: Array) -> Test:
         with self._lock:
             request = call()
         # MPI uses the arrays even if nobody asks for the outcome any more.
         key = id(request)
         self._under_way[key] = request, kept
+        tests = looks(sum(array.nbytes for array in kept))
         over: list[bool] = []
 
         def test() -> bool:
             with self._lock:
-                if not over and request.Test():
+                if not over and complete(request, tests):
                     over.append(True)
                     self._under_way.pop(key, None)
             return bool(over)

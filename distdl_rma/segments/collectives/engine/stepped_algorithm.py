@@ -16,6 +16,7 @@ from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.engine.collective import CollectiveSite
 from distdl_rma.segments.collectives.engine.pieces import number_of_pieces
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction
+from distdl_rma.segments.collectives.engine.requests import complete, looks
 from distdl_rma.segments.collectives.engine.scripted import Scripted
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
@@ -219,12 +220,12 @@ class SteppedAlgorithm(Scripted, ABC):
         self._requests.append(request)
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
-        return self._completed(request)
+        return self._completed(request, looks(nbytes))
 
-    def _completed(self, request: MPI.Request) -> Iterator[None]:
+    def _completed(self, request: MPI.Request, tests: range) -> Iterator[None]:
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
         self._phase = None
-        while not request.Test():
+        while not complete(request, tests):
             yield
         self._requests.remove(request)
 
