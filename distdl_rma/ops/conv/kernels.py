@@ -122,12 +122,12 @@ _AS_TORCH = Way(safe=True)
 _way = lru_cache(maxsize=1024)(Way.of)
 
 
-def chosen(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
-    """Whether a convolution is computed by oneDNN, though torch would not do so.
+def betters(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
+    """Whether a convolution, or its adjoint, is computed otherwise than torch would do, for it takes less.
 
     What does not fit together is not: torch says what is wrong.
     """
-    if not (_way(steps, x.shape, weight.shape, x.dtype).chosen and _onednn_enabled()):
+    if _way(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
         return False
     fits = bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1])
     return fits and weight.dtype == x.dtype
@@ -146,12 +146,13 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     if not way.safe:
         plain: Tensor = _Plain.apply(x, weight, bias, steps)
         return plain
-    stride, padding, dilation, groups, transposed = steps
-    if way.chosen and chosen(x, weight, bias, steps):
+    if way != _AS_TORCH and betters(x, weight, bias, steps):
         if torch.is_grad_enabled():
-            y: Tensor = _Chosen.apply(x, weight, bias, steps)
+            y: Tensor = _Bettered.apply(x, weight, bias, steps)
             return y
-        return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
+        if way.chosen:
+            return _by_onednn(x, weight, bias, steps)
+    stride, padding, dilation, groups, transposed = steps
     nothing = (0,) * len(stride)
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, nothing, groups)
 
@@ -167,9 +168,8 @@ def convolution_adjoint(
         return _adjoint_by_torch(gradient, x, weight, steps, needs)
     inner, others = None, needs
     if needs[0] and way.mirrored is not None:
-        stride, padding, dilation, groups, _ = way.mirrored
         turned = weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
-        inner = torch.mkldnn_convolution(gradient, turned, None, padding, stride, dilation, groups)
+        inner = _by_onednn(gradient, turned, None, way.mirrored)
         others = False, *needs[1:]
     if True not in others:
         return inner, None, None
@@ -182,6 +182,11 @@ def convolution_adjoint(
     if inner is None and found is not None:
         inner = found.to_dense() if way.chosen else found
     return inner, taps, offsets
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> Tensor:
+    stride, padding, dilation, groups, _ = steps
+    return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
 
 
 def _adjoint_by_torch(
@@ -225,15 +230,15 @@ class _Plain(OperatorFunction):
         return *_adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
 
 
-class _Chosen(OperatorFunction):
+class _Bettered(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.steps = steps
-        stride, padding, dilation, groups, _ = steps
-        return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
+        # Nothing is differentiated in here.
+        return convolution(x, weight, bias, steps)
 
     @staticmethod
     @uncompiled
