@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.unet import CLASSES, Layers, UNet, step_of
 from distdl_rma import Machine, Partition, distribute, shard
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 
 Step = Callable[[], object]
 _OF_VOLUMES = Layers(nn.Conv3d, nn.BatchNorm3d, nn.MaxPool3d, nn.ConvTranspose3d)
@@ -43,6 +46,14 @@ class Case:
         """A training step of the network alone, of its whole image unless a shape is given."""
         return step_of(self.network(), *self.image(shape or self.shape), F.mse_loss)
 
+    def tile_step(self, shape: tuple[int, ...]) -> Step:
+        """The same of a tile, convolved by the kernels that ranks choose."""
+        network = self.network()
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d):
+                module.forward = partial(_convolved, module)  # type: ignore[method-assign]
+        return step_of(network, *self.image(shape), F.mse_loss)
+
     def split_step(self, P_x: Partition, shape: tuple[int, ...] | None = None) -> Step:
         """The same on split tensors; collective over the machine of P_x to make."""
         x, target = (shard(P_x, whole) for whole in self.image(shape or self.shape))
@@ -55,6 +66,11 @@ class Case:
     def tile(self, ranks: int) -> tuple[int, ...]:
         """What one of so many ranks has of the image, if it is cut like that."""
         return (self.shape[0] // ranks, *self.shape[1:])
+
+
+def _convolved(layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
+    steps = ConvolutionArguments(layer.stride, cast(Any, layer.padding), layer.dilation, layer.groups)
+    return convolution(x, layer.weight, layer.bias, steps)
 
 
 CASES = (Case("U-Net", 8, 3, (512, 512)), Case("3-D U-Net", 8, 2, (48, 48, 48)))

@@ -182,7 +182,7 @@ def tiny_step(machine: Machine, case: Case, repetitions: int) -> float:
     shape = (extent * machine.size, *(extent,) * (len(case.shape) - 1))
     ways = {
         "split": case.split_step(case.rows_of(machine), shape),
-        "alone": case.plain_step((extent, *shape[1:])),
+        "alone": case.tile_step((extent, *shape[1:])),
     }
     taken = in_turn(ways, repetitions, 2)
     return quiet(a - b for a, b in zip(taken["split"], taken["alone"], strict=True))
@@ -191,6 +191,8 @@ def tiny_step(machine: Machine, case: Case, repetitions: int) -> float:
 def compute(case: Case, repetitions: int) -> list[tuple[int, float]]:
     """Elements of a tile, and seconds of a step of the network alone on it, while other ranks do the same.
 
+    By the kernels that ranks choose.
+
     From tiles of one of two ranks to those that take their time by their calls.
     """
     tiles, whole = [case.tile(2)], 1 << case.depth
@@ -198,7 +200,7 @@ def compute(case: Case, repetitions: int) -> list[tuple[int, float]]:
     while (longest := max(tiles[-1])) % (2 * whole) == 0 and prod(tiles[-1]) > 2 * whole ** len(tiles[-1]):
         at = tiles[-1].index(longest)
         tiles.append((*tiles[-1][:at], longest // 2, *tiles[-1][at + 1 :]))
-    steps = {str(tile): case.plain_step(tile) for tile in tiles}
+    steps = {str(tile): case.tile_step(tile) for tile in tiles}
     taken = in_turn(steps, repetitions)
     return [(prod(tile), quiet(taken[str(tile)])) for tile in tiles]
 
