@@ -43,7 +43,11 @@ def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         # Slices, and lists, are not hashable.
         found = [plainly(one) for one in args if one.__class__ not in TENSORS]
     if kwargs:
-        found += [[key, plainly(one)] for key, one in kwargs.items() if one.__class__ not in TENSORS]
+        found += [
+            [key, one if one.__class__ in WORDS else plainly(one)]
+            for key, one in kwargs.items()
+            if one.__class__ not in TENSORS
+        ]
     return found
 
 

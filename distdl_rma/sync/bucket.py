@@ -156,7 +156,10 @@ class Bucket:
                 self.put(slot)
             if not slot.ready:
                 places[slot.number].zero_()
-        flags.copy_(torch.tensor([float(slot.ready) for slot in self.slots]))
+        if self._missing:
+            flags.copy_(torch.tensor([float(slot.ready) for slot in self.slots]))
+        else:
+            flags.fill_(1.0)
         self._written = None
         self.allreduce.start()
 
