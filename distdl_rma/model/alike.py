@@ -83,7 +83,7 @@ class Alike:
         alike_on_all_ranks(self._machine, calls.ranks, inputs, "an input of a distributed model")
 
     def _copies_of(self, calls: Calls) -> Copies | None:
-        found, model = self._copies.get(calls.ranks), self._model()
-        if found is None and model is not None and self._held:
-            found = self._copies[calls.ranks] = Copies(model, self._machine, calls.ranks, self._name)
+        found = self._copies.get(calls.ranks)
+        if found is None and self._held:
+            found = self._copies[calls.ranks] = Copies(self._model, self._machine, calls.ranks, self._name)
         return found

@@ -69,10 +69,12 @@ class Copies:
       of an optimizer does, is seen once its turn has come;
     - a part of all bytes, so that each was compared after some 512 calls.
 
-    Where the numbers differ, ``difference()`` compares everything. Local to make.
+    Where the numbers differ, ``difference()`` compares everything. Local to make; does not keep the model.
     """
 
-    def __init__(self, model: nn.Module, machine: Machine, ranks: Sequence[int], name: str) -> None:
+    def __init__(
+        self, model: Callable[[], nn.Module | None], machine: Machine, ranks: Sequence[int], name: str
+    ) -> None:
         self._model, self._machine, self._ranks, self._name = model, machine, tuple(ranks), name
         self._calls = self._fruitless = 0
         self._look()
@@ -129,7 +131,8 @@ class Copies:
 
     def _found(self) -> Iterator[_Held]:
         seen: set[int] = set()
-        for claim in claims_of(self._model, "", self._machine, {}):
+        model = self._model()
+        for claim in () if model is None else claims_of(model, "", self._machine, {}):
             if not set(self._ranks) <= set(claim.ranks):
                 # Parts of weights, or what its user keeps otherwise.
                 continue

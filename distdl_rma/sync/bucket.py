@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
+from weakref import finalize, ref
 
+import numpy as np
 import torch
 from torch.autograd import profiler
 
 from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError, ProtocolError
+from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import synchronise
 from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
@@ -33,10 +37,14 @@ class BucketKind(NamedTuple):
 
 
 class GradientSlot:
-    """A parameter, its number in a bucket, and what is known of its gradient."""
+    """A parameter, its number in a bucket, and what is known of its gradient.
+
+    The parameter holds it, by its hooks, and not the other way round: what the user lets go of is freed.
+    """
 
     def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
-        self.entry, self.kind, self.parameter, self.nbytes = entry, kind, entry.parameter, entry.nbytes
+        self.kind, self.name, self.nbytes, self.shape = kind, entry.name, entry.nbytes, entry.parameter.shape
+        self._parameter, self._placed = ref(entry.parameter), [(ref(one), key) for one, key in entry.placed]
         self.number = 0
         # In the running backward: whether a layer was offered the place, whether the gradient is there, and
         # what .grad held before, to which it is added.
@@ -52,19 +60,45 @@ class GradientSlot:
         # Whether this rank contributes what all have alike; None until somebody has asked.
         self.speaks: bool | None = None
 
+    def anew(self) -> GradientSlot:
+        """The same parameter, for another bucket."""
+        twin = copy(self)
+        twin.handles, twin.hooks, twin.in_segment, twin.local = [], None, None, False
+        return twin
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter; None once nobody else has it any more."""
+        found = self._parameter()
+        if found is not None:
+            # Where torch alone has had it, in a graph, it may let go of it meanwhile.
+            found._fix_weakref()  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """Its ``.grad``."""
+        gradient: torch.Tensor | None = getattr(self.parameter, "grad", None)
+        return gradient
+
+    @property
+    def placed(self) -> list[tuple[Parameters, str]]:
+        """Parameters of the layers of this library that use it, each with its name there."""
+        return [(placed, key) for one, key in self._placed if (placed := one()) is not None]
+
     @property
     def pending(self) -> bool:
         """Whether .grad holds what is yet to be summed."""
-        return self.local and self.parameter.grad is not None
+        return self.local and self.gradient is not None
 
     @property
     def unsummed(self) -> bool:
         """Whether that is more than zeros."""
-        return self.pending and bool(self.parameter.grad.any())  # type: ignore[union-attr]
+        return self.pending and bool(self.gradient.any())  # type: ignore[union-attr]
 
     def keep_apart(self) -> None:
         """Have .grad accumulate this rank's own share, as under ``no_sync``."""
-        gradient = self.parameter.grad
+        gradient = self.gradient
         if gradient is not None and not self.local and bool(gradient.any()):
             raise ProtocolError(
                 "no_sync: .grad already holds a synchronised gradient, which this rank's own cannot"
@@ -74,7 +108,7 @@ class GradientSlot:
 
     def take_over(self, offer: Callable[[], torch.Tensor | None]) -> None:
         """Have the layers leave the summing to a GradientSync, and write the gradient where it offers."""
-        for placed, key in self.entry.placed:
+        for placed, key in self.placed:
             placed.take_over(key, self.parameter, offer)
 
     def release(self) -> None:
@@ -83,22 +117,37 @@ class GradientSlot:
             handle.remove()
         self.handles.clear()
         self.hooks = None
-        for placed, key in self.entry.placed:
+        for placed, key in self.placed:
             placed.let_go(key)
-        synchronised.pop(self.parameter, None)
-        synchronise(self.parameter, False)
+        parameter = self.parameter
+        if parameter is not None:
+            synchronised.pop(parameter, None)
+            synchronise(parameter, False)
         self.move_out()
 
     def move_out(self) -> None:
         """Give a gradient that lies in the segment memory of its own."""
-        gradient, lies = self.parameter.grad, self.in_segment
+        gradient, lies = self.gradient, self.in_segment
         if gradient is not None and lies is not None and gradient.data_ptr() == lies.data_ptr():
             self.parameter.grad = gradient.clone()
         self.in_segment = None
 
 
+class _Tenancy:
+    # Of a bucket's memory: that of the bucket, and of every tensor that lies there, dropped or not.
+    pass
+
+
+class _Lent(np.ndarray[Any, Any]):
+    # What torch holds of a buffer as long as a tensor is in it.
+    tenancy: _Tenancy
+
+
 class Bucket:
-    """Gradients of one kind that travel together in one allreduce, its name alike on its ranks; local."""
+    """Gradients of one kind that travel together in one allreduce, its name alike on its ranks; local.
+
+    Memory is given back by ``close()``, or when neither the bucket nor a gradient in it is there any more.
+    """
 
     def __init__(self, machine: Machine, name: str, slots: Sequence[GradientSlot]) -> None:
         self.kind, self.name, self.slots = slots[0].kind, name, slots
@@ -107,7 +156,7 @@ class Bucket:
         # lie one behind the other.
         words = 2 if dtype.is_complex else 1
         self._dtype = dtype.to_real() if dtype.is_complex else dtype
-        self._counts = [slot.parameter.numel() * words for slot in slots]
+        self._counts = [slot.shape.numel() * words for slot in slots]
         for number, slot in enumerate(slots):
             slot.number = number
         self.nbytes = sum(self._counts) * self._dtype.itemsize
@@ -119,6 +168,8 @@ class Bucket:
         count, element = sum(self._counts), reduction_dtype(self._dtype)
         op = "sum" if divisor == 1 else "mean"
         self.allreduce = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
+        self._tenancy = _Tenancy()
+        finalize(self._tenancy, self.allreduce.close)
         self._missing = len(slots)
         # Views of the gradients and of the flags, by ``id`` of the buffer: there are few, and they stay.
         self._views: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
@@ -135,7 +186,7 @@ class Bucket:
 
     def put(self, slot: GradientSlot) -> bool:
         """Make sure that a gradient lies in the active buffer; return whether it was the last one."""
-        gradient, place = slot.parameter.grad, (self._written or self._places())[0][slot.number]
+        gradient, place = slot.gradient, (self._written or self._places())[0][slot.number]
         if gradient is not None:
             # Only what a layer was offered lies there.
             if slot.offered and gradient.data_ptr() == place.data_ptr():
@@ -168,6 +219,8 @@ class Bucket:
         gradients, flags = self._views_of(self.allreduce.wait())
         for slot, gradient, ranks_with_gradient in zip(self.slots, gradients, flags.tolist(), strict=True):
             parameter = slot.parameter
+            if parameter is None:
+                continue
             if not ranks_with_gradient:
                 # Untouched on all ranks: moved out of the segment before its buffer is used again.
                 slot.move_out()
@@ -201,13 +254,13 @@ class Bucket:
     def _views_of(self, buffer: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         views = self._views.get(id(buffer))
         if views is None:
-            *parts, flags, _ = torch.split(as_tensor(buffer, self._dtype), self._counts)
+            lent: Any = buffer.view(_Lent)
+            lent.tenancy = self._tenancy
+            *parts, flags, _ = torch.split(as_tensor(lent, self._dtype), self._counts)
             if self.kind.dtype.is_complex:
                 parts = [torch.view_as_complex(part.view(-1, 2)) for part in parts]
             # Tensors that .grad is made again and again: none of several views that came of one call.
-            shaped = [
-                part.view(slot.parameter.shape).detach() for part, slot in zip(parts, self.slots, strict=True)
-            ]
+            shaped = [part.view(slot.shape).detach() for part, slot in zip(parts, self.slots, strict=True)]
             views = self._views[id(buffer)] = shaped, flags
         return views
 
@@ -271,7 +324,7 @@ def left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlo
     """Slots to put together anew: what travelled with parameters, by ``id``, that move elsewhere."""
     # The first to come in a backward is the last of the model.
     kept = [[s for s in bucket.slots if id(s.parameter) not in moved] for bucket in reversed(leaving)]
-    return [[GradientSlot(slot.entry, slot.kind) for slot in slots] for slots in kept if slots]
+    return [[slot.anew() for slot in slots] for slots in kept if slots]
 
 
 def profiled(title: str, act: Callable[[], None]) -> None:

@@ -6,8 +6,8 @@ Layers that no ``GradientSync`` has taken over ask themselves: ``Parameters.summ
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from operator import index as as_int
 
 import torch
@@ -69,9 +69,6 @@ class Claim:
     # Over which ranks the gradients are summed; and why this rank cannot say, if it cannot.
     ranks: tuple[int, ...] = ()
     complaint: str = ""
-    # Whether some of its parameters went to another claim, and whether no rank has looked at it before.
-    partly: bool = False
-    new: bool = True
 
     def decide(self) -> None:
         """Ask the module over which ranks; what is no list of ranks becomes a complaint."""
@@ -116,12 +113,6 @@ class Claim:
             if not isinstance(part, DistributedLayer):
                 for key, buffer in part.named_buffers(recurse=False):
                     yield under(path, key), buffer
-
-    def without(self, parameters: Collection[int]) -> Claim:
-        """What is left without some parameters, given by ``id``; no longer new."""
-        left = [entry for entry in self.entries if id(entry.parameter) not in parameters]
-        partly = self.partly or len(left) < len(self.entries)
-        return replace(self, entries=left, partly=partly, new=False, complaint="")
 
     def by_module(self) -> Iterable[list[ParameterEntry]]:
         """Entries that belong to the same module and have the same dtype, in order."""

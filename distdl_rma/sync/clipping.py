@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class GradientNorms:
             name = f"norm of order {order:g} of the gradients"
             segments, ranks = self._machine.segments, self._machine.ranks
             total = Allreduce(segments, ranks, len(values), np.float64, op, name)
+            finalize(self, total.close)
             self._totals[order] = total
         total.active[:] = values
         total.start()

@@ -29,13 +29,13 @@ _HOW = "give the ranks to sum over, or each rank its own [rank] if they are to d
 
 def agree(
     machine: Machine,
-    claims: Sequence[Claim],
+    statements: Sequence[Words],
     options: Mapping[str, object],
     refusal: str,
     title: str,
     generator: Sequence[int] | None = None,
 ) -> bool:
-    """Have all ranks compare their claims and options; collective over the machine, blocking.
+    """Have all ranks compare what they state of claims, and options; collective over the machine, blocking.
 
     ``refusal`` is what is wrong on this rank otherwise, empty if nothing is; ``title`` is for messages;
     ``generator`` has seed and state of this rank's random numbers, if they matter. Returns whether
@@ -45,7 +45,7 @@ def agree(
     mine = {
         "refusal": refusal,
         "options": {key: repr(value) for key, value in options.items()},
-        "claims": [statement(claim) for claim in claims],
+        "claims": statements,
         "generator": generator,
     }
     said = gather_words(machine.segments, mine, title)
@@ -75,8 +75,7 @@ def statement(claim: Claim) -> Words:
             )
     stated, answers = nbytes, dict[str, Any]()
     try:
-        # Of a module that some parameters left, its callback does not know.
-        if not claim.partly and hasattr(module, "get_sizeof_gradients"):
+        if hasattr(module, "get_sizeof_gradients"):
             stated = as_int(module.get_sizeof_gradients())
         answers = _answers(claim)
     except Exception as error:  # noqa: BLE001 - the user's function; all ranks hear of it
@@ -90,7 +89,7 @@ def statement(claim: Claim) -> Words:
         "nbytes": [stated, nbytes],
         "answers": answers,
         "complaint": complaint,
-        "new": claim.new,
+        "new": True,
         "parameters": parameters | {name: [*_form(buffer), None] for name, buffer in claim.buffers},
     }
 

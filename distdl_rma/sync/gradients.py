@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Unpack
+from typing import Unpack
 from weakref import ref
 
 import torch
@@ -185,7 +185,7 @@ class GradientSync(Uncopyable):
             raise ProtocolError("GradientSync: gradients from no_sync are not summed yet")
         # The first of the ranks that hold a gradient counts it for all of them.
         rank = self._machine.rank
-        mine = [slot.parameter.grad for slot in self._slots if (*slot.kind.ranks, rank)[0] == rank]
+        mine = [slot.gradient for slot in self._slots if (*slot.kind.ranks, rank)[0] == rank]
         return self._norms.of(mine, norm_type)
 
     @uncompiled
@@ -200,7 +200,7 @@ class GradientSync(Uncopyable):
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, not finite")
-        GradientNorms.scale([slot.parameter.grad for slot in self._slots], max_norm, norm)
+        GradientNorms.scale([slot.gradient for slot in self._slots], max_norm, norm)
         return norm
 
     def describe(self) -> list[dict[str, object]]:
@@ -251,7 +251,7 @@ class GradientSync(Uncopyable):
         return chain(self._alone, *(bucket.slots for bucket in self._buckets))
 
     def _label(self, slot: GradientSlot) -> str:
-        return self._machine.labels.readable(slot.entry.name)
+        return self._machine.labels.readable(slot.name)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -259,13 +259,13 @@ class GradientSync(Uncopyable):
 
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
-        parameter: Any = slot.parameter  # torch leaves its hooks untyped
+        parameter = slot.parameter
         synchronised[parameter] = True
         synchronise(parameter, True)
         if bucket is None:
             self._alone.append(slot)
             slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
-            if any(len(placed.holders) > 1 for placed, _ in slot.entry.placed):
+            if any(len(placed.holders) > 1 for placed, _ in slot.placed):
                 # Its user says that nobody else is to sum it.
                 slot.take_over(lambda: None)
             return
@@ -330,7 +330,8 @@ class GradientSync(Uncopyable):
             self._check_open()
         if asked() is not None and self._asked_for(slot):
             return None
-        parameter, gradient = slot.parameter, slot.parameter.grad
+        parameter = slot.parameter
+        gradient = parameter.grad
         if parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
                 f"{self._label(slot)!r} was {slot.kind.dtype} when its GradientSync was made"
@@ -359,7 +360,7 @@ class GradientSync(Uncopyable):
         if compiles() is not None:
             return apart(self._accumulated, bucket, slot, parameter)
         if slot.hooks is not None and slot.hooks.seen:
-            slot.hooks.contribute()
+            slot.hooks.contribute(slot)
         if self._paused:
             return None
         self._on_the_way -= 1

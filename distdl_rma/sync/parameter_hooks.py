@@ -24,9 +24,9 @@ class ParameterHooks:
     """
 
     def __init__(self, machine: Machine, slot: GradientSlot, name: str) -> None:
-        self._slot, self._first = slot, slot.kind.ranks[0] == machine.rank
+        self._first = slot.kind.ranks[0] == machine.rank
         self._dtype, divisor = sum_dtype(slot.kind.dtype), slot.kind.divisor
-        count, element = slot.parameter.numel(), reduction_dtype(self._dtype)
+        count, element = slot.shape.numel(), reduction_dtype(self._dtype)
         op = "sum" if divisor == 1 else "mean"
         ranks = slot.kind.ranks
         self._sum = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
@@ -35,21 +35,22 @@ class ParameterHooks:
         self._before: torch.Tensor | None = None
         self.seen = False
 
-    def whole(self, contribution: torch.Tensor) -> torch.Tensor:
+    def whole(self, slot: GradientSlot, contribution: torch.Tensor) -> torch.Tensor:
         """What the hooks get; blocking."""
         self._sum.active[:] = as_array(contribution.detach().to(self._dtype).reshape(-1))
         self._sum.start()
         result = as_tensor(self._sum.wait(), self._dtype).view(contribution.shape)
-        self._before, self._slot.parameter.grad, self.seen = self._slot.parameter.grad, None, True
+        parameter = slot.parameter
+        self._before, parameter.grad, self.seen = parameter.grad, None, True
         return result.to(contribution.dtype, copy=True)
 
-    def contribute(self) -> None:
+    def contribute(self, slot: GradientSlot) -> None:
         """Make what the hooks left in ``.grad`` this rank's contribution."""
         self.seen = False
-        parameter, before = self._slot.parameter, self._before
+        parameter, before = slot.parameter, self._before
         found, self._before = parameter.grad, None
         if found is not None:
-            mine = found * self._slot.kind.divisor if self._first else torch.zeros_like(found)
+            mine = found * slot.kind.divisor if self._first else torch.zeros_like(found)
             parameter.grad = mine if before is None else before + mine
 
 
@@ -60,7 +61,7 @@ def contribution(
 
     ``alike_on`` are ranks on which plain tensors are alike. Blocking where a user has hooks on the parameter.
     """
-    parameter: Any = slot.parameter
+    parameter = slot.parameter
     if slot.speaks is None:
         first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
         slot.speaks = first == machine.rank
@@ -69,19 +70,19 @@ def contribution(
     if not RUNNING.depth:
         alike = all_alike(parameter)
         if alike:
-            AlikeGradients.of(machine, alike_on).note(slot.entry.name, computed)
+            AlikeGradients.of(machine, alike_on).note(slot.name, computed)
         if not slot.speaks:
             found = torch.zeros_like(computed) if alike else own_part(parameter)
     if len(parameter._post_accumulate_grad_hooks) > 1:
-        label = machine.labels.readable(slot.entry.name)
+        label = machine.labels.readable(slot.name)
         raise UnsupportedError(
             f"{label!r}: a hook of register_post_accumulate_grad_hook would see a gradient that the ranks"
             " have not summed yet; do that after backward(), or change the gradient in one of register_hook"
         )
     if len(parameter._backward_hooks) > 1:
         if slot.hooks is None:
-            slot.hooks = ParameterHooks(machine, slot, f"hooks of {slot.entry.name}")
-        found = slot.hooks.whole(computed if found is None else found)
+            slot.hooks = ParameterHooks(machine, slot, f"hooks of {slot.name}")
+        found = slot.hooks.whole(slot, computed if found is None else found)
     return found
 
 

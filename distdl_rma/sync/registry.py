@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.layers.core.callbacks import answer
@@ -19,12 +21,13 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
 from distdl_rma.sync.claims import Claim, claims_of, synchronised, under
-from distdl_rma.sync.consensus import agree
+from distdl_rma.sync.consensus import Words, agree, statement
 from distdl_rma.sync.plain_modules import generator_state
 
 _REDUCTIONS = ("sum", "mean")
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-_learns = attrgetter("requires_grad")
+_learns, _parameters, _children = map(attrgetter, ("requires_grad", "_parameters", "_modules"))
+_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
 
 class SyncOptions(NamedTuple):
@@ -59,13 +62,44 @@ def _at_least(least: int, value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+class Agreed(NamedTuple):
+    """A claim as all ranks agreed on it: what was stated of it stays so, whatever the user lets go of.
+
+    It holds neither its module nor its parameters; ``parameters`` are these, weakly, with their names.
+    """
+
+    statement: Words
+    ranks: tuple[int, ...]
+    module: Callable[[], nn.Module | None]
+    parameters: Sequence[tuple[Callable[[], torch.Tensor | None], str, bool, int]]
+
+    @classmethod
+    def of(cls, claim: Claim, statement: Words) -> Agreed:
+        """A claim that was new."""
+        parameters = [(ref(e.parameter), e.name, e.learns, e.nbytes) for e in claim.entries]
+        return cls(statement, claim.ranks, ref(claim.module) if claim.module else _nobody, parameters)
+
+    def without(self, moved: Collection[int]) -> Agreed:
+        """What is left without some parameters, by ``id``; its module's callback does not know of that."""
+        left = [each for each in self.parameters if id(each[0]()) not in moved]
+        gone = {name for _, name, *_ in self.parameters} - {name for _, name, *_ in left}
+        nbytes = self.statement["nbytes"][1] - sum(n for _, name, _, n in self.parameters if name in gone)
+        stated = {name: form for name, form in self.statement["parameters"].items() if name not in gone}
+        statement = self.statement | {"parameters": stated, "nbytes": [nbytes, nbytes], "new": False}
+        return self._replace(statement=statement, parameters=left)
+
+
+def _nobody() -> None:
+    return None
+
+
 class Addition(NamedTuple):
     """What all ranks agreed to add: its own claims, and those that are left of earlier ones."""
 
     # Counts what was tried to be added, alike on all ranks.
     number: int
     new: list[Claim]
-    kept: list[Claim]
+    agreed: list[Agreed]
     # Parameters, by ``id``, that are no longer where they were; and the ranks of earlier claims, likewise.
     moved: set[int]
     before: Mapping[int, tuple[int, ...]]
@@ -108,7 +142,7 @@ class Registry:
 
     def __init__(self, machine: Machine, options: SyncOptions) -> None:
         self._machine, self._options = machine, options
-        self._claims: list[Claim] = []
+        self._agreed: list[Agreed] = []
         self.watch = ModuleWatch()
         self._attempts = 0
 
@@ -129,18 +163,18 @@ class Registry:
         own = {} if module is None else vars(module)
         before = {key: own[key] for key in callbacks if key in own}
         try:
-            addition = self._agreed(module, prefix, callbacks, refusal)
+            addition = self._addition(module, prefix, callbacks, refusal)
             yield addition
         except BaseException:
             for key in callbacks:
                 own.pop(key, None)
             own.update(before)
             raise
-        self._claims = addition.kept + addition.new
+        self._agreed = addition.agreed
         if module is not None:
-            self.watch.add(module, prefix, self._claims)
+            self.watch.add(module, prefix, self._agreed)
 
-    def _agreed(
+    def _addition(
         self, module: nn.Module | None, prefix: str, callbacks: Mapping[str, Any], refusal: str
     ) -> Addition:
         if module is not None:
@@ -149,8 +183,8 @@ class Registry:
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
             refusal = refusal or unfit(module, self._machine)
-        known = [(claim, entry) for claim in self._claims for entry in claim.entries]
-        names = {id(entry.parameter): entry.name for _, entry in known}
+        known = [(one(), name, each.ranks) for each in self._agreed for one, name, *_ in each.parameters]
+        names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
         new = [] if refusal or module is None else claims_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
         added = {id(entry.parameter): entry for claim in new for entry in claim.entries}
@@ -158,64 +192,70 @@ class Registry:
             if entry.parameter in synchronised and key not in names:
                 refusal = refusal or f"{entry.name!r} already belongs to another GradientSync; close that"
         anew = {id(claim.module) for claim in new if claim.module is not None}
-        kept = [claim.without(added) for claim in self._claims]
-        kept = [claim for claim in kept if claim.says_anything and id(claim.module) not in anew]
+        kept = [agreed.without(added) for agreed in self._agreed if id(agreed.module()) not in anew]
+        fresh = [Agreed.of(claim, statement(claim)) for claim in new]
         cut = [claim.name for claim in new if claim.layer is not None and claim.layer.scattered]
         title, options = f"GradientSync (callbacks {self._attempts})", self._options._asdict()
         generator = generator_state() if cut else None
-        drifted = agree(self._machine, [*kept, *new], options, refusal, title, generator)
-        before = {id(entry.parameter): claim.ranks for claim, entry in known}
-        return Addition(self._attempts, new, kept, set(added), before, cut if drifted else [])
+        statements = [agreed.statement for agreed in (*kept, *fresh)]
+        drifted = agree(self._machine, statements, options, refusal, title, generator)
+        before = {id(parameter): ranks for parameter, _, ranks in known if parameter is not None}
+        return Addition(self._attempts, new, kept + fresh, set(added), before, cut if drifted else [])
 
 
 class ModuleWatch:
     """Notices parameters and modules that are replaced, added or unfrozen after they were registered.
 
     The modules are walked only if some dictionary of theirs holds something else than it did the last time,
-    or a parameter that did not learn then does now.
+    or another of their parameters learns. It holds neither modules nor parameters.
     """
 
     def __init__(self) -> None:
-        # All modules with their paths, by ``id``.
-        self._modules: dict[int, tuple[str, nn.Module]] = {}
-        # What their dictionaries held when they were last walked, and which parameters did not learn then.
-        self._tables: list[dict[str, Any]] = []
-        self._held: list[object] | None = None
-        self._frozen: list[nn.Parameter] = []
-        # Which parameters learned when they were registered, by ``id``.
-        self._learned: dict[int, bool] = {}
+        # All modules, with their paths.
+        self._paths = WeakIdKeyDictionary()
+        self._modules: list[ref[nn.Module]] = []
+        # What their dictionaries held when they were last walked, by ``id``, as long as all of that is there,
+        # and which parameters learned then.
+        self._held: tuple[list[int], list[bool], list[ref[Any]]] = [], [], []
+        # Which parameters learned when they were registered.
+        self._learned = WeakIdKeyDictionary()
 
-    def add(self, module: nn.Module, prefix: str, claims: Iterable[Claim]) -> None:
-        """Watch a module and all in it, given the claims of all that is registered now."""
-        self._learned = {id(entry.parameter): entry.learns for claim in claims for entry in claim.entries}
-        self._modules |= {id(part): (path, part) for path, part in module.named_modules(prefix=prefix)}
-        modules = [part for _, part in self._modules.values()]
-        self._tables = [*(part._parameters for part in modules), *(part._modules for part in modules)]
-        self._held = None
+    def add(self, module: nn.Module, prefix: str, agreed: Iterable[Agreed]) -> None:
+        """Watch a module and all in it, given what is agreed on of all that is registered now."""
+        for one, _, learns, _ in chain.from_iterable(each.parameters for each in agreed):
+            if (parameter := one()) is not None:
+                self._learned[parameter] = learns
+        for path, part in module.named_modules(prefix=prefix):
+            self._paths[part] = path
+        self._modules = [*map(ref, self._paths)]
+        self._held = [], [], []
 
     def later_change(self) -> str:
         """What is no longer as it was when it was added; empty if everything is. Local."""
-        # The references keep others from looking the same.
-        now: list[object] = list(chain.from_iterable(map(dict.values, self._tables)))
-        held = self._held
-        same = held is not None and len(now) == len(held) and all(map(is_, now, held))
-        if same and not any(map(_learns, self._frozen)):
+        modules = [part for one in self._modules if (part := one()) is not None]
+        every = chain.from_iterable(map(_values, map(_parameters, modules)))
+        parameters = [parameter for parameter in every if parameter is not None]
+        children = chain.from_iterable(map(_values, map(_children, modules)))
+        ids, learns = [*map(id, parameters), *map(id, children)], [*map(_learns, parameters)]
+        if ids == self._held[0] and learns == self._held[1]:
             return ""
         found = self.walk()
-        self._held = None if found else now
-        self._frozen = [p for p in now if isinstance(p, nn.Parameter) and not p.requires_grad]
+        if not found:
+            # What dies has no ``id`` that another may not have.
+            refs = [ref(one, lambda _: ids.clear()) for one in (*parameters, *modules)]
+            self._held = ids, learns, refs
         return found
 
     def walk(self) -> str:
         """The first change; empty if there is none."""
-        for path, part in self._modules.values():
+        for part, path in self._paths.items():
             for key, parameter in part._parameters.items():
-                if parameter is None or not parameter.requires_grad or self._learned.get(id(parameter)):
+                if parameter is None or not parameter.requires_grad or self._learned.get(parameter):
                     continue
-                what = "unfrozen" if id(parameter) in self._learned else "replaced or added"
+                what = "unfrozen" if parameter in self._learned else "replaced or added"
                 return f"parameter {under(path, key)!r} was {what}"
             for key, child in part._modules.items():
-                if child is not None and id(child) not in self._modules:
+                if child is not None and child not in self._paths:
                     return f"module {under(path, key)!r} was added"
         return ""
 

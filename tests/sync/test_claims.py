@@ -68,14 +68,6 @@ def test_what_is_no_list_of_ranks_is_a_complaint():
         assert claim.ranks == ()
 
 
-def test_a_claim_without_some_parameters_is_not_new_and_no_complaint():
-    model = Stating(linear(), linear())
-    (claim,) = claims_of(model, "", MACHINE, {})
-    rest = claim.without({id(model.parts[0].weight)})
-    assert [entry.name for entry in rest.entries] == ["parts.1.weight"]
-    assert (claim.new, claim.partly, rest.new, rest.partly) == (True, False, False, True)
-
-
 def test_parameters_of_one_module_and_type_are_one_group():
     model = Stating(nn.Linear(2, 2), nn.Linear(2, 2))
     model.parts[1].bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))

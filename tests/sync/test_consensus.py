@@ -128,7 +128,6 @@ def test_a_statement_has_what_the_ranks_compare():
     assert said["ranks"] == (1,) and said["nbytes"] == [7, 48]
     said = statement(claim_of(nn.Linear(3, 4), get_ranks_synch_norm=lambda: [1], get_sizeof_norm=lambda: 2))
     assert said["answers"] == {"get_ranks_synch_norm": [[1], []], "get_sizeof_norm": [2, 0]}
-    assert statement(claim_of(nn.BatchNorm1d(2)).without(set()))["new"] is False
 
 
 def test_callbacks_that_raise_and_shared_parameters_that_part_are_complaints():
