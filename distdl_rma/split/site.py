@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet, finalize, ref
 
 import torch
 
@@ -60,10 +61,23 @@ THREAD = _Thread()
 
 
 class Place:
-    """Where code calls something: one object for each, which keeps the code, so that its number stays its."""
+    """Where code calls something: one object for each, until its user lets go of the code.
+
+    That of a notebook's cell goes when the cell is run again, and with it what its calls kept.
+    """
 
     def __init__(self, code: CodeType | None, at: int) -> None:
-        self.code, self.at = code, at
+        self._code: Callable[[], CodeType | None] = _no_code if code is None else ref(code)
+        self.at = at
+        # Machines that have sites here.
+        self.machines: WeakSet[Machine] = WeakSet()
+        if code is not None:
+            finalize(code, _forget, (id(code), at), ref(self)).atexit = False
+
+    @property
+    def code(self) -> CodeType | None:
+        """The code, as long as somebody has it."""
+        return self._code()
 
     @property
     def where(self) -> str:
@@ -84,6 +98,24 @@ class Place:
         # Line, last line, column and last column, as far as Python kept them.
         positions = () if self.code is None else self.code.co_positions()
         return next(islice(positions, self.at // 2, None), (None,) * 4)
+
+
+def _no_code() -> None:
+    return None
+
+
+def _forget(key: tuple[int, int], gone: Callable[[], Place | None]) -> None:
+    # No rank that runs the same program calls there again, whenever it collects its garbage.
+    place = gone()
+    if place is None or _PLACES.get(key) is not place:
+        return
+    del _PLACES[key]
+    for step in [step for step in [*_STEPS] if step[2] is place]:
+        _STEPS.pop(step, None)
+    for machine in [*place.machines]:
+        kept = machine.kept.get("sites", {})
+        for site in [site for site in [*kept] if site[1] is place]:
+            kept.pop(site, None)
 
 
 _NOWHERE = Place(None, 0)
@@ -159,8 +191,11 @@ def site_of(machine: Machine, function: Any) -> Site:
         watch.goes_on()
     path, place = THREAD.stack[-1][0], THREAD.place or user_place()
     known, key = machine.kept, (path, place, function)
-    sites: dict[Hashable, Site] = known["sites"] if "sites" in known else known.setdefault("sites", {})
+    sites: dict[tuple[str, Place, Any], Site] = (
+        known["sites"] if "sites" in known else known.setdefault("sites", {})
+    )
     if key not in sites:
+        place.machines.add(machine)
         sites.setdefault(key, Site(machine, path, function, place))
     return sites[key]
 
@@ -272,7 +307,7 @@ class Trail:
 
 # Where calls are noted, the last one counts; None while a rule calls functions itself.
 TRAILS: list[Trail | None] = []
-_STEPS: dict[Hashable, Step] = {}
+_STEPS: dict[tuple[Any, str, Place], Step] = {}
 
 
 def thread_inside() -> str:

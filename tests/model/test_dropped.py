@@ -9,6 +9,7 @@ from torch import nn
 
 from distdl_rma import GradientSync, distribute
 from distdl_rma.layers import DistributedConv1d, DistributedMSELoss
+from distdl_rma.split.site import sites
 
 pytestmark = pytest.mark.mpi
 
@@ -129,6 +130,24 @@ def test_an_error_keeps_what_it_was_raised_in_as_long_as_it_is_kept(comm, used):
     errors.clear()
     del _
     assert used() <= before
+
+
+def test_what_a_cell_kept_goes_when_it_is_run_again(P_world, used):
+    cell = """
+class Net(nn.Module):
+    def forward(self, x):
+        return nn.functional.conv1d(x, torch.ones(1, 1, 3), padding=1)
+distribute(Net(), {"W": -1}, reduction="none")(torch.ones(1, 1, 12)).square().full_tensor()
+"""
+
+    def run():
+        exec(compile(cell, "cell", "exec"), {"nn": nn, "torch": torch, "distribute": distribute})
+
+    run()
+    before, places = used(), len(sites(P_world.home))
+    for _ in range(5):
+        run()
+    assert used() <= before and len(sites(P_world.home)) <= places
 
 
 def test_a_gradient_outlives_its_model(comm):
