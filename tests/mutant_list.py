@@ -47,7 +47,7 @@ _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_m
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
 _CONV = _on(3, "layers/conv/test_conv.py")
 _COLLECTIVE = _on(3, "segments/collectives/engine/test_collective.py")
-_NORM = _on(3, "layers/norm/test_norm.py")
+_NORM, _STATISTICS = _on(3, "layers/norm/test_norm.py"), _on(3, "ops/norm/test_statistics.py")
 _SYNC = _on(3, "sync/test_gradients.py", "sync/test_accumulation.py")
 _NOTIFY = _on(2, "segments/memory/test_notifications.py")
 
@@ -245,7 +245,14 @@ _ADJOINTS = [
         "distdl_rma/ops/norm/statistics.py",
         "        apart *= self._counts\n",
         "        apart *= 0\n",
-        _NORM,
+        _STATISTICS,
+    ),
+    Mutant(
+        "variances of few ranks are merged without what lies between their means",
+        "distdl_rma/ops/norm/statistics.py",
+        "            apart *= spread\n",
+        "            apart *= 0\n",
+        _STATISTICS,
     ),
     Mutant(
         "the gradient of a mean is not scaled",
