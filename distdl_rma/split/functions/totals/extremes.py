@@ -14,6 +14,78 @@ from distdl_rma.split.reducing import Along, arguments
 from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
+# Whole numbers in the order of numbers of as many bits; what is not a number is beyond all others.
+_KEYS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def _keys(x: torch.Tensor, largest: bool) -> torch.Tensor:
+    kind = _KEYS.get(x.dtype)
+    if kind is None:
+        return x
+    bounds = torch.iinfo(kind)
+    words = x.view(kind)
+    keys = torch.where(words < 0, words ^ bounds.max, words)
+    return torch.where(x.isnan(), bounds.max if largest else bounds.min, keys)
+
+
+def _numbers(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in _KEYS:
+        return keys
+    return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
+
+
+def _worst(dtype: torch.dtype, largest: bool) -> float:
+    # What is no more than any other; of whole numbers where a block has nothing.
+    if dtype.is_floating_point:
+        return -torch.inf if largest else torch.inf
+    if dtype is torch.bool:
+        return not largest
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def _of_ranks(along: Along, y: torch.Tensor, largest: bool) -> torch.Tensor:
+    # Of what the ranks found, outside of autograd: a vector of results, however many ranks there are.
+    if not along.cut:
+        return y.detach()
+    keys = reduced(
+        along.site, _keys(y.detach(), largest), along.ranks, "max" if largest else "min", "extreme"
+    )
+    return _numbers(keys, y.dtype)
+
+
+def _is_extreme(x: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
+    equal = x == extreme
+    return equal | (x.isnan() & extreme.isnan()) if x.is_floating_point() else equal
+
+
+def _nothing(along: Along, largest: bool) -> torch.Tensor | None:
+    # In the place of what a block without elements has, in its graph; None where it has some.
+    local, dims = along.local, along.dims
+    if not along.count or local.dtype.is_complex or all(local.shape[d] for d in dims):
+        return None
+    nothing = local.sum(dims, keepdim=True)
+    return (nothing * 0 + _worst(local.dtype, largest)).to(local.dtype)
+
+
+class _Chosen(OperatorFunction):
+    # The extreme of all ranks; its gradient goes to the rank whose element it is.
+    @staticmethod
+    def forward(ctx: Any, _own: torch.Tensor, extreme: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mine)
+        return extreme.clone()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (mine,) = ctx.saved_tensors
+        return gradient.where(mine, 0), None, None
+
 
 class _Shared(OperatorFunction):
     # The extreme of all ranks; its gradient goes to all elements that are equal to it, in equal parts.
@@ -30,9 +102,7 @@ class _Shared(OperatorFunction):
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, extreme = ctx.saved_tensors
-        equal = x == extreme
-        if ctx.nan_too:
-            equal = equal | (x.isnan() & extreme.isnan())
+        equal = _is_extreme(x, extreme) if ctx.nan_too else x == extreme
         count = equal.sum(ctx.dims, keepdim=True)
         count = reduced(ctx.site, count, ctx.ranks, what="gradient, equal elements")
         # Where nothing equals what is not a number, neither is the gradient: as in torch.
@@ -42,14 +112,9 @@ class _Shared(OperatorFunction):
 
 def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool) -> SplitTensor:
     function = torch.amax if largest else torch.amin
-
-    def f(y: torch.Tensor) -> torch.Tensor:
-        return function(y, along.dims, True)
-
     x = along.local
-    along.local = x.detach()
-    y = f(along.together(along.partial(f, x.dtype), "results of ranks"))
-    along.local = x
+    found = _nothing(along, largest)
+    y = _of_ranks(along, function(x.detach(), along.dims, True) if found is None else found, largest)
     if x.requires_grad and torch.is_grad_enabled():
         y = _Shared.apply(x, y, along, nan_too)
     return along.result(y, keepdim)
@@ -93,17 +158,27 @@ def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor
     # The value along one dimension, differentiable, and its index in the whole.
     function: Any = torch.max if largest else torch.min
     (d,) = along.dims
-    start = along.layout.box(along.layout.partition.me).bounds[d][0]
-    if not along.local.shape[d]:
-        values = along.partial(lambda y: y, along.local.dtype)
-        indices = torch.empty(values.shape, dtype=torch.int64)
-    else:
+    values = _nothing(along, largest)
+    if values is None:
         values, indices = function(along.local, d, True)
-        indices = indices + start
-    if along.cut:
-        values, rank = function(along.together(values, "values of ranks"), d, True)
-        indices = along.together(indices, "indices of ranks").gather(d, rank)
-    return values, indices
+        indices = indices + along.layout.box(along.layout.partition.me).bounds[d][0]
+    else:
+        indices = torch.full(values.shape, _NOWHERE)
+    if not along.cut:
+        return values, indices
+    extreme, first = _first(along, values, indices, largest)
+    if values.requires_grad and torch.is_grad_enabled():
+        extreme = _Chosen.apply(values, extreme, indices == first)
+    return extreme, first
+
+
+def _first(
+    along: Along, values: torch.Tensor, indices: torch.Tensor, largest: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The extreme of all ranks, and the first of the indices where it is.
+    extreme = _of_ranks(along, values, largest)
+    indices = indices.where(_is_extreme(values.detach(), extreme), _NOWHERE)
+    return extreme, reduced(along.site, indices, along.ranks, "min", "first index")
 
 
 @rule("reduction", "argmax", "argmin")
@@ -118,23 +193,14 @@ def index_of_largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if given["dim"] is not None:
         return along.result(_with_index(along, largest)[1], given["keepdim"])
     local, shape = along.local, along.layout.shape
-
-    def best(y: torch.Tensor) -> torch.Tensor:
-        return (y.argmax() if largest else y.argmin()).view((1,) * len(shape))
-
-    found = along.partial(best, torch.int64)
-    value = found.to(local.dtype)
-    if found.numel():
-        places = torch.unravel_index(found.reshape(()), local.shape)
-        value = local[places].view(found.shape)
-        index = torch.zeros((), dtype=torch.int64)
-        for at, (start, _), n in zip(
-            places, along.layout.box(along.layout.partition.me).bounds, shape, strict=True
-        ):
+    value, index = _nothing(along, largest), torch.tensor(_NOWHERE)
+    if value is None:
+        found = local.argmax() if largest else local.argmin()
+        places = torch.unravel_index(found, local.shape)
+        value, index = local[places].view((1,) * len(shape)), torch.tensor(0)
+        bounds = along.layout.box(along.layout.partition.me).bounds
+        for at, (start, _), n in zip(places, bounds, shape, strict=True):
             index = index * n + at + start
-        found = index.view(found.shape)
-    indices = along.together(found, "indices of ranks").flatten()
-    values = along.together(value, "values of ranks").flatten()
     # Of equal ones the first in the order of the whole counts, which need not be that of the ranks.
-    indices, order = indices.sort()
-    return along.result(indices[best(values[order]).flatten()].view((1,) * len(shape)), given["keepdim"])
+    index = index.view((1,) * len(shape))
+    return along.result(_first(along, value, index, largest)[1] if along.cut else index, given["keepdim"])

@@ -1,8 +1,11 @@
 """Largest and smallest elements."""
 
+import copy
+
 import pytest
 import torch
 
+from distdl_rma import Machine, shard
 from tests.split.against_whole import check
 
 SHAPE = 2, 3, 5, 4
@@ -74,6 +77,30 @@ def test_other_types(P_world, dtype):
     x = torch.randint(0, 2, SHAPE).to(dtype)
     for function in (torch.max, torch.amin, lambda x: tuple(x.max(2)), lambda x: x.amax(3)):
         check(P_world, function, [x], gradients=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_where_all_or_some_blocks_have_only_what_is_no_more_than_nothing(P_world):
+    x = torch.full((2, 3, 4), -torch.inf, dtype=torch.float64)
+    for given in (x, -x, x.clone().index_fill_(1, torch.tensor(1), -0.0)):
+        for function in (torch.amax, torch.amin, torch.argmax, lambda x: tuple(x.min(1))):
+            check(P_world, function, [given.clone().requires_grad_()])
+    least = torch.full((2, 3, 4), torch.iinfo(torch.int32).min, dtype=torch.int32)
+    for given in (least, least - 1):
+        for function in (torch.amax, torch.amin, torch.argmin, lambda x: tuple(x.max(2))):
+            check(P_world, function, [given], gradients=False)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.sizes(3, 4)
+def test_what_moves_does_not_grow_with_the_ranks(P_world, comm):
+    x = shard(P_world.create_cartesian_topology_partition((comm.size, 1)), torch.randn(8, 1 << 16))
+    counters = Machine.of(P_world).segments.counters
+    before = copy.copy(counters)
+    x.amax(0)
+    moved = counters.bytes_put - before.bytes_put + counters.bytes_got - before.bytes_got
+    assert 0 < moved < 2 * 4 * x.shape[1]
 
 
 @pytest.mark.mpi
