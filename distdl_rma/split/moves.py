@@ -40,8 +40,8 @@ def reduced(
         return x.detach().clone()
     wide = sum_dtype(x.dtype)
 
-    key = op, what, ranks, x.shape, wide
-    sums = site.kept(key, lambda: _Reduction(site, ranks, x.numel(), wide, op, what or op)).allreduce
+    key, some = (op, what, ranks, x.shape, wide), tuple(ranks)
+    sums = site.kept(key, lambda: _Reduction(site, ranks, x.numel(), wide, op, what or op), some).allreduce
     sums.active[:] = as_array(x.detach().to(wide).reshape(-1))
     with site.machine.trace.span("wait", site.name):
         sums.start()
@@ -186,7 +186,8 @@ def redistributed(
     """A rank's block by another layout of the same partition; differentiable, blocking if it moves."""
     if source is target or source == target:
         return x
-    way = site.kept((source, target, x.dtype, what), lambda: _Way(site, source, target, x.dtype, what))
+    key, ranks = (source, target, x.dtype, what), source.partition.ranks
+    way = site.kept(key, lambda: _Way(site, source, target, x.dtype, what), ranks)
     if way.moves and what != ASKED:
         site.moved.add(what)
         if not may_move():

@@ -153,7 +153,8 @@ class Site:
         self.name = f"{path} {short} ({self.where}:{place.column})".strip()
         # Operands that went to other layouts by a rule.
         self.moved: set[str] = set()
-        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        # By the ranks that take part.
+        self._kept: dict[tuple[int, ...], OrderedDict[Hashable, Any]] = {}
         self._last: tuple[Hashable, Any] = None, None
 
     @property
@@ -161,23 +162,28 @@ class Site:
         """Where an operation is called."""
         return CallSite(self.machine, self.name)
 
-    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What was made for inputs of this kind, or is now."""
+    def kept(self, key: Hashable, make: Callable[[], T], ranks: tuple[int, ...] = ()) -> T:
+        """What was made for inputs of this kind, or is now.
+
+        ``ranks`` are those that take part in it, where they are not all that call the function: what these
+        keep is let go of by all of them together, whatever other kinds some of them have met.
+        """
         # Mostly that of the call before: of the same layouts and numbers, which need no hash.
         if key == self._last[0]:
             last: T = self._last[1]
             return last
-        found = self._found(key, make)
+        found = self._found(key, make, ranks)
         self._last = key, found
         return found
 
-    def _found(self, key: Hashable, make: Callable[[], T]) -> T:
-        found: T | None = self._kept.get(key)
+    def _found(self, key: Hashable, make: Callable[[], T], ranks: tuple[int, ...]) -> T:
+        kept = self._kept.setdefault(ranks, OrderedDict())
+        found: T | None = kept.get(key)
         if found is None:
-            found = self._kept[key] = make()
-            if len(self._kept) > _KEPT:
+            found = kept[key] = make()
+            if len(kept) > _KEPT:
                 # Its memory goes with the last graph that still needs it.
-                self._kept.popitem(last=False)
+                kept.popitem(last=False)
         return found
 
     def __repr__(self) -> str:

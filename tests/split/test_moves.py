@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import Machine
+from distdl_rma import Machine, shard
 from distdl_rma.split import layout as lay
 from distdl_rma.split.moves import all_sum, once, redistributed, reduced, to_blocks
 from distdl_rma.split.site import site_of
@@ -86,3 +86,18 @@ def test_a_second_derivative_is_refused(P_world):
     )
     with pytest.raises(Exception, match="second derivatives"):
         torch.autograd.grad(y.square().sum(), x.to_local(), create_graph=True)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4)
+def test_many_sizes_of_which_ranks_see_different_numbers(comm):
+    # Rows of 5 and 6 are blocks of 3 and 2, and of 3 and 3: what is kept of the first is one kind here, two
+    # kinds there. Ranks that let go of a movement at different times would wait for each other.
+    with Machine(comm, timeout=15) as machine:
+        P_x, other = machine.partition((1, 2, 2)), torch.randn(2, 4, 3, dtype=torch.float64)
+        for rows in (*range(3, 28), *range(3, 12)):
+            x = torch.randn(2, rows, 4, dtype=torch.float64)
+            product = torch.bmm(shard(P_x, x), shard(P_x, other))
+            totals = [shard(P_x, x).sum(dim) for dim in (1, 2)]
+            torch.testing.assert_close(product.full_tensor(), x @ other)
+            torch.testing.assert_close(totals[0].full_tensor(), x.sum(1))

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.split.site import TRAILS, Step, Trail, enter, leave, note
+from distdl_rma.split.site import TRAILS, Place, Site, Step, Trail, enter, leave, note
 
 
 def called(function, kind="pointwise"):
@@ -26,3 +26,15 @@ def test_calls_are_noted_with_their_places():
     assert second.function is F.gelu
     assert first.word != second.word
     assert first.word == Step(first.function, first.path, first.place).word
+
+
+def test_what_some_ranks_keep_is_let_go_of_whatever_else_they_have_met():
+    site = Site(None, "", torch.sum, Place(None, 0))
+    first = site.kept("of all", object, (0, 1, 2, 3))
+    for number in range(20):
+        site.kept(number, object, (0, 1))
+    assert site.kept("of all", object, (0, 1, 2, 3)) is first
+    made = []
+    for number in (*range(20), *range(4, 20), 0):
+        site.kept(number, lambda number=number: made.append(number) or object(), (0, 1))
+    assert made == [0, 1, 2, 3, *range(4, 20), 0]
