@@ -91,7 +91,7 @@ test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) $(TODAYS) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments \
-	    tests/ops/core/test_staged.py
+	    tests/ops/core/test_staged.py tests/benchmarks/scaling/test_plans.py
 
 fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
