@@ -44,7 +44,10 @@ class GradientSlot:
 
     def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
         self.kind, self.name, self.nbytes, self.shape = kind, entry.name, entry.nbytes, entry.parameter.shape
-        self._parameter, self._placed = ref(entry.parameter), [(ref(one), key) for one, key in entry.placed]
+        # None once nobody else has it. Not to be kept beyond a call: where only a graph has it, torch may not
+        # see that somebody does.
+        self.parameter: Callable[[], Any] = ref(entry.parameter)
+        self._placed = [(ref(one), key) for one, key in entry.placed]
         self.number = 0
         # In the running backward: whether a layer was offered the place, whether the gradient is there, and
         # what .grad held before, to which it is added.
@@ -67,18 +70,9 @@ class GradientSlot:
         return twin
 
     @property
-    def parameter(self) -> Any:
-        """The parameter; None once nobody else has it any more."""
-        found = self._parameter()
-        if found is not None:
-            # Where torch alone has had it, in a graph, it may let go of it meanwhile.
-            found._fix_weakref()  # type: ignore[attr-defined]
-        return found
-
-    @property
     def gradient(self) -> torch.Tensor | None:
         """Its ``.grad``."""
-        gradient: torch.Tensor | None = getattr(self.parameter, "grad", None)
+        gradient: torch.Tensor | None = getattr(self.parameter(), "grad", None)
         return gradient
 
     @property
@@ -109,7 +103,7 @@ class GradientSlot:
     def take_over(self, offer: Callable[[], torch.Tensor | None]) -> None:
         """Have the layers leave the summing to a GradientSync, and write the gradient where it offers."""
         for placed, key in self.placed:
-            placed.take_over(key, self.parameter, offer)
+            placed.take_over(key, self.parameter(), offer)
 
     def release(self) -> None:
         """Leave the parameter alone from now on; its gradient gets memory of its own."""
@@ -119,7 +113,7 @@ class GradientSlot:
         self.hooks = None
         for placed, key in self.placed:
             placed.let_go(key)
-        parameter = self.parameter
+        parameter = self.parameter()
         if parameter is not None:
             synchronised.pop(parameter, None)
             synchronise(parameter, False)
@@ -129,7 +123,7 @@ class GradientSlot:
         """Give a gradient that lies in the segment memory of its own."""
         gradient, lies = self.gradient, self.in_segment
         if gradient is not None and lies is not None and gradient.data_ptr() == lies.data_ptr():
-            self.parameter.grad = gradient.clone()
+            self.parameter().grad = gradient.clone()
         self.in_segment = None
 
 
@@ -177,16 +171,16 @@ class Bucket:
 
     def offer(self, slot: GradientSlot) -> torch.Tensor | None:
         """Place for a layer to write a gradient to, once per backward; None if it lies elsewhere already."""
-        fresh = slot.parameter.grad is None or not slot.local
-        if slot.offered or not fresh or not slot.parameter.requires_grad:
+        fresh = slot.parameter().grad is None or not slot.local
+        if slot.offered or not fresh or not slot.parameter().requires_grad:
             return None
         slot.offered = True
         # A tensor of its own: torch makes .grad of what nobody else has, and a copy of anything else.
         return self._places()[0][slot.number].detach()
 
-    def put(self, slot: GradientSlot) -> bool:
-        """Make sure that a gradient lies in the active buffer; return whether it was the last one."""
-        gradient, place = slot.gradient, (self._written or self._places())[0][slot.number]
+    def put(self, slot: GradientSlot, gradient: torch.Tensor | None) -> bool:
+        """Make sure that a slot's gradient lies in the active buffer; return whether it was the last one."""
+        place = (self._written or self._places())[0][slot.number]
         if gradient is not None:
             # Only what a layer was offered lies there.
             if slot.offered and gradient.data_ptr() == place.data_ptr():
@@ -204,7 +198,7 @@ class Bucket:
         for slot in self.slots if self._missing else ():
             if not slot.ready and slot.pending:
                 # Accumulated under no_sync, and not touched by this backward.
-                self.put(slot)
+                self.put(slot, slot.gradient)
             if not slot.ready:
                 places[slot.number].zero_()
         if self._missing:
@@ -218,7 +212,7 @@ class Bucket:
         """Wait, and hand the sums to the parameters."""
         gradients, flags = self._views_of(self.allreduce.wait())
         for slot, gradient, ranks_with_gradient in zip(self.slots, gradients, flags.tolist(), strict=True):
-            parameter = slot.parameter
+            parameter = slot.parameter()
             if parameter is None:
                 continue
             if not ranks_with_gradient:
@@ -323,7 +317,7 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
 def left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlot]]:
     """Slots to put together anew: what travelled with parameters, by ``id``, that move elsewhere."""
     # The first to come in a backward is the last of the model.
-    kept = [[s for s in bucket.slots if id(s.parameter) not in moved] for bucket in reversed(leaving)]
+    kept = [[s for s in bucket.slots if id(s.parameter()) not in moved] for bucket in reversed(leaving)]
     return [[slot.anew() for slot in slots] for slots in kept if slots]
 
 

@@ -131,7 +131,7 @@ class GradientSync(Uncopyable):
         try:
             with self._registry.adding(module, name, callbacks, refusal) as addition:
                 moved, slots = addition.moved, addition.slots(self._options)
-                leaving = [b for b in self._buckets if any(id(slot.parameter) in moved for slot in b.slots)]
+                leaving = [b for b in self._buckets if any(id(slot.parameter()) in moved for slot in b.slots)]
                 rows = left_of(leaving, moved), [each for each in slots if each[0].kind.travels]
                 title = f"GradientSync (memory {addition.number})"
                 made = make_buckets(machine, rows, self._options.bucket_nbytes, self._numbers, title)
@@ -145,7 +145,7 @@ class GradientSync(Uncopyable):
             for bucket in leaving:
                 bucket.close()
                 self._buckets.remove(bucket)
-            for slot in [slot for slot in self._alone if id(slot.parameter) in moved]:
+            for slot in [slot for slot in self._alone if id(slot.parameter()) in moved]:
                 slot.release()
                 self._alone.remove(slot)
             for bucket in made:
@@ -259,7 +259,7 @@ class GradientSync(Uncopyable):
 
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
-        parameter = slot.parameter
+        parameter = slot.parameter()
         synchronised[parameter] = True
         synchronise(parameter, True)
         if bucket is None:
@@ -316,7 +316,10 @@ class GradientSync(Uncopyable):
         # come by here: without calls where there is nothing to say.
         if compiles() is not None:
             return apart(self._prepare, slot, computed)
-        parameter, goes_on = slot.parameter, self._in_backward and not (self._paused or self._closed or ASKED)
+        parameter, goes_on = (
+            slot.parameter(),
+            self._in_backward and not (self._paused or self._closed or ASKED),
+        )
         if not goes_on or self._ending() is None or slot.ready or parameter.grad is not None:
             return self._prepare(slot, computed)
         if parameter.dtype is not slot.kind.dtype:
@@ -330,7 +333,7 @@ class GradientSync(Uncopyable):
             self._check_open()
         if asked() is not None and self._asked_for(slot):
             return None
-        parameter = slot.parameter
+        parameter = slot.parameter()
         gradient = parameter.grad
         if parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
@@ -364,7 +367,7 @@ class GradientSync(Uncopyable):
         if self._paused:
             return None
         self._on_the_way -= 1
-        if bucket.put(slot):
+        if bucket.put(slot, parameter.grad):
             profiled(f"GradientSync: start {bucket.name}", bucket.start)
         # What travels advances while backward computes the next gradients.
         segments = self._machine.segments

@@ -40,14 +40,14 @@ class ParameterHooks:
         self._sum.active[:] = as_array(contribution.detach().to(self._dtype).reshape(-1))
         self._sum.start()
         result = as_tensor(self._sum.wait(), self._dtype).view(contribution.shape)
-        parameter = slot.parameter
+        parameter = slot.parameter()
         self._before, parameter.grad, self.seen = parameter.grad, None, True
         return result.to(contribution.dtype, copy=True)
 
     def contribute(self, slot: GradientSlot) -> None:
         """Make what the hooks left in ``.grad`` this rank's contribution."""
         self.seen = False
-        parameter, before = slot.parameter, self._before
+        parameter, before = slot.parameter(), self._before
         found, self._before = parameter.grad, None
         if found is not None:
             mine = found * slot.kind.divisor if self._first else torch.zeros_like(found)
@@ -61,7 +61,7 @@ def contribution(
 
     ``alike_on`` are ranks on which plain tensors are alike. Blocking where a user has hooks on the parameter.
     """
-    parameter = slot.parameter
+    parameter = slot.parameter()
     if slot.speaks is None:
         first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
         slot.speaks = first == machine.rank

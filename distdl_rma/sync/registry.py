@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -28,6 +29,8 @@ _REDUCTIONS = ("sum", "mean")
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _learns, _parameters, _children = map(attrgetter, ("requires_grad", "_parameters", "_modules"))
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+_get: Callable[[ref[nn.Module]], nn.Module | None] = ref.__call__
+_is_there = partial(is_not, None)
 
 
 class SyncOptions(NamedTuple):
@@ -232,9 +235,8 @@ class ModuleWatch:
 
     def later_change(self) -> str:
         """What is no longer as it was when it was added; empty if everything is. Local."""
-        modules = [part for one in self._modules if (part := one()) is not None]
-        every = chain.from_iterable(map(_values, map(_parameters, modules)))
-        parameters = [parameter for parameter in every if parameter is not None]
+        modules = [*filter(_is_there, map(_get, self._modules))]
+        parameters = [*filter(_is_there, chain.from_iterable(map(_values, map(_parameters, modules))))]
         children = chain.from_iterable(map(_values, map(_children, modules)))
         ids, learns = [*map(id, parameters), *map(id, children)], [*map(_learns, parameters)]
         if ids == self._held[0] and learns == self._held[1]:
