@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from distdl_rma.model.report import report as report
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
     from distdl_rma.split import SplitTensor as SplitTensor
-    from distdl_rma.split.register import register as register
+    from distdl_rma.split.functions.register import register as register
     from distdl_rma.split.shard import shard as shard
     from distdl_rma.state import gather_state_dict as gather_state_dict
     from distdl_rma.state import load_global_state_dict as load_global_state_dict
@@ -58,7 +58,7 @@ _HOMES = {
     "SplitTensor": "split",
     "compare": "model.compare",
     "distribute": "model.distribute",
-    "register": "split.register",
+    "register": "split.functions.register",
     "report": "model.report",
     "whole_parameters": "state",
     "zero_volume_tensor": "ops.core.tensors",

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import distdl_rma.split  # noqa: F401 - fills the table
-from distdl_rma.split.table import RULES, WITHOUT_RULE, Handler, name_of
+from distdl_rma.split.calls.table import RULES, WITHOUT_RULE, Handler, name_of
 
 __all__ = ["PAGE", "written"]
 
@@ -34,7 +34,7 @@ KINDS = {
 }
 HEAD = """# What split tensors do with each function of torch
 
-Written by `docs/functions.py` from the table that is used (`distdl_rma.split.table`). A function that is not
+Written by `docs/functions.py` from the table in use (`distdl_rma.split.calls.table`). A function that is not
 here is refused where a tensor is cut, with its name, the module and your line; of tensors that every rank has
 all of, every function of torch is allowed. `distdl_rma.register(function, handler)` adds one. In-place forms
 (`add_`) follow the same rules as the function without the underscore. How to convert a model:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from distdl_rma import Machine
-from distdl_rma.split.lineage import LINEAGE
+from distdl_rma.split.calls.lineage import LINEAGE
 from tests.call_counts import Calls, modules, most, of_a_model, of_a_module, profiles, steps
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]

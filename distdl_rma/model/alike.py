@@ -13,9 +13,9 @@ from distdl_rma.model.calls import Calls
 from distdl_rma.model.copies import Copies
 from distdl_rma.ops.core.plain_losses import AlikeGradients, first_apart
 from distdl_rma.segments.collectives.assembly import gather_words
+from distdl_rma.split.calls.arguments import sample
+from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.entry import alike_on_all_ranks
-from distdl_rma.split.lineage import LINEAGE
-from distdl_rma.split.said import sample
 
 
 class Alike:

@@ -20,7 +20,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
-from distdl_rma.split.lineage import LINEAGE
+from distdl_rma.split.calls.lineage import LINEAGE
 
 _BEGUN, _ENDED, _RAISED = range(3)
 # So long a rank that raises waits for the others to raise the same, before it tells them that it failed.

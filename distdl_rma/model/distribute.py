@@ -24,13 +24,13 @@ from distdl_rma.model.entering import Enter
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
-from distdl_rma.split import site
+from distdl_rma.split.calls import site
+from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.site import TRAILS, Trail, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
-from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.plain import beside
 from distdl_rma.split.shard import Grid, shard
-from distdl_rma.split.site import TRAILS, Trail, thread_inside
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 from distdl_rma.sync.gradients import GradientSync
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.split import site
+from distdl_rma.split.calls import site
 
 
 class Enter:

@@ -11,8 +11,8 @@ from torch import nn
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.split import layout as lay
-from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.table import OBSERVERS, Rule, name_of
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
 _MOVES = ("start", "wait", "fuse")

@@ -18,7 +18,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, as_words
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 from distdl_rma.split import layout as lay
-from distdl_rma.split.site import THREAD, site_of
+from distdl_rma.split.calls.site import THREAD, site_of
 
 
 class _Told:

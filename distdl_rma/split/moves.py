@@ -29,7 +29,7 @@ from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.split import layout as lay
-from distdl_rma.split.site import Site, may_move
+from distdl_rma.split.calls.site import Site, may_move
 
 
 def reduced(

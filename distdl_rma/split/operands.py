@@ -16,10 +16,10 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.ops.core.tensors import autocast
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import WITHOUT_RULE, name_of, rule
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
-from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.table import WITHOUT_RULE, name_of, rule
 from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
 
 

@@ -18,8 +18,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
 from distdl_rma.ops.core.plain_losses import ENDS_OF_BLOCKS, AlikeGradients, come_by_whole
+from distdl_rma.split.calls.site import Site, site_of, summed_elsewhere
 from distdl_rma.split.moves import once, reduced
-from distdl_rma.split.site import Site, site_of, summed_elsewhere
 
 # What a node of a graph keeps, once those behind it are known to be a GradientSync's.
 _KNOWN = "distdl_rma"

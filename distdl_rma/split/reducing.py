@@ -12,9 +12,9 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import machine_of
-from distdl_rma.split.site import Site, site_of
 from distdl_rma.split.tensor import SplitTensor, local_of
 
 # Torch takes these, for those who know numpy.

@@ -22,13 +22,13 @@ from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, 
 from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.arguments import TENSORS
+from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
+from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 from distdl_rma.split.entry import told_layout
-from distdl_rma.split.lineage import LINEAGE
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain import gathered
-from distdl_rma.split.said import TENSORS
-from distdl_rma.split.site import THREAD, TRAILS, module_path, note, site_of, user_place
-from distdl_rma.split.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 # What moves nothing, for which nobody waits.

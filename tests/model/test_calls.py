@@ -9,7 +9,7 @@ from torch import nn
 from distdl_rma import MismatchError, ProtocolError, UnsupportedError, shard
 from distdl_rma.model.calls import Calls
 from distdl_rma.split import SplitTensor
-from distdl_rma.split.site import Trail
+from distdl_rma.split.calls.site import Trail
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 

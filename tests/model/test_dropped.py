@@ -9,7 +9,7 @@ from torch import nn
 
 from distdl_rma import GradientSync, distribute
 from distdl_rma.layers import DistributedConv1d, DistributedMSELoss
-from distdl_rma.split.site import sites
+from distdl_rma.split.calls.site import sites
 
 pytestmark = pytest.mark.mpi
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import MismatchError, distribute
-from distdl_rma.split import said
-from distdl_rma.split.lineage import LINEAGE
+from distdl_rma.split.calls import arguments
+from distdl_rma.split.calls.lineage import LINEAGE
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -144,9 +144,9 @@ def test_a_copy_follows_backwards_when_its_model_is_closed(P_world, x, odd, monk
 
 
 def test_a_rank_that_has_met_many_tuples_says_the_same(model, x, odd, monkeypatch):
-    monkeypatch.setattr(said, "_KNOWN", set())
+    monkeypatch.setattr(arguments, "_KNOWN", set())
     if odd:
-        monkeypatch.setattr(said, "_MOST_KNOWN", 0)
+        monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
     model.act = lambda y: F.pad(y, (1, 1, 0, 0))
     for _ in range(2):
         model(x).sum().backward()

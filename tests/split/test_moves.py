@@ -5,8 +5,8 @@ import torch
 
 from distdl_rma import Machine, shard
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.moves import all_sum, once, redistributed, reduced, to_blocks
-from distdl_rma.split.site import site_of
 from tests.split.against_whole import block, check
 
 SHAPE = (3, 4, 5, 7)

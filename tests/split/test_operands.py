@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import Machine, PartitionError, ShapeError, UnsupportedError, shard
+from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.operands import (
     as_part,
     as_whole,
@@ -14,7 +15,6 @@ from distdl_rma.split.operands import (
     part_for,
     prepared_copies,
 )
-from distdl_rma.split.site import site_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 SHAPE = (2, 3, 5, 4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.split.table import rule
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused, tensors_in
 
 _T: Any = torch.Tensor

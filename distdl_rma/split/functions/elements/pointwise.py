@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, become_split, local_of, refused
 
 _UNARY = """

@@ -12,12 +12,12 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import asking
 from distdl_rma.ops.core.plain_losses import from_split_tensor
 from distdl_rma.split import layout as lay
-from distdl_rma.split.lineage import LINEAGE
+from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
 from distdl_rma.split.plain import beside, contributes
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor

@@ -27,9 +27,9 @@ from distdl_rma.ops.conv.worker_grid import (
 )
 from distdl_rma.ops.core.autograd import tracer
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.operands import cast_alike, cut_site, needs_of, on_copies, wholes
-from distdl_rma.split.site import Site
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 _DIMS = {

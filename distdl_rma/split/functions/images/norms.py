@@ -16,12 +16,12 @@ from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.operands import cut_site, machine_of, needs_of, on_copies, wholes
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _RUNNING = "running_mean", "running_var"

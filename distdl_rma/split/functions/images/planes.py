@@ -13,11 +13,11 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 

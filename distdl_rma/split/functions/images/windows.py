@@ -19,12 +19,12 @@ from distdl_rma.ops.windows.pad import Padding, PadOptions
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, MaxWindows
 from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import cut_site, machine_of, needs_of, on_copies
-from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _LEADING = 2

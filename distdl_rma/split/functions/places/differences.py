@@ -8,6 +8,8 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import (
     argument,
     derived,
@@ -18,8 +20,6 @@ from distdl_rma.split.functions.places.shapes import (
     whole_along,
 )
 from distdl_rma.split.operands import machine_of, on_copies
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 _T: Any = torch.Tensor

@@ -14,6 +14,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.masks import by_mask, is_mask
 from distdl_rma.split.functions.places.shapes import (
     argument,
@@ -29,8 +31,6 @@ from distdl_rma.split.functions.places.shapes import (
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _T: Any = torch.Tensor

@@ -14,12 +14,12 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
 from distdl_rma.split.functions.places.shapes import argument, derived, on_shape, tensor_and_rest
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import name_of, rule
 from distdl_rma.split.tensor import SplitTensor, composed
 
 

@@ -8,11 +8,11 @@ import torch
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import broadcast, frozen, reshape, uncut
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, machine_of, on_copies
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of
 
 

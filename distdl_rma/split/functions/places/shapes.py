@@ -12,11 +12,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import machine_of, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor

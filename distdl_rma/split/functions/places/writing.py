@@ -11,6 +11,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.indexing import (
     along_one,
@@ -27,8 +29,6 @@ from distdl_rma.split.functions.places.masks import is_mask
 from distdl_rma.split.functions.places.shapes import frozen, uncut, whole_along
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, refused, tensors_in
 
 _T: Any = torch.Tensor

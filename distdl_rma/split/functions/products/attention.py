@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import argument, frozen
 from distdl_rma.split.functions.products.contractions import prepared
 from distdl_rma.split.operands import on_copies
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

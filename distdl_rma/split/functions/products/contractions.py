@@ -12,11 +12,11 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.shapes import argument, derived, frozen
 from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, on_copies
-from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.table import name_of, rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor

@@ -8,10 +8,10 @@ import torch
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.operands import machine_of, on_copies
 from distdl_rma.split.reducing import arguments, positive, put_back, with_whole
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, local_of
 
 _ONE = "fft ifft rfft irfft hfft ihfft".split()

@@ -9,12 +9,12 @@ import torch
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
 from distdl_rma.split.operands import machine_of, on_copies
 from distdl_rma.split.reducing import Along, arguments, chosen_dims, positive, put_back, with_whole
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, mapped, refused, tensors_in
 
 

@@ -11,11 +11,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.totals.losses import finished
 from distdl_rma.split.operands import as_part, machine_of, on_copies
 from distdl_rma.split.reducing import with_whole
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, refused, tensors_in
 
 

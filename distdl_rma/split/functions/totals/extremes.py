@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import on_copies
 from distdl_rma.split.reducing import Along, arguments
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
 # Whole numbers in the order of numbers of as many bits; what is not a number is beyond all others.

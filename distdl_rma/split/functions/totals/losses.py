@@ -18,11 +18,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import with_whole
-from distdl_rma.split.site import Site, site_of
-from distdl_rma.split.table import name_of, rule
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
 
 

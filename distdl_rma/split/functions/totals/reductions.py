@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import Along, arguments, positive
-from distdl_rma.split.site import site_of
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed, refused, tensors_in
 
 

@@ -9,10 +9,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import on_copies
 from distdl_rma.split.reducing import Along, arguments
-from distdl_rma.split.table import rule
 from distdl_rma.split.tensor import SplitTensor, composed
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma.split.lineage import Lineage
+from distdl_rma.split.calls.lineage import Lineage
 
 
 @pytest.fixture

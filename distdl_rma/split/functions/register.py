@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from distdl_rma.errors import ArgumentError
-from distdl_rma.split.table import RULES, Rule
+from distdl_rma.split.calls.table import RULES, Rule
 from distdl_rma.split.tensor import SplitTensor, composed, tensors_in
 
 # Where a class keeps the forward that it had.

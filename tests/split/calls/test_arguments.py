@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma.split import said
-from distdl_rma.split.said import number_of, plainly, said_in, sample, spoken
+from distdl_rma.split.calls import arguments
+from distdl_rma.split.calls.arguments import number_of, plainly, said_in, sample, spoken
 
 
 def test_tensors_say_nothing_and_all_else_does():
@@ -46,9 +46,9 @@ def test_what_differs_has_another_number(one, other):
 
 def test_a_tuple_is_said_alike_where_no_more_are_kept(monkeypatch):
     first = number_of(said_in([(7, 11)], {}))
-    monkeypatch.setattr(said, "_KNOWN", set())
-    monkeypatch.setattr(said, "_MOST_KNOWN", 0)
-    assert number_of(said_in([(7, 11)], {})) == first and not said._KNOWN
+    monkeypatch.setattr(arguments, "_KNOWN", set())
+    monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
+    assert number_of(said_in([(7, 11)], {})) == first and not arguments._KNOWN
 
 
 def test_numbers_go_on_from_those_before():

@@ -18,8 +18,8 @@ import torch
 
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.split.said import number_of, said_in, spoken
-from distdl_rma.split.table import name_of
+from distdl_rma.split.calls.arguments import number_of, said_in, spoken
+from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")
 # Kinds of inputs that a site keeps operations for.
@@ -27,7 +27,7 @@ _KEPT = 16
 # What asks rather than computes, which one rank may do alone.
 _ASKING = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
-_ROOMS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent))
+_ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 
 
 class _Inner(dict[str, bool]):

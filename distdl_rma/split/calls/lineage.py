@@ -17,8 +17,8 @@ import torch
 
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
-from distdl_rma.split.said import TENSORS, number_of, plainly, sample, spoken
-from distdl_rma.split.table import name_of
+from distdl_rma.split.calls.arguments import TENSORS, number_of, plainly, sample, spoken
+from distdl_rma.split.calls.table import name_of
 
 # What asks, or what its user knows.
 _UNFOLLOWED = frozenset({"query", "value", "gradient", "registered"})

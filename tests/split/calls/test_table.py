@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.split.table import RULES, functions_named, name_of, rule
+from distdl_rma.split.calls.table import RULES, functions_named, name_of, rule
 
 
 def test_a_name_stands_for_methods_and_functions():

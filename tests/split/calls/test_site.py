@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.split.site import TRAILS, Place, Site, Step, Trail, enter, leave, note
+from distdl_rma.split.calls.site import TRAILS, Place, Site, Step, Trail, enter, leave, note
 
 
 def called(function, kind="pointwise"):
