@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Unpack
+from typing import Any, Unpack
 from weakref import ref
 
 import torch
@@ -315,25 +315,24 @@ class GradientSync(Uncopyable):
         # Runs with the gradient of this backward complete and not yet accumulated. All parameters of a step
         # come by here: without calls where there is nothing to say.
         if compiles() is not None:
-            return apart(self._prepare, slot, computed)
-        parameter, goes_on = (
-            slot.parameter(),
-            self._in_backward and not (self._paused or self._closed or ASKED),
-        )
-        if not goes_on or self._ending() is None or slot.ready or parameter.grad is not None:
-            return self._prepare(slot, computed)
-        if parameter.dtype is not slot.kind.dtype:
-            return self._prepare(slot, computed)
-        slot.local = False
-        self._on_the_way += 1
+            return apart(self._computed, slot, computed)
+        parameter = slot.parameter()
+        goes_on = self._in_backward and not (self._paused or self._closed or ASKED)
+        fresh = parameter.grad is None and parameter.dtype is slot.kind.dtype and not slot.ready
+        if goes_on and fresh and self._ending() is not None:
+            slot.local = False
+        elif not self._prepare(slot, parameter):
+            return None
+        self._on_the_way += not self._paused
         return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
 
-    def _prepare(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
+    def _prepare(self, slot: GradientSlot, parameter: Any) -> bool:
+        # Whatever there is to say of a gradient that was computed; whether it is to be summed. Gradients that
+        # accumulate come by here in every step.
         if self._closed:
             self._check_open()
-        if asked() is not None and self._asked_for(slot):
-            return None
-        parameter = slot.parameter()
+        if ASKED and self._asked_for(slot):
+            return False
         gradient = parameter.grad
         if parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
@@ -344,7 +343,7 @@ class GradientSync(Uncopyable):
             slot.local = False
         if self._paused:
             slot.keep_apart()
-            return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
+            return True
         if not self._in_backward or self._ending() is None:
             self._begin()
         if slot.ready:
@@ -352,11 +351,10 @@ class GradientSync(Uncopyable):
                 f"the gradient of {self._label(slot)!r} came twice in one backward:"
                 " use checkpoint(use_reentrant=False)"
             )
-        self._on_the_way += 1
         if gradient is not None and not slot.local:
             # Summed already, or the loop's own: kept aside, so that only what is new is summed.
             slot.base, parameter.grad = gradient.clone(), None
-        return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
+        return True
 
     @breaks_graph
     def _accumulated(self, bucket: Bucket, slot: GradientSlot, parameter: torch.Tensor) -> None:
