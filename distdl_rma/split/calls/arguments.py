@@ -80,12 +80,12 @@ def _array(argument: Any) -> list[Any]:
 
 
 def spoken(words: Sequence[Any]) -> str:
-    """What was said, for messages: without tensors, and keywords that are None."""
+    """What was said, for messages: without tensors, which are ``...``, and keywords that are None."""
     found = []
     for word in words:
         if isinstance(word, list) and len(word) == _PAIR and isinstance(word[0], str):
             found += [f"{word[0]}={word[1]!r}"] if word[1] is not None else []
-        elif not isinstance(word, tuple):
+        elif word is not ...:
             found.append(repr(word))
     return f" with {', '.join(found)}" if found else ""
 

@@ -135,12 +135,12 @@ class Lineage:
         return found[::-1]
 
     def _said(self, told: Any) -> Any:
-        # For messages; tensors in tuples.
+        # For messages.
         if isinstance(told, tuple):
-            return [*map(self._said, told)]
+            return (*map(self._said, told),)
         if not isinstance(told, int) or abs(told) < _LARGE:
             return _MEANT.get(told, told)
-        return next((what for what, number in self._names.items() if number == told), (told,))
+        return next((what for what, number in self._names.items() if number == told), ...)
 
 
 class _Begun:

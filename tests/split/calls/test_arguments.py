@@ -57,6 +57,7 @@ def test_numbers_go_on_from_those_before():
 
 def test_messages_leave_out_what_is_none():
     assert spoken([0.5, ["dim", 1], ["dtype", None]]) == " with 0.5, dim=1" and spoken([]) == ""
+    assert spoken([..., (2, 3)]) == " with (2, 3)"
 
 
 def test_samples_see_every_element_in_turn():
