@@ -136,6 +136,8 @@ class Channel:
         """
         self._check()
         if self._started - self._finished >= SLOTS:
+            # What an error has interrupted ends here: its cause is what counts.
+            self._manager.notices.check()
             under_way = f"epochs {self._finished + 1} and {self._started} are in flight"
             raise ProtocolError(f"{self.name!r}: third start without a receive ({under_way})")
         if not self._connected:
@@ -299,5 +301,6 @@ class Channel:
     def _check_next(self, epoch: int) -> None:
         self._check()
         if epoch != self._finished + 1 or epoch > self._started:
+            self._manager.notices.check()
             known = f"started are {self._started}, received {self._finished}"
             raise ProtocolError(f"{self.name!r}: epoch {epoch} cannot be received, {known}")

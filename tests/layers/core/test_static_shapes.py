@@ -67,14 +67,18 @@ def test_a_promise_that_is_broken_is_an_error_on_all_ranks(comm):
     layer = DistributedConv2d(machine.partition((1, 1, comm.size, 1)), 1, 1, 3, padding=1, name="enc1")
     x = torch.randn(1, 1, 4, 5)
 
-    def loop():
-        with static_shapes(machine), torch.no_grad():
-            for turn in range(20):
-                layer(x[..., 1:] if turn == 2 and comm.rank == last else x)
-
     message = rf"'enc1': rank {last} passes \(1, 1, 4, 4\) of torch.float32 and passed \(1, 1, 4, 5\) of"
-    with pytest.raises(ShapeError if comm.rank == last else PeerFailedError, match=message):
-        loop()
+
+    def loop(odd_turn):
+        for turn in range(20):
+            layer(x[..., 1:] if turn == odd_turn and comm.rank == last else x)
+
+    with static_shapes(machine), torch.no_grad():
+        with pytest.raises(ShapeError if comm.rank == last else PeerFailedError, match=message):
+            loop(odd_turn=2)
+        # Who goes on all the same is told why, on every rank.
+        with pytest.raises(PeerFailedError, match=message):
+            loop(odd_turn=None)
     comm.Barrier()
     machine.close()
 
