@@ -113,7 +113,8 @@ class _AllgatherByNodes(SteppedAlgorithm):
             mine = [vector[run.start : run.stop].view(np.uint8) for run in runs[self.layout.my_node]]
             np.concatenate([whole[:0], *mine], out=whole[begin:end])
         received = [whole, (split.lengths, offsets), MPI.BYTE]
-        return self.complete(self.between.comm.Iallgatherv(MPI.IN_PLACE, received), end - begin)
+        request = self.between.comm.Iallgatherv(MPI.IN_PLACE, received)
+        return self.complete(request, end - begin, whole)
 
     def _show(self, vector: Array, packed: dict[int, Array], piece: int) -> Iterable[None]:
         if not self._direct:

@@ -222,7 +222,7 @@ class _AllreduceByNodes(ShareReduction):
             self.reduction.partial([share[where] for share in cut.shares], sums)
         part = self._part(piece)
         request = self.between.comm.Ireduce_scatter(sums, part, split.lengths, self.reduction.mpi)
-        return self.complete(request, sums.nbytes)
+        return self.complete(request, sums.nbytes, sums, part)
 
     def _copy(self, cut: _Cut, piece: int) -> Iterable[None]:
         element, split, part = self.reduction.element, self._splits[piece], self._part(piece)
@@ -233,7 +233,7 @@ class _AllreduceByNodes(ShareReduction):
         offsets = [itemsize * split.interval(node)[0] for node in range(split.parts)]
         whole = [cut.mine[self._pieces[piece]].view(np.uint8), (counts, offsets), MPI.BYTE]
         request = self.between.comm.Iallgatherv([finished.view(np.uint8), MPI.BYTE], whole)
-        return self.complete(request, finished.nbytes)
+        return self.complete(request, finished.nbytes, finished)
 
     def _store(self, cut: _Cut, piece: int) -> Iterable[None]:
         where = self._pieces[piece]

@@ -175,7 +175,7 @@ class _AlltoallByNodes(SteppedAlgorithm):
             [sent.view(np.uint8), [itemsize * count for count in self._sent], MPI.BYTE],
             [received.view(np.uint8), [itemsize * count for count in self._received], MPI.BYTE],
         )
-        yield from self.complete(request, sent.nbytes)
+        yield from self.complete(request, sent.nbytes, sent, received)
         begin = 0
         for at, place in self._stores:
             target = rows[at][place]

@@ -72,7 +72,7 @@ class _BcastByNodes(SteppedAlgorithm):
     def _pass_on(self, vector: Array, piece: int) -> Iterable[None]:
         data = vector[self._pieces[piece]].view(np.uint8)
         request = self.between.comm.Ibcast([data, MPI.BYTE], self._root_node)
-        return self.complete(request, data.nbytes)
+        return self.complete(request, data.nbytes, data)
 
     def _show(self, piece: int) -> Iterable[None]:
         if self.layout.me != self._root:

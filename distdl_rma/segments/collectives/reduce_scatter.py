@@ -118,7 +118,7 @@ class _ReducescatterByNodes(ShareReduction):
             request = comm.Ireduce(sums, reduced[piece], reduction.mpi, getting[0])
         else:
             request = comm.Ireduce_scatter(sums, reduced[piece], counts, reduction.mpi)
-        return self.complete(request, sums.nbytes)
+        return self.complete(request, sums.nbytes, sums, reduced[piece])
 
     def _store(self, rows: list[Array], reduced: dict[int, Array], piece: int) -> Iterable[None]:
         total, begin = reduced.pop(piece), 0

@@ -113,8 +113,8 @@ class SteppedAlgorithm(Scripted, ABC):
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
         self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
-        # They hold the buffers, which MPI uses even if what waits for them is interrupted.
-        self._requests: list[MPI.Request] = []
+        # With their buffers, which MPI uses even if what waits for them is interrupted.
+        self._under_way: list[tuple[MPI.Request, tuple[Array, ...]]] = []
         self._connected = False
         self._operation = manager.operation(name)
         self._counters = manager.counters
@@ -212,12 +212,12 @@ class SteppedAlgorithm(Scripted, ABC):
         # Words count the pieces of all steps.
         return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
 
-    def complete(self, request: MPI.Request, nbytes: int) -> Iterator[None]:
+    def complete(self, request: MPI.Request, nbytes: int, *buffers: Array) -> Iterator[None]:
         """Count a collective between nodes that was begun, which takes so many bytes from here.
 
-        What is returned waits until it is complete.
+        What is returned waits until it is complete; its buffers are kept until then.
         """
-        self._requests.append(request)
+        self._under_way.append((request, buffers))
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
         return self._completed(request, looks(nbytes))
@@ -227,7 +227,7 @@ class SteppedAlgorithm(Scripted, ABC):
         self._phase = None
         while not complete(request, tests):
             yield
-        self._requests.remove(request)
+        self._under_way = [one for one in self._under_way if one[0] is not request]
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""
