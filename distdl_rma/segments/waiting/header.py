@@ -302,12 +302,17 @@ class PeerHeaders:
     def _hear(self, rank: int) -> bool:
         # Whether the rank answered just now. Asks, or takes in the answer.
         with self._segment.lock:
-            if rank not in self._asked:
-                header = np.empty(HEADER_BYTES, np.uint8)
-                requests = self._segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
-                self._asked[rank] = requests, header
-            requests, header = self._asked[rank]
-            if not MPI.Request.Testall(requests):
+            try:
+                if rank not in self._asked:
+                    header = np.empty(HEADER_BYTES, np.uint8)
+                    requests = self._segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
+                    self._asked[rank] = requests, header
+                requests, header = self._asked[rank]
+                if not MPI.Request.Testall(requests):
+                    return False
+            except MPI.Exception:
+                # The network has lost a rank that was killed: it gives no answer, as others do not.
+                self._asked.pop(rank, None)
                 return False
             del self._asked[rank]
             record = parse(header.tobytes())

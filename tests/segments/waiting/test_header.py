@@ -1,5 +1,6 @@
 """Headers: what a rank says about itself can be read at any moment, and is never a mixture of two records."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -206,3 +207,17 @@ def test_who_says_the_same_for_a_while_is_unchanged_only_while_it_waits(segments
 )
 def test_a_reason_names_the_ranks_and_what_they_are_to_do(ranks, whom):
     assert str(WaitReason(tuple(ranks), "to send in 'enc1'", "a hint")) == f"for {whom} to send in 'enc1'"
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1)
+def test_who_is_lost_to_the_network_is_silent():
+    from mpi4py import MPI
+
+    def lost(*arguments):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    link = SimpleNamespace(memory=None, get=lost)
+    headers = PeerHeaders(SimpleNamespace(lock=contextlib.nullcontext(), link=lambda rank: link))
+    assert headers.glance(1) is None and headers.read(1, time.monotonic() + 0.01) is None
+    assert headers.age(1) == float("inf")
