@@ -2,6 +2,7 @@
 
 import random
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -159,6 +160,34 @@ def test_a_rank_that_is_late_is_missed_and_steps_can_be_reset_or_closed(segments
         job.start()
         job.close()
         comm.Barrier()
+
+
+class Unfinished:
+    """A request of MPI that is complete when it is looked at a second time, and holds nothing."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def Test(self):  # noqa: N802
+        self.looks += 1
+        return self.looks == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_buffers_are_held_until_mpi_has_done_with_them(segments, comm):
+    job = Allreduce(segments, segments.ranks, LONG, np.float32, name="held")
+    job.connect()
+    buffer = np.ones(3)
+    held = weakref.ref(buffer)
+    waiting = job._algorithm.complete(Unfinished(), 24, buffer)
+    del buffer
+    next(waiting)
+    assert held() is not None
+    assert not [*waiting]
+    del waiting
+    assert held() is None
+    comm.Barrier()
+    job.close()
 
 
 @pytest.mark.mpi
