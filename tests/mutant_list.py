@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One careless edit.
+class Mutant(NamedTuple):
+    """One careless edit: what it does, a file, what stands there exactly once, and what that becomes.
 
-    Parameters
-    ----------
-    name
-        What the edit does.
-    file
-        The file that it changes.
-    old, new
-        What stands there, exactly once, and what it becomes.
-    command
-        The tests that must notice: ``"plain"``, or a number of ranks, and options of pytest.
+    ``command`` says which tests must notice: ``"plain"``, or a number of ranks, and options of pytest.
     """
 
     name: str

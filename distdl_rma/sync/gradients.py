@@ -312,8 +312,7 @@ class GradientSync(Uncopyable):
 
     @breaks_graph
     def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
-        # Runs with the gradient of this backward complete and not yet accumulated. All parameters of a step
-        # come by here: without calls where there is nothing to say.
+        # The gradient is complete and not yet accumulated. No calls where nothing is to be said of it.
         if compiles() is not None:
             return apart(self._computed, slot, computed)
         parameter = slot.parameter()
@@ -327,8 +326,7 @@ class GradientSync(Uncopyable):
         return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
 
     def _prepare(self, slot: GradientSlot, parameter: Any) -> bool:
-        # Whatever there is to say of a gradient that was computed; whether it is to be summed. Gradients that
-        # accumulate come by here in every step.
+        # Whether it is to be summed, for all others; those that accumulate come by here in every step.
         if self._closed:
             self._check_open()
         if ASKED and self._asked_for(slot):
