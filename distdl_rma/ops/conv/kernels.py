@@ -146,13 +146,13 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     if not way.safe:
         plain: Tensor = _Plain.apply(x, weight, bias, steps)
         return plain
-    if way != _AS_TORCH and betters(x, weight, bias, steps):
-        if torch.is_grad_enabled():
+    stride, padding, dilation, groups, transposed = steps
+    differentiated = way != _AS_TORCH and torch.is_grad_enabled()
+    if (differentiated or way.chosen) and betters(x, weight, bias, steps):
+        if differentiated:
             y: Tensor = _Bettered.apply(x, weight, bias, steps)
             return y
-        if way.chosen:
-            return _by_onednn(x, weight, bias, steps)
-    stride, padding, dilation, groups, transposed = steps
+        return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     nothing = (0,) * len(stride)
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, nothing, groups)
 
@@ -169,7 +169,8 @@ def convolution_adjoint(
     inner, others = None, needs
     if needs[0] and way.mirrored is not None:
         turned = weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
-        inner = _by_onednn(gradient, turned, None, way.mirrored)
+        stride, padding, dilation, groups, _ = way.mirrored
+        inner = torch.mkldnn_convolution(gradient, turned, None, padding, stride, dilation, groups)
         others = False, *needs[1:]
     if True not in others:
         return inner, None, None
@@ -182,11 +183,6 @@ def convolution_adjoint(
     if inner is None and found is not None:
         inner = found.to_dense() if way.chosen else found
     return inner, taps, offsets
-
-
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> Tensor:
-    stride, padding, dilation, groups, _ = steps
-    return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
 
 
 def _adjoint_by_torch(
