@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
+from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes, RmaPeer
 
 # More transfers or notifications than these are looked through for those that are over.
@@ -88,6 +90,26 @@ class _Get:
         return not self.transfers
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _reaching(
+    method: Callable[Concatenate[RemoteLink, _P], _T],
+) -> Callable[Concatenate[RemoteLink, _P], _T]:
+    # Some networks lose a rank that was killed before anybody has noticed: what MPI says of it then is no
+    # error of this rank.
+    @wraps(method)
+    def call(self: RemoteLink, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(self, *args, **kwargs)
+        except MPI.Exception as error:
+            cause = f"MPI does not reach it any more: {error}"
+            raise PeerFailedError(f"rank {self.rank}: {cause}", self.rank, cause) from error
+
+    return call
+
+
 class RemoteLink:
     """Peer on another node: request-based puts, a flush, then an atomic notification.
 
@@ -99,6 +121,8 @@ class RemoteLink:
     if it is to be the last of them. Those of neighbouring words that waited for the same puts travel as one.
     The memory of puts is kept here until MPI is done with it.
 
+    Each raises ``PeerFailedError`` where MPI does not reach the peer, whose id is ``rank``, any more.
+
     ``lock`` is held by whoever calls in: the progress engine is another thread. ``busy`` are the links that
     have something pending: this one adds itself, whoever advances them all takes it out.
     """
@@ -106,14 +130,17 @@ class RemoteLink:
     # Not reachable by load and store.
     memory: Bytes | None = None
 
-    def __init__(self, rma: RmaPeer, lock: AbstractContextManager[Any], busy: set[RemoteLink]) -> None:
-        self._rma, self._lock, self._busy = rma, lock, busy
+    def __init__(
+        self, rank: int, rma: RmaPeer, lock: AbstractContextManager[Any], busy: set[RemoteLink]
+    ) -> None:
+        self.rank, self._rma, self._lock, self._busy = rank, rma, lock, busy
         self._open = _Delivery()
         self._pending: deque[_Delivery] = deque()
         self._notices: list[_Transfer] = []
         self._gets: list[_Get] = []
         self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
 
+    @_reaching
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment; they must not change until then."""
         with self._lock:
@@ -128,6 +155,7 @@ class RemoteLink:
                 self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
             return requests
 
+    @_reaching
     def get(
         self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
     ) -> list[MPI.Request]:
@@ -143,6 +171,7 @@ class RemoteLink:
                 self._gets.append(_Get([(request, out) for request in requests], then))
             return requests
 
+    @_reaching
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
         """Set a word of the peer, after all earlier puts arrived there if ``ordered``.
 
@@ -165,6 +194,7 @@ class RemoteLink:
                 self._busy.add(self)
                 self._close_open()
 
+    @_reaching
     def advance(self) -> bool:
         """Advance what is pending; return whether nothing is left."""
         with self._lock:

@@ -93,7 +93,7 @@ class Segment:
                 self._links[rank] = SharedLink(views[rank], self.fence)
             else:
                 rma = RmaPeer(self._window, position, counters)
-                self._links[rank] = RemoteLink(rma, self.lock, self._busy)
+                self._links[rank] = RemoteLink(rank, rma, self.lock, self._busy)
         self.has_remote = any(isinstance(link, RemoteLink) for link in self._links.values())
         if self.has_remote:
             positions = {rank: (at, 0) for at, rank in enumerate(ranks)}

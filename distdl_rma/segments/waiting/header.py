@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
 from distdl_rma.segments.transport.segment import Segment
 
@@ -310,7 +311,7 @@ class PeerHeaders:
                 requests, header = self._asked[rank]
                 if not MPI.Request.Testall(requests):
                     return False
-            except MPI.Exception:
+            except (PeerFailedError, MPI.Exception):
                 # The network has lost a rank that was killed: it gives no answer, as others do not.
                 self._asked.pop(rank, None)
                 return False

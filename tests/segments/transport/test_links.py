@@ -5,7 +5,9 @@ import threading
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.transport import links
 from distdl_rma.segments.transport.links import RemoteLink
@@ -94,7 +96,7 @@ class WeakWindow:
 
 def link_over(seed):
     window = WeakWindow(seed)
-    return window, RemoteLink(RmaPeer(window, 0, Counters()), threading.RLock(), set())
+    return window, RemoteLink(1, RmaPeer(window, 0, Counters()), threading.RLock(), set())
 
 
 def put(link, number):
@@ -287,3 +289,24 @@ def test_an_array_that_is_got_is_kept_until_it_is_there():
     while not link.advance():
         pass
     assert not link._gets
+
+
+def test_a_peer_that_mpi_does_not_reach_has_failed():
+    window, link = link_over(1)
+
+    def lost(*arguments, **options):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    put(link, 0)
+    window.Rput = window.Rget = window.Rget_accumulate = lost
+    link.notify(0, 1)
+    for act in (
+        lambda: put(link, 1),
+        lambda: link.get(ByteRuns((0,), 8), np.empty(8, np.uint8)),
+        lambda: link.notify(1, 1, ordered=False),
+        # A notification behind a put asks first whether that has arrived.
+        lambda: [link.advance() for _ in range(100)],
+    ):
+        with pytest.raises(PeerFailedError, match=r"rank 1: MPI does not reach it any more: \w") as found:
+            act()
+        assert found.value.rank == 1
