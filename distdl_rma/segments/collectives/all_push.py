@@ -79,6 +79,8 @@ class AllPush:
         """Push a copy of this rank's vector; does not wait, except that the first start connects."""
         self._check()
         if self.epoch != self._waited:
+            # What an error has interrupted ends here: its cause is what counts.
+            self._manager.notices.check()
             raise ProtocolError(f"{self._name!r}: started again before the last epoch was waited for")
         if not self._connected:
             self.connect()

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ClosedError, MismatchError, ProtocolError
+from distdl_rma import ClosedError, MismatchError, PeerFailedError, ProtocolError
 from distdl_rma.segments.collectives.all_push import AllPush
 
 pytestmark = pytest.mark.mpi
@@ -32,9 +32,14 @@ def test_a_rank_that_runs_ahead_overwrites_nothing_that_others_still_read(segmen
     rows.close()
 
 
-def test_an_epoch_is_waited_for_before_the_next(segments):
+def test_an_epoch_is_waited_for_before_the_next(segments, monkeypatch):
     rows = AllPush(segments, segments.ranks, 1, np.int64, "strict")
     rows.start(np.array([1]))
+    with monkeypatch.context() as after:
+        # What ended the wait before counts, where that was another rank's error.
+        after.setitem(segments.notices.failures, 7, "ValueError: by hand")
+        with pytest.raises(PeerFailedError, match=r"rank 7 failed.*by hand"):
+            rows.start(np.array([2]))
     with pytest.raises(ProtocolError, match="'strict': started again before the last epoch was waited for"):
         rows.start(np.array([2]))
     assert (rows.wait() == 1).all()
