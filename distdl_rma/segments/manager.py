@@ -205,12 +205,14 @@ class SegmentManager(SegmentContext, Uncopyable):
 
         Not blocking, not collective. A machine that failed cannot be used any more, only left.
         """
-        if self.closed:
+        if self.closed or self.notices.failed:
             return
+        rank, cause = self.rank, cause_of(error)
         if isinstance(error, PeerFailedError):
-            self.notices.tell(error.cause, error.rank)
-        else:
-            self.notices.tell(cause_of(error))
+            rank, cause = error.rank, error.cause
+        self.notices.tell(cause, rank)
+        # The others would take what this rank begins now for what it has not begun before.
+        self.begin = lambda name, epoch: self.notices.raise_for(rank, cause, None)
 
     def raised(self, error: BaseException) -> None:
         """Tell the others that a call of all ranks raised here: ``PeerFailedError`` where they wait for it.
