@@ -212,7 +212,8 @@ class SegmentManager(SegmentContext, Uncopyable):
             rank, cause = error.rank, error.cause
         self.notices.tell(cause, rank)
         # The others would take what this rank begins now for what it has not begun before.
-        self.begin = lambda name, epoch: self.notices.raise_for(rank, cause, None)
+        refuse = self.notices.raise_for
+        self.begin = lambda name, epoch: refuse(rank, cause, None)
 
     def raised(self, error: BaseException) -> None:
         """Tell the others that a call of all ranks raised here: ``PeerFailedError`` where they wait for it.
