@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 SECONDS_AFTER_FAILURE = 20.0
 SECONDS_OTHERWISE = 600.0
 SECONDS_TO_DUMP = 1.0
-# Between two looks whether the others have come: at first short ones, for most come at the same time.
-SHORTEST_SLEEP, LONGEST_SLEEP = 20e-6, 500e-6
 # The ranks run out of patience one after the other, so that one of them speaks for all.
 SECONDS_PER_RANK = 2.0
 
@@ -91,10 +89,9 @@ class Lockstep:
         received = bytearray(WIRE.size * self._size)
         request = self._comm.Iallgather(bytearray(WIRE.pack(*mine)), received)
         begin = time.monotonic()
-        told, sleep = not failed, SHORTEST_SLEEP
+        told = not failed
         while not request.Test():
-            time.sleep(sleep)
-            sleep = min(1.2 * sleep, LONGEST_SLEEP)
+            time.sleep(0.0005)
             seconds = time.monotonic() - begin
             if not told and seconds > 1:
                 # Should the job be ended, pytest will not come to its own account of the failure.
