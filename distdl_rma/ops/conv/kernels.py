@@ -143,18 +143,21 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     are computed by these.
     """
     way = _way(steps, x.shape, weight.shape, x.dtype)
-    if not way.safe:
-        plain: Tensor = _Plain.apply(x, weight, bias, steps)
-        return plain
-    stride, padding, dilation, groups, transposed = steps
     differentiated = way != _AS_TORCH and torch.is_grad_enabled()
-    if (differentiated or way.chosen) and betters(x, weight, bias, steps):
-        if differentiated:
-            y: Tensor = _Bettered.apply(x, weight, bias, steps)
-            return y
+    if way.safe and (differentiated or way.chosen) and not betters(x, weight, bias, steps):
+        way, differentiated = _AS_TORCH, False
+    if differentiated:
+        y: Tensor = _Convolution.apply(x, weight, bias, steps)
+        return y
+    if not way.safe:
+        wide = sum_dtype(x.dtype)
+        offset = None if bias is None else bias.to(wide)
+        with _without_onednn():
+            return torch.convolution(x.to(wide), weight.to(wide), offset, *steps.arguments).to(x.dtype)
+    if way.chosen:
+        stride, padding, dilation, groups, _ = steps
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
-    nothing = (0,) * len(stride)
-    return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, nothing, groups)
+    return torch.convolution(x, weight, bias, *steps.arguments)
 
 
 def convolution_adjoint(
@@ -207,26 +210,7 @@ def _adjoint(
     return inner, taps, offsets
 
 
-class _Plain(OperatorFunction):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.steps = steps
-        wide = sum_dtype(x.dtype)
-        offset = None if bias is None else bias.to(wide)
-        with _without_onednn():
-            return torch.convolution(x.to(wide), weight.to(wide), offset, *steps.arguments).to(x.dtype)
-
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        return *_adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
-
-
-class _Bettered(OperatorFunction):
+class _Convolution(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments
@@ -241,7 +225,8 @@ class _Bettered(OperatorFunction):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         # Tensors of oneDNN have no second derivatives.
-        adjoint = _adjoint_by_torch if torch.is_grad_enabled() else convolution_adjoint
+        again = torch.is_grad_enabled() and _way(ctx.steps, x.shape, weight.shape, x.dtype).safe
+        adjoint = _adjoint_by_torch if again else convolution_adjoint
         return *adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
 
 
