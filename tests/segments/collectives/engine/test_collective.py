@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 import time
 
 import numpy as np
@@ -258,6 +259,9 @@ def raises(*_):
 
 def raises_later(_):
     yield
+    while threading.current_thread() is not threading.main_thread():
+        # No progress thread is interrupted by hand.
+        yield
     raises()
 
 
