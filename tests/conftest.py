@@ -209,7 +209,22 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections: each would take longer than most tests."""
+    leave_out_of_collections()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    result = yield
+    # A file's tests import more, of torch above all.
+    if nextitem is None or nextitem.path != item.path:
+        leave_out_of_collections()
+    return result
+
+
+def leave_out_of_collections() -> None:
+    """Leave what is there by now out of garbage collections: each would take longer than most tests."""
     gc.collect()
     gc.freeze()
 
