@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SECONDS_AFTER_FAILURE = 20.0
 SECONDS_OTHERWISE = 600.0
 SECONDS_TO_DUMP = 1.0
+# Between two looks whether the others have come: at first short ones, for most come at the same time.
+SHORTEST_SLEEP, LONGEST_SLEEP = 20e-6, 500e-6
 # The ranks run out of patience one after the other, so that one of them speaks for all.
 SECONDS_PER_RANK = 2.0
 
@@ -89,9 +91,10 @@ class Lockstep:
         received = bytearray(WIRE.size * self._size)
         request = self._comm.Iallgather(bytearray(WIRE.pack(*mine)), received)
         begin = time.monotonic()
-        told = not failed
+        told, sleep = not failed, SHORTEST_SLEEP
         while not request.Test():
-            time.sleep(0.0005)
+            time.sleep(sleep)
+            sleep = min(1.2 * sleep, LONGEST_SLEEP)
             seconds = time.monotonic() - begin
             if not told and seconds > 1:
                 # Should the job be ended, pytest will not come to its own account of the failure.
