@@ -223,6 +223,31 @@ finish()
     assert re.search("rank 1 waits for nobody: the last that it began, .* was 'enc1.sums", text)
 
 
+def test_job_that_is_suspended_goes_on_as_if_nothing_had_been(tell):
+    body = """
+import subprocess
+machine.segments.waiter.timeout = 3
+first, second = comm.allgather(os.getpid())
+waits, goes_on = (f"{os.environ['REPORTS']}.{name}" for name in ("waits", "goes-on"))
+if comm.rank == 0:
+    open(waits, "w").close()
+else:
+    stop = f"while ! test -e '{waits}'; do sleep 0.1; done; sleep 0.3; kill -STOP {first} {second}; sleep 5"
+    subprocess.Popen(["sh", "-c", f"{stop}; kill -CONT {first} {second}; sleep 0.3; touch '{goes_on}'"])
+    while not os.path.exists(goes_on):
+        time.sleep(0.02)
+outcome = None
+try:
+    step()
+except Exception as error:
+    outcome = error
+told(outcome)
+finish()
+"""
+    _, _err, said = tell(2, body)
+    assert [said[rank][1] for rank in range(2)] == ["NoneType: None"] * 2
+
+
 def test_leaving_without_close_while_others_wait_is_reported(tell):
     code, _err, said = tell(2, "if comm.rank == 0:\n" + WAIT.replace("\n", "\n    "))
     seconds, text = said[0]

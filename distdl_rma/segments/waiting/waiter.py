@@ -22,6 +22,13 @@ _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
 # How often a long wait says what it waits for, and looks at those that it waits for.
 _LOOK_SECONDS = 0.1
+# Nothing that is done between two looks takes so long, but a process or a machine that is stopped.
+_STOPPED_SECONDS = 1.0
+
+
+def stopped(seconds: float) -> float:
+    """How much of the time between two looks this process, or all of the machine, stood still for."""
+    return seconds if seconds > _STOPPED_SECONDS else 0.0
 
 
 class Waiter:
@@ -94,14 +101,17 @@ class Waiter:
                 if ready():
                     return
         watch = self._watch
-        pause, looked = _SLEEP_SECONDS[0], 0.0
+        pause, looked, last = _SLEEP_SECONDS[0], 0.0, begin
         try:
             while True:
                 self.advance()
                 self._notices.check(reason)
                 if ready():
                     return
-                elapsed = time.perf_counter() - begin
+                now = time.perf_counter()
+                # While the job was suspended nobody could do anything.
+                begin += stopped(now - last)
+                last, elapsed = now, now - begin
                 if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
                     looked = elapsed
                     watch.look(reason())

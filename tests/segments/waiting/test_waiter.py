@@ -92,6 +92,20 @@ def test_a_wait_gives_up_at_its_deadline_or_after_one_look(others, spins):
     assert others.turns == 1
 
 
+def test_while_the_process_is_stopped_no_time_passes(others, monkeypatch):
+    monkeypatch.setattr(waiting, "_STOPPED_SECONDS", 0.05)
+    turns = []
+
+    def ready():
+        turns.append(None)
+        if len(turns) == 3:
+            time.sleep(0.5)
+        return len(turns) == 5
+
+    waiter(others, timeout=0.4).until(ready, lambda: REASON)
+    assert len(turns) == 5
+
+
 def test_a_failure_ends_the_wait_in_the_turn_that_hears_of_it(others):
     others.failure = 2
     with pytest.raises(PeerFailedError, match="for rank 1 to send"):
