@@ -9,7 +9,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from distdl_rma.errors import ConfigurationError
+from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
@@ -21,8 +21,13 @@ class GradientNorms:
         self._machine = machine
         self._totals: dict[float, Allreduce] = {}
 
-    def of(self, gradients: Sequence[torch.Tensor | None], norm_type: float) -> torch.Tensor:
-        """Norm of the given tensors of all ranks together; collective over the machine, blocking."""
+    def of(
+        self, gradients: Sequence[torch.Tensor | None], norm_type: float, unsummed: bool = False
+    ) -> torch.Tensor:
+        """Norm of the given tensors of all ranks together; collective over the machine, blocking.
+
+        ``unsummed`` is whether some of this rank's gradients are yet to be summed: all ranks refuse then.
+        """
         order = float(norm_type)
         if not order > 0:
             raise ConfigurationError(f"norm_type must be positive, got {norm_type!r}")
@@ -33,9 +38,10 @@ class GradientNorms:
         if order == math.inf:
             # A maximum might lose what is no number.
             largest = max((norm for norm in norms if not math.isnan(norm)), default=0.0)
-            largest, strange = self._total("max", order, largest, float(any(map(math.isnan, norms))))
+            found = largest, float(any(map(math.isnan, norms))), float(unsummed)
+            largest, strange = self._total("max", order, *found)
             return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
-        powers, _ = self._total("sum", order, sum(norm**order for norm in norms), 0.0)
+        (powers,) = self._total("sum", order, sum(norm**order for norm in norms), float(unsummed))
         return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
 
     @staticmethod
@@ -64,4 +70,8 @@ class GradientNorms:
             self._totals[order] = total
         total.active[:] = values
         total.start()
-        return tuple(total.wait().tolist())
+        *found, unsummed = total.wait().tolist()
+        if unsummed:
+            # Ranks whose garbage is collected at different times may differ in it.
+            raise ProtocolError("GradientSync: gradients from no_sync are not summed yet")
+        return tuple(found)

@@ -181,12 +181,10 @@ class GradientSync(Uncopyable):
         ranks, float64.
         """
         self._check_open()
-        if any(slot.unsummed for slot in self._slots):
-            raise ProtocolError("GradientSync: gradients from no_sync are not summed yet")
         # The first of the ranks that hold a gradient counts it for all of them.
         rank = self._machine.rank
         mine = [slot.gradient for slot in self._slots if (*slot.kind.ranks, rank)[0] == rank]
-        return self._norms.of(mine, norm_type)
+        return self._norms.of(mine, norm_type, any(slot.unsummed for slot in self._slots))
 
     @uncompiled
     def clip_grad_norm_(
@@ -260,6 +258,8 @@ class GradientSync(Uncopyable):
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
         parameter = slot.parameter()
+        if parameter is None:
+            return  # Gone here; other ranks may not yet have collected it.
         synchronised[parameter] = True
         synchronise(parameter, True)
         if bucket is None:

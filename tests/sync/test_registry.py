@@ -1,12 +1,13 @@
 """Ranks of gradients as users state them."""
 
+import gc
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ConfigurationError, GradientSync, Machine
+from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError
 from distdl_rma.layers import DistributedConv1d, DistributedInstanceNorm1d, DistributedMSELoss
 from distdl_rma.sync.registry import ModuleWatch
 from tests.layers.sequential import agree, shard
@@ -56,6 +57,38 @@ def test_a_part_that_moves_starts_with_the_values_of_its_first_rank(P_world, com
     part(ones(1, 2)).sum().backward()
     assert part.weight.grad[0, 0] == len(mine)
     sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_that_only_some_ranks_have_collected_does_not_part_them(P_world, comm):
+    model = nn.ModuleDict({name: linear() for name in ("trunk", "dropped", "head")})
+    # A cycle, which stays until Python looks for it.
+    model["dropped"].of = [model["dropped"]]
+    sync = GradientSync(model, P_world)
+    with sync.no_sync():
+        model["dropped"](ones(1, 2)).sum().backward()
+    gc.disable()
+    try:
+        del model["dropped"]
+        if comm.rank == 0:
+            gc.collect()
+        with pytest.raises(ProtocolError, match="gradients from no_sync are not summed yet"):
+            sync.grad_norm()
+        with pytest.raises(ProtocolError, match="not summed yet"):
+            sync.grad_norm(float("inf"))
+        gc.collect()
+        assert sync.grad_norm() == 0
+    finally:
+        gc.enable()
+    everyone = [*range(comm.size)]
+    sync.register(model["head"], get_ranks_synch_weights=lambda: everyone)
+    (model["head"](model["trunk"](ones(1, 2))) * (comm.rank + 1)).sum().backward()
+    alone = model["trunk"].weight.grad / sum(rank + 1 for rank in everyone)
+    model.zero_grad()
+    with sync.no_sync():
+        model["head"](model["trunk"](ones(1, 2))).sum().backward()
+    assert torch.equal(model["trunk"].weight.grad, alone)
+    sync.release()
 
 
 @pytest.mark.mpi(min_size=2)
