@@ -213,7 +213,8 @@ class Chunk:
         """Reduce a share, and begin to give it to all, or to one."""
         reduced = np.empty(self._rows.shape[1], self._x.dtype)
         self._reducer.reduce(list(self._rows), reduced)
-        self._rows = self._rows[:0]
+        # A slice would hold all of it, as long as there is this part.
+        self._rows = np.empty((0, 0), self._x.dtype)
         taken, size = [each * self._x.itemsize for each in self._counts], len(self._counts)
         if self._root is None:
             return over(self._messages.gather_all(reduced, self._x, taken))

@@ -1,6 +1,7 @@
 """Collectives by MPI."""
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from distdl_rma.errors import MismatchError
 from distdl_rma.process_group.collectives import between_nodes
 from distdl_rma.process_group.collectives.between_nodes import WideCollectives
 from distdl_rma.process_group.collectives.calls import Call
+from distdl_rma.process_group.collectives.reducers import reducer_of
 from distdl_rma.segments.messages import Messages
-from tests.process_group.collectives.scripts import check, drive
+from tests.process_group.collectives.scripts import SUM, check, drive
+
+import torch  # isort: skip
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -26,6 +30,19 @@ def way(machine):
 def test_every_script_is_what_it_means(machine, way, monkeypatch, turn):
     monkeypatch.setattr(between_nodes, "TURN_BYTES", turn)
     check(machine.segments, way, way, 5000)
+
+
+@pytest.mark.parametrize("root", [None, 0])
+def test_long_vector_takes_no_more_memory_than_a_few_turns(machine, way, monkeypatch, root):
+    turn = 1 << 16
+    monkeypatch.setattr(between_nodes, "TURN_BYTES", turn)
+    x = np.ones(1 << 18)
+    tracemalloc.start()
+    drive(machine.segments, way.reduced(x, reducer_of(SUM, torch.float64, way.size), root), random.Random(0))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 12 * turn < x.nbytes
+    assert (x == way.size).all() or root not in (None, way.me)
 
 
 def test_both_sides_of_a_different_call_are_named_also_where_only_what_cannot_be_read_differs(machine, way):
