@@ -7,6 +7,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
@@ -125,7 +126,10 @@ def _of_whole(func: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         x, weight, bias, stride, padding, dilation, groups, _ = _conv_arguments(*args, **kwargs)
         alike = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.dim() == weight.dim()
-        if not alike or isinstance(padding, str) or torch.is_autocast_enabled("cpu") or tracer():
+        if not alike or isinstance(padding, str) or torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        # In forward mode, too, torch goes on its own way.
+        if tracer() or forward_ad._current_level >= 0:
             return func(*args, **kwargs)
         dims = weight.dim() - LEADING
         numbers = [each_dim(value, dims) for value in (stride, padding, dilation)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
@@ -65,6 +66,17 @@ def test_volumes_that_torch_leaves_to_slow_kernels(P_world, stride, padding):
     x, w = (torch.randn(s, requires_grad=True) for s in ((1, 9, 18, 14, 12), (8, 9, 3, 3, 3)))
     b = torch.randn(8, requires_grad=True)
     check(P_world, lambda x, w, b: F.conv3d(x, w, b, stride, padding), [x], [w, b], atol=2e-3)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_volume_of_one_rank_is_differentiated_forward_as_by_torch(P_world):
+    x, w = torch.randn(1, 9, 18, 14, 12), torch.randn(8, 9, 3, 3, 3)
+    whole = block(P_world.create_cartesian_topology_partition((1,) * 5), x)
+    with forward_ad.dual_level():
+        y = F.conv3d(whole, forward_ad.make_dual(w, w))
+        assert torch.equal(forward_ad.unpack_dual(y).tangent, F.conv3d(x, w))
 
 
 @pytest.mark.mpi
