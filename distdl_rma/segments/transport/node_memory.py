@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, SegmentError
@@ -85,21 +86,28 @@ class NodeMemory:
         if lacking:
             raise SegmentError(f"not enough shared memory: {lacking[1]}; {_REMEDY}")
 
-    def allocate(self, nbytes: int) -> MPI.Win:
-        """Shared window over the node."""
-        window, problem = None, ""
+    def allocate(self, nbytes: int) -> tuple[MPI.Win, list[Bytes]]:
+        """Window over the node, and the memory of each of its ranks, all zeros."""
+        window, memories, problem = None, [], ""
         try:
-            window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
-        except MPI.Exception as error:
+            if self.node.size > 1:
+                window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
+                buffers = [cast(memoryview, window.Shared_query(at)[0]) for at in range(self.node.size)]
+                memories = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+            else:
+                # To a rank alone MPI gives what malloc has, with all that others left there.
+                memories = [np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)]
+                window = MPI.Win.Create(memories[0], 1, comm=self.node)
+        except (MPI.Exception, OSError, OverflowError) as error:
             problem = str(error).splitlines()[0]
         whole = all(self.node.allgather(window is not None))
         lacking = self._first_problem(problem)
         if window is not None and lacking is None:
-            return window
+            return window, memories
         if window is not None and whole:
             window.Free()
         rank, why = lacking or (self._ranks[self._comm.rank], problem)
-        raise SegmentError(f"rank {rank}: MPI allocates no shared window of {nbytes} bytes: {why}")
+        raise SegmentError(f"rank {rank}: no window of {nbytes} bytes can be had: {why}")
 
     def reserve(self, memory: Bytes) -> None:
         """Take all of the memory from the node; blocking. ``SegmentError`` if one rank cannot have it."""

@@ -6,7 +6,6 @@ import os
 import platform
 import threading
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -50,15 +49,13 @@ class Segment:
         try:
             self.nbytes = self._node_memory.agree_on_size(options)
             self._node_memory.check_room(self.nbytes)
-            self._shared = self._node_memory.allocate(self.nbytes + ALIGNMENT)
+            self._shared, memories = self._node_memory.allocate(self.nbytes + ALIGNMENT)
         except DistdlError:
             self._node_memory.free()
             raise
         self._node_memory.promise(self.nbytes)
         # Held by whoever touches what is pending: the progress engine is another thread.
         self.lock = threading.RLock()
-        buffers = [cast(memoryview, self._shared.Shared_query(at)[0]) for at in range(node.size)]
-        memories: list[Bytes] = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
         if options.reserve:
             self._reserve(memories[node.rank])
         # MPI aligns to less than a cache line; each owner says where its first whole one begins.

@@ -52,6 +52,15 @@ def test_every_rank_reaches_every_block_by_its_id_and_no_other(made, comm):
     assert (back == np.arange(1, comm.size + 1)[:, None]).all()
 
 
+def test_memory_is_zero_whatever_was_in_that_of_segments_before(comm):
+    for size in ("64KiB", "8MiB", "8MiB", "8MiB", "64KiB"):
+        segment = Segment(comm, tuple(range(comm.size)), SegmentOptions(size), Counters())
+        assert not segment.memory.any()
+        segment.memory[:] = 255
+        comm.Barrier()
+        segment.close()
+
+
 def test_words_and_bytes_are_one_memory_that_begins_on_a_line(made):
     segment, _, _ = made
     assert segment.nbytes >= 64 << 10 and segment.memory.nbytes == segment.nbytes == 8 * len(segment.words)
