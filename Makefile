@@ -23,7 +23,7 @@ MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/delayed_cable.py tests/lockstep.py tests/matrix.py \
-    tests/mutant_list.py tests/mutants.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py
+    tests/mutant_list.py tests/mutants.py tests/run_mpi.py tests/side_by_side.py tests/two_hosts.py
 SPREAD := --numprocesses $(WORKERS)
 TODAYS := $(if $(DAY),--day $(DAY))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
@@ -114,7 +114,7 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 
 # Constants of the model of scaling, on a node and over cables, and what it makes of them.
 MEASURE := $(BIN)/python -m mpi4py -m benchmarks.scaling measure
-HOSTS := timeout 300 $(BIN)/python tests/tracebacks.py tests/two_hosts.py
+HOSTS := timeout 300 $(BIN)/python tests/two_hosts.py
 bench-scaling: $(STAMP)  ## measure the constants of docs/scaling.md again, and write the page
 	rm -f benchmarks/scaling/measured.json
 	timeout 300 $(MPIEXEC) -n 2 $(MEASURE)
