@@ -149,6 +149,11 @@ def test_make_targets_and_variables_exist(page: Path) -> None:
             assert variable in known, f"make{call}: the Makefile has no {variable}"
 
 
+def test_what_the_makefile_runs_can_be_run() -> None:
+    for script in re.findall(r"/python ([\w/]+\.py)", (ROOT / "Makefile").read_text()):
+        assert '__name__ == "__main__"' in (ROOT / script).read_text(), f"{script} runs nothing by itself"
+
+
 def test_the_readme_names_the_two_commands() -> None:
     assert {"make demo", "make test"} <= set(commands(ROOT / "README.md").splitlines())
 
