@@ -60,9 +60,10 @@ def check(
             # As parameters of a model, of which every rank has a contribution.
             synchronise(x, True)
         try:
-            torch.manual_seed(3)
+            # torch.manual_seed keeps the stack of each call for devices that are not there: 0.5 ms.
+            torch.default_generator.manual_seed(3)
             expected = function(*given)
-            torch.manual_seed(3)
+            torch.default_generator.manual_seed(3)
             found = function(*cut, *beside)
             _same(found, expected, atol)
             if gradients:
@@ -71,8 +72,10 @@ def check(
                     _same(one.grad, other.grad, atol)
                 for one, other in zip(beside, given[len(split) :], strict=True):
                     if other.grad is not None:
-                        mine = torch.zeros_like(other) if one.grad is None else one.grad
-                        _close(torch.as_tensor(MPI.COMM_WORLD.allreduce(mine.numpy())), other.grad, atol)
+                        total = (torch.zeros_like(other) if one.grad is None else one.grad).detach()
+                        total = total.clone(memory_format=torch.contiguous_format)
+                        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, total.numpy())
+                        _close(total, other.grad, atol)
         except BaseException as error:
             error.add_note(f"on a grid {shape}")
             raise
@@ -99,7 +102,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
 def _backward(expected: Any, found: Any) -> None:
     ends = [(e, f) for e, f in zip(_tensors(expected), _tensors(found), strict=True) if e.requires_grad]
     for at, (e, f) in enumerate(ends):
-        torch.manual_seed(at)
+        torch.default_generator.manual_seed(at)
         gradient = torch.randn(e.shape, dtype=e.dtype)
         e.backward(gradient, retain_graph=True)
         f.backward(gradient, retain_graph=True)
