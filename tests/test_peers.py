@@ -34,6 +34,17 @@ def finish(*ranks):
     stay(ranks or range(comm.size))
     os._exit(0)
 """
+# How a step ends on a rank that may have been told, or not.
+OUTCOME = """
+outcome = None
+try:
+    step()
+except Exception as error:
+    outcome = error
+# What another rank sent before it gave up may be all that this one needs.
+told(outcome)
+finish()
+"""
 LAYER = f"{CONV}machine = Machine.of(P_x)\ncomm.Barrier()\n{REPORT}"
 # The same with a sum in the place of the convolution, which needs no torch.
 SUMS = f"""
@@ -208,16 +219,8 @@ if comm.rank == 1:
     wait = f"while ! test -e $REPORTS/0; do sleep 0.2; done; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", wait])
     os.kill(os.getpid(), signal.SIGSTOP)
-outcome = None
-try:
-    step()
-except Exception as error:
-    outcome = error
-# What rank 0 sent before it gave up may be all that rank 1 needs.
-told(outcome)
-finish()
 """
-    _, _err, said = tell(2, body)
+    _, _err, said = tell(2, body + OUTCOME)
     text = said[0][1]
     assert "ExchangeTimeout: rank 0 waited 2 s for rank 1 to " in text and "'enc1.sums" in text
     assert re.search("rank 1 waits for nobody: the last that it began, .* was 'enc1.sums", text)
@@ -236,15 +239,8 @@ else:
     subprocess.Popen(["sh", "-c", f"{stop}; kill -CONT {first} {second}; sleep 0.3; touch '{goes_on}'"])
     while not os.path.exists(goes_on):
         time.sleep(0.02)
-outcome = None
-try:
-    step()
-except Exception as error:
-    outcome = error
-told(outcome)
-finish()
 """
-    _, _err, said = tell(2, body)
+    _, _err, said = tell(2, body + OUTCOME)
     assert [said[rank][1] for rank in range(2)] == ["NoneType: None"] * 2
 
 
