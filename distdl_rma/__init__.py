@@ -4,6 +4,7 @@ Importing the package is cheap and starts nothing: its names are loaded when the
 geometry works without MPI and segments without torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,9 @@ register_with_torch()
 
 
 def __getattr__(name: str) -> Any:
+    # opt_einsum looks these up in the package of a tensor's class; its own functions for torch are right.
+    if name in ("einsum", "tensordot", "transpose") and "opt_einsum.backends.torch" in sys.modules:
+        return getattr(sys.modules["opt_einsum.backends.torch"], name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

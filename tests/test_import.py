@@ -126,3 +126,9 @@ def test_every_error_is_also_the_standard_one_it_resembles():
     for name, standard in kinds.items():
         assert issubclass(getattr(distdl_rma, name), standard)
         assert issubclass(getattr(distdl_rma, name), distdl_rma.DistdlError)
+
+
+def test_the_package_is_no_backend_of_opt_einsum_where_nobody_imported_that():
+    assert "einsum" not in dir(distdl_rma)
+    if "opt_einsum" not in sys.modules:
+        assert not hasattr(distdl_rma, "tensordot")

@@ -123,9 +123,9 @@ class EDSR(nn.Module):
 
 
 class _Spectral(nn.Module):
-    def __init__(self, width, modes):
+    def __init__(self, width, modes, einsum):
         super().__init__()
-        self.modes = modes
+        self.modes, self.einsum = modes, einsum
         kind = torch.get_default_dtype().to_complex()
         self.low = nn.Parameter(torch.randn(width, width, modes, modes, dtype=kind) / width)
         self.high = nn.Parameter(torch.randn(width, width, modes, modes, dtype=kind) / width)
@@ -134,8 +134,8 @@ class _Spectral(nn.Module):
         n, c, h, w = x.shape
         found = torch.fft.rfft2(x)
         m = self.modes
-        first = torch.einsum("bixy,ioxy->boxy", found[:, :, :m, :m], self.low)
-        last = torch.einsum("bixy,ioxy->boxy", found[:, :, -m:, :m], self.high)
+        first = self.einsum("bixy,ioxy->boxy", found[:, :, :m, :m], self.low)
+        last = self.einsum("bixy,ioxy->boxy", found[:, :, -m:, :m], self.high)
         between = torch.zeros(n, c, h - 2 * m, m, dtype=first.dtype)
         kept = torch.cat([first, between, last], dim=2)
         rest = torch.zeros(n, c, h, w // 2 + 1 - m, dtype=first.dtype)
@@ -145,10 +145,10 @@ class _Spectral(nn.Module):
 class FNO2d(nn.Module):
     """Fourier neural operator: products with complex parameters between two transforms."""
 
-    def __init__(self, channels=1, width=4, modes=3, layers=2):
+    def __init__(self, channels=1, width=4, modes=3, layers=2, einsum=torch.einsum):
         super().__init__()
         self.lift = nn.Conv2d(channels, width, 1)
-        self.spectral = nn.ModuleList(_Spectral(width, modes) for _ in range(layers))
+        self.spectral = nn.ModuleList(_Spectral(width, modes, einsum) for _ in range(layers))
         self.plain = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(layers))
         self.drop = nn.Conv2d(width, channels, 1)
 

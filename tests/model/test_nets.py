@@ -15,6 +15,10 @@ MODELS = {
     "EDSR": (EDSR, (1, 3, 13, 11)),
     "RCAN": (lambda: EDSR(attention=True), (1, 3, 13, 11)),
     "FNO": (FNO2d, (2, 1, 17, 14)),
+    "FNO, by opt_einsum": (
+        lambda: FNO2d(einsum=pytest.importorskip("opt_einsum").contract),
+        (2, 1, 17, 14),
+    ),
     "V-Net": (VNet, (1, 1, 6, 14, 10)),
     "VGG": (
         lambda: nn.Sequential(

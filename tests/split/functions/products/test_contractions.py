@@ -61,6 +61,23 @@ def test_products(P_world, at):
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bij,jk->bki", [(3, 5, 4), (4, 6)]),
+        ("bij,ij->bij", [(3, 5, 4), (5, 4)]),
+        ("bij->ji", [(3, 5, 4)]),
+        ("bixy,rs,ir,os,xr->boxy", [(2, 3, 5, 4), (2, 3), (3, 2), (6, 3), (5, 2)]),
+    ],
+)
+def test_contractions_by_opt_einsum_are_those_of_torchs_tensors(P_world, equation, shapes):
+    contract = pytest.importorskip("opt_einsum").contract
+    first, *others = [numbers(*shape) for shape in shapes]
+    check(P_world, lambda *operands: contract(equation, *operands), [first], others)
+
+
+@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_vectors_and_sums(P_world):
     check(P_world, torch.mv, [numbers(5, 4)], [numbers(4)])
