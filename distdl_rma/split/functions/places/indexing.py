@@ -106,20 +106,19 @@ def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return iter(found) if iterates else found
 
 
-def is_index(each: Any) -> bool:
-    """Whether it chooses elements as a tensor of indices does."""
-    return isinstance(each, (torch.Tensor, list, range, np.ndarray)) or (
-        isinstance(each, tuple) and not hasattr(each, "__index__")
-    )
-
-
-def _number(each: Any) -> Any:
-    # A tensor of one integer is a number to torch as well.
+def _read(each: Any) -> Any:
+    # Tensors for arrays, lists and ranges of indices, and for bools; numbers of Python for those of tensors.
+    if isinstance(each, bool):
+        return torch.tensor(each)
+    if isinstance(each, (list, range, tuple)) and not hasattr(each, "__index__"):
+        each = np.asarray(each) if len(each) else np.zeros(0, np.int64)
+    if isinstance(each, np.ndarray):
+        each = torch.as_tensor(each)
     if isinstance(each, torch.Tensor):
-        if each.dim() or each.dtype == torch.bool:
+        if each.dim() or is_mask(each):
             return each
         return int(each._local if isinstance(each, SplitTensor) else each)
-    return int(each) if hasattr(each, "__index__") and not isinstance(each, (bool, np.ndarray)) else each
+    return int(each) if hasattr(each, "__index__") else each
 
 
 @rule("movement", _T.__getitem__)
@@ -137,43 +136,32 @@ def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def numbered(index: Any) -> list[Any]:
-    """What stands in the brackets, one for each; numbers are those of Python."""
+    """What stands in the brackets, one for each: slices, numbers of Python, tensors, None and Ellipsis."""
     if isinstance(index, list) and any(isinstance(each, (slice, torch.Tensor)) for each in index):
         # As torch has it, a list of such is a tuple.
         index = tuple(index)
-    return [_number(each) for each in (index if isinstance(index, tuple) else (index,))]
+    return [_read(each) for each in (index if isinstance(index, tuple) else (index,))]
 
 
 def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
     """What chooses from each dimension, or is a new one."""
     given = list(given)
-    spent = sum(
-        each.dim() if is_mask(each) else not (each is None or each is Ellipsis)
-        for each in map(_tensor, given)
-    )
+    spent = sum(each.dim() if is_mask(each) else not (each is None or each is Ellipsis) for each in given)
     if spent > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
     rest = [slice(None)] * (ndim - spent)
-    if Ellipsis in [each for each in given if not is_index(each)]:
-        at = next(n for n, each in enumerate(given) if each is Ellipsis)
-        given[at : at + 1] = rest
-    else:
-        given += rest
+    at = next((n for n, each in enumerate(given) if each is Ellipsis), None)
+    if at is None:
+        return given + rest
+    given[at : at + 1] = rest
     return given
-
-
-def _tensor(each: Any) -> Any:
-    # Lists, ranges and arrays of indices as tensors.
-    return each if not is_index(each) or isinstance(each, torch.Tensor) else torch.as_tensor(np.asarray(each))
 
 
 def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
     """What numbers, slices and None do; and the tensors of indices by the dimension of that."""
-    if any(each is True or each is False for each in given):
-        raise refused(func, "an index is a Python bool")
     chosen: dict[int, torch.Tensor] = {}
     slices, numbers, news, dim, at = [], [], [], 0, 0
-    for each in map(_tensor, one_each(len(x._layout.shape), given)):
+    for each in one_each(len(x._layout.shape), given):
         if each is None:
             news.append(at)
             at += 1
@@ -183,6 +171,11 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
         elif isinstance(each, slice):
             slices += _bounds(each, dim, x._layout.shape[dim])
             dim, at = dim + 1, at + 1
+        elif is_mask(each) and not each.dim():
+            # All or nothing of a new dimension.
+            news.append(at)
+            chosen[at] = torch.zeros(int(local_of(each) if isinstance(each, SplitTensor) else each)).long()
+            at += 1
         elif isinstance(each, torch.Tensor):
             chosen[at] = each
             wide = each.dim() if is_mask(each) else 1
@@ -245,13 +238,21 @@ def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[in
     return dims, tuple(found)
 
 
-def chosen_layout(layout: Decomposition, dims: list[int], y: torch.Tensor) -> Decomposition:
+def chosen_order(kept: Sequence[int], dims: Sequence[int], wide: int) -> list[int | None]:
+    """Of what indices choose from ``dims`` beside the dimensions ``kept``: these, None for the chosen ones.
+
+    The chosen ones come where the first of ``dims`` is, or first of all if others lie between ``dims``.
+    """
+    between = any(dims[0] < d < dims[-1] for d in kept) if dims else False
+    ahead = 0 if between or not dims else sum(d < dims[0] for d in kept)
+    return [*kept[:ahead], *(None,) * wide, *kept[ahead:]]
+
+
+def chosen_layout(layout: Decomposition, dims: Sequence[int], y: torch.Tensor) -> Decomposition:
     """Layout of what tensors of indices choose from some dimensions of blocks."""
-    wide = y.dim() - (len(layout.shape) - len(dims))
-    ahead = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    kept: list[int | None] = [d for d in range(len(layout.shape)) if d not in dims]
-    kept[ahead:ahead] = [None] * wide
-    return uncut(lay.reordered(layout, kept), {d: y.shape[d] for d in range(ahead, ahead + wide)})
+    kept = [d for d in range(len(layout.shape)) if d not in dims]
+    order = chosen_order(kept, dims, y.dim() - len(kept))
+    return uncut(lay.reordered(layout, order), {at: y.shape[at] for at, d in enumerate(order) if d is None})
 
 
 def _chosen_by_split(func: Any, x: Any, chosen: dict[int, torch.Tensor]) -> SplitTensor:

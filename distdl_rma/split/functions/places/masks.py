@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
         extents = {d: n for d, n in enumerate(shape) if d not in dims}
         result = uncut(lay.reordered(mask._layout, order), extents)
         x = SplitTensor(as_part(site, x, result, result), result)
-    flat = reshape(x, (*shape[:at], -1, *shape[at + mask.dim() :]))
+    flat = reshape(x, (*shape[:at], prod(covered), *shape[at + mask.dim() :]))
     layout = flat._layout
     along = lay.reordered(lay.whole(layout, [d for d in range(len(layout.shape)) if d != at]), [at])
     mask = reshape(mask, (-1,)) if isinstance(mask, SplitTensor) else mask.reshape(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from distdl_rma.split.functions.places.indexing import (
     basic,
     by_index,
     chosen_layout,
+    chosen_order,
     from_whole,
-    indexed,
-    is_index,
     numbered,
     one_each,
 )
@@ -45,28 +45,54 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = numbered(index)
     if not isinstance(x, SplitTensor):
         become_split(func, x, _layout_to_write(func, x, given, value))
-    given = one_each(len(x._layout.shape), given)
     if x._copy_of is not None:
         raise refused(func, f"it writes what was moved from another rank; {_REMEDY}")
-    if any(is_index(each) for each in given):
-        _write_chosen(func, x, given, value)
-        return
-    cut, behind = lay.cut_dims(x._layout), len([each for each in given if not isinstance(each, int)])
-    dim = 0
-    for at, each in enumerate(given):
-        behind -= not isinstance(each, int)
-        if isinstance(each, int) and dim in cut:
-            # Of a cut dimension an interval of one element, which one rank has.
+    given, ones = _staying(x, one_each(len(x._layout.shape), given))
+    part, chosen = basic(func, x, given)
+    if chosen:
+        _write_chosen(func, part, chosen, ones, value)
+    elif isinstance(value, torch.Tensor):
+        dims = range(len(part._layout.shape))
+        value = _beside(value, [d for d in dims if d not in ones], dims, ones)
+        pointwise(_T.copy_, (part, value), {})
+    else:
+        pointwise(_T.fill_, (part, value), {})
+
+
+def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
+    # Of a cut dimension an interval for a number: one rank has its element. And which dimensions these are.
+    cut, ones, dim, at = lay.cut_dims(x._layout), list[int](), 0, 0
+    for number, each in enumerate(given):
+        if isinstance(each, int) and dim not in cut:
+            dim += 1
+            continue
+        if isinstance(each, int):
             extent = x._layout.shape[dim]
             if not -extent <= each < extent:
                 raise IndexError(f"index {each} is out of bounds for dimension {dim} with size {extent}")
-            given[at] = slice(each % extent, each % extent + 1)
-            if isinstance(value, torch.Tensor) and len(frozen(value)) > behind:
-                value = composed(torch.unsqueeze, value, -1 - behind)
-            behind += 1
-        dim += each is not None
-    part = indexed(_T.__getitem__, (x, tuple(given)), {})
-    pointwise(_T.copy_ if isinstance(value, torch.Tensor) else _T.fill_, (part, value), {})
+            given[number] = slice(each % extent, each % extent + 1)
+            ones.append(at)
+        wide = each.dim() if is_mask(each) else int(each is not None)
+        dim, at = dim + wide, at + max(wide, 1)
+    return given, ones
+
+
+def _beside(
+    value: torch.Tensor, dims: Sequence[int | None], wanted: Sequence[int | None], ones: Sequence[int]
+) -> torch.Tensor:
+    # What broadcasts to some dimensions, for these and ``ones`` in another order; of None the order stays.
+    shape, count = frozen(value), len(dims)
+    if not ones and len(shape) <= count:
+        return value
+    # Torch ignores leading dimensions of extent 1.
+    value = composed(torch.reshape, value, (1,) * (count - len(shape)) + shape[max(0, len(shape) - count) :])
+    unnamed = (at for at, d in enumerate(dims) if d is None)
+    order = [next(unnamed) if d is None else dims.index(d) for d in wanted if d not in ones]
+    value = composed(torch.permute, value, order)
+    for at, d in enumerate(wanted):
+        if d in ones:
+            value = composed(torch.unsqueeze, value, at)
+    return value
 
 
 def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: Any) -> Decomposition:
@@ -76,7 +102,7 @@ def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: An
     axes: list[int | None] = [None] * partition.dim
     splits: list[Split] = [Balanced(n, 1) for n in x.shape]
     dims: list[int | None]
-    if any(is_index(each) for each in given):
+    if any(isinstance(each, torch.Tensor) for each in given):
         mask = masks[0] if masks and given[0] is masks[0] else None
         layout = None if mask is None else mask._layout
         dims = list(range(x.dim()))
@@ -88,7 +114,7 @@ def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: An
             dim += each is not None
         layout = value._layout if isinstance(value, SplitTensor) else None
         if layout is not None:
-            dims = dims[len(dims) - len(layout.shape) :]
+            dims = (len(layout.shape) * [None] + dims)[-len(layout.shape) :]
     if layout is not None:
         for g, axis in enumerate(layout.axes):
             to = None if axis is None else dims[axis]
@@ -100,30 +126,31 @@ def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: An
     return lay.layout(partition, splits, tuple(axes))
 
 
-def _write_chosen(func: Any, x: SplitTensor, given: Sequence[Any], value: Any) -> None:
+def _write_chosen(
+    func: Any, part: SplitTensor, chosen: dict[int, torch.Tensor], ones: Sequence[int], value: Any
+) -> None:
     # By masks and tensors of indices.
-    single = not isinstance(value, torch.Tensor) or not frozen(value)
-    masks = [each for each in given if is_index(each)]
-    mask = torch.as_tensor(masks[0]) if not isinstance(masks[0], torch.Tensor) else masks[0]
-    if single and len(masks) == 1 and is_mask(mask) and given[0] is masks[0]:
-        rest = len(x._layout.shape) - len(frozen(mask))
-        if frozen(mask) != x._layout.shape[: len(frozen(mask))]:
-            raise IndexError(
-                f"the mask has the global shape {frozen(mask)}, what it writes to {x._layout.shape}"
-            )
-        wide = composed(torch.reshape, mask, (*frozen(mask), *(1,) * rest))
-        pointwise(_T.masked_fill_, (x, wide.bool(), value), {})
+    (at, mask), *others = chosen.items()
+    if is_mask(mask) and not others and (not isinstance(value, torch.Tensor) or prod(frozen(value)) == 1):
+        shape, whole = frozen(mask), part._layout.shape
+        if shape != whole[at : at + len(shape)]:
+            raise IndexError(f"the mask has the global shape {shape}, what it writes to {whole[at:]}")
+        wide = composed(torch.reshape, mask, (*shape, *(1,) * (len(whole) - at - len(shape))))
+        value = composed(torch.reshape, value, ()) if isinstance(value, torch.Tensor) else value
+        pointwise(_T.masked_fill_, (part, composed(_T.bool, wide), value), {})
         return
-    part, chosen = basic(func, x, given)
-    if part._copy_of is not None or any(
-        isinstance(each, SplitTensor) and each.is_split for each in chosen.values()
-    ):
+    if any(isinstance(each, SplitTensor) and each.is_split for each in chosen.values()):
         raise refused(func, f"it writes where only ranks with blocks of the indices know; {_REMEDY}")
     dims, index = from_whole(part, chosen)
-    site = site_of(machine_of(x), func)
+    site = site_of(machine_of(part), func)
     local, layout = whole_along(site, part, dims)
-    result = chosen_layout(layout, dims, local[index])
     if isinstance(value, torch.Tensor):
+        before = local[index]
+        result = chosen_layout(layout, dims, before)
+        kept = [d for d in range(len(layout.shape)) if d not in dims]
+        wide = before.dim() - len(kept)
+        named = chosen_order([d for d in kept if d not in ones], dims, wide)
+        value = _beside(value, named, chosen_order(kept, dims, wide), ones)
         value = as_part(site, value, part_for(frozen(value), result), result, 1)
     if layout is not part._layout:
         local = local.clone()

@@ -1,11 +1,14 @@
 """Writing to parts of split tensors, and of plain ones that become split."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import SplitTensor
+from tests.matrix import check_each, over_seeds
 from tests.split.against_whole import block, check
 
 
@@ -66,6 +69,100 @@ def test_writing_by_masks_and_indices(P_world):
     check(P_world, masked, [numbers(3, 6, 5), numbers(3, 6, 5)])
     check(P_world, masked, [numbers(3, 6, 5)], [numbers(3, 6, 5)])
     check(P_world, indexed, [numbers(3, 6, 5), numbers(3, 6, 5)], [numbers(5)])
+
+
+MASK = torch.tensor([True, True, False])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "index",
+    [
+        (MASK, 1, 0),
+        (..., MASK, 1, 0),
+        ([0, 1], 1, 0),
+        (MASK, 1),
+        (MASK, slice(1)),
+        (MASK, slice(None), 0),
+        (1, MASK, 0),
+        (0, 1, [0, 1]),
+        (MASK, ..., 0),
+        (MASK, [0, 1], 0),
+        (slice(None), MASK, 0),
+        (slice(None), [0, 1], 1, None),
+    ],
+)
+def test_all_that_stands_beside_a_mask_or_indices_counts(P_world, index):
+    def written(x, v):
+        y, z = x * 1, x * 1
+        y[index] = -5.0
+        z[index] = v * x[index].detach()
+        return y, z, x[index]
+
+    check(P_world, written, [numbers(3, 3, 2)], [numbers()])
+
+
+def _random_index(pick, extents):
+    # What may stand in brackets, for a tensor of these extents.
+    index, d = [], 0
+    kinds = ["number", "negative", "slice", "step", "all", "list", "tensor", "nothing", "mask", "wide"]
+    while d < len(extents):
+        n, kind = extents[d], pick.choice([*kinds, "none", "bool", "dots", "end"])
+        if kind == "end":
+            break
+        if kind == "wide" and d + 1 < len(extents):
+            index.append(torch.tensor([pick.random() < 0.5 for _ in range(n * extents[d + 1])]).view(n, -1))
+            d += 2
+        elif kind == "none":
+            index.append(None)
+        elif kind == "bool":
+            index.append(pick.choice([True, False, torch.tensor(True), torch.tensor(False)]))
+        elif kind == "dots":
+            if ... not in [each for each in index if each is ...]:
+                index.append(...)
+                d += pick.randrange(len(extents) - d + 1)
+        elif kind != "wide":
+            at = pick.randrange(n)
+            index.append(
+                {
+                    "number": at,
+                    "negative": at - n,
+                    "slice": slice(at, pick.randrange(n + 1)),
+                    "step": slice(at, None, 2),
+                    "all": slice(None),
+                    "list": [at, pick.randrange(n)],
+                    "tensor": torch.tensor([[at], [n - 1]]),
+                    "nothing": [],
+                    "mask": torch.tensor([pick.random() < 0.5 for _ in range(n)]),
+                }[kind]
+            )
+            d += 1
+    return tuple(index)
+
+
+@pytest.mark.mpi
+@over_seeds(120, each=20)
+def test_any_index_reads_and_writes_as_torch_has_it(P_world, comm, seeds):
+    def check_one(P_world, _comm, seed):
+        pick = random.Random(seed)
+        index, x = _random_index(pick, (3, 6, 5)), numbers(3, 6, 5)
+        try:
+            shape = x[index].shape
+        except (IndexError, RuntimeError):
+            with pytest.raises((IndexError, RuntimeError)):
+                block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), x)[index]
+            return
+
+        def written(x, v):
+            y, z = x * 1, x * 1
+            y[index] = -5.0
+            z[index] = v
+            return y, z, x[index]
+
+        wide = pick.choice([shape, (1, *shape), shape[1:]])
+        check(P_world, written, [x], [torch.randn(wide, dtype=torch.float64)])
+
+    check_each(check_one, P_world, comm, seeds)
 
 
 @pytest.mark.mpi
