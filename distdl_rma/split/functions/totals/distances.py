@@ -27,6 +27,13 @@ def _composition(func: Any, like: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    # As torch does: integers become the type of both, other types meet in the product only.
+    both = torch.result_type(x1, x2)
+    if not both.is_floating_point:
+        raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {both}")
+    x1, x2 = (x if x.is_floating_point() else x.to(both) for x in (x1, x2))
+    x1, x2 = torch.broadcast_tensors(x1, x2)
+
     def length(x: Any) -> Any:
         found = torch.linalg.vector_norm(x, 2, dim, True)
         return found + (eps - found.detach()).clamp(min=0)

@@ -28,6 +28,26 @@ def test_similarities_and_distances(P_world):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("shape", [(4, 6, 5), (1, 6, 5), (4, 1, 5), (4, 6, 1), (6, 5), (6, 1), (5,), ()])
+def test_similarities_and_distances_of_what_broadcasts(P_world, shape):
+    for dim in (0, 1, 2):
+        check(
+            P_world, lambda x, y, d=dim: F.cosine_similarity(x, y, d), [numbers(4, 6, 5)], [numbers(*shape)]
+        )
+        check(
+            P_world, lambda x, y, d=dim: F.cosine_similarity(y, x, d), [numbers(4, 6, 5)], [numbers(*shape)]
+        )
+    check(P_world, F.pairwise_distance, [numbers(4, 6, 5)], [numbers(*shape)])
+    if len(shape) == 3:
+        operands = [numbers(4, 6, 5), numbers(*shape)]
+        check(P_world, lambda x, y: F.cosine_similarity(x, y, 1) + F.cosine_similarity(y, x, -2), operands)
+    for dtype in (torch.float32, torch.int64):
+        short = (9 * torch.rand(shape)).to(dtype)
+        check(P_world, F.cosine_similarity, [numbers(4, 6, 5)], [short], atol=1e-6)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_losses_of_pairs_and_triplets(P_world, reduction):
     target = torch.tensor([1, -1, 1, 1, -1])
