@@ -14,7 +14,6 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
-from distdl_rma.ops.core.tensors import autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import WITHOUT_RULE, name_of, rule
@@ -214,11 +213,6 @@ def wholes(
             continue
         found[at] = as_whole(site, x, result, names[at])
     return found
-
-
-def cast_alike(x: torch.Tensor, *weights: Any) -> tuple[Any, ...]:
-    """A block and its weights as autocast has them."""
-    return autocast(x, *weights) if torch.is_autocast_enabled("cpu") else (x, *weights)
 
 
 # For every combination of input and weights.

@@ -134,6 +134,27 @@ class Along:
         return redistributed(self.site, y, source, target, what)
 
 
+def computed(
+    f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, reduced: Sequence[int] = ()
+) -> torch.Tensor:
+    """What a function makes of a block, dimension by dimension; of nothing nothing, but where it reduces.
+
+    Torch computes that of an element instead, in the graph: some of its functions refuse blocks without any,
+    and what it refuses of the block's type it refuses on all ranks.
+    """
+    y = f(with_an_element(x))
+    for d in (d for d, n in enumerate(x.shape) if not n and d not in reduced):
+        y = y.narrow(d, 0, 0)
+    return y
+
+
+def with_an_element(x: torch.Tensor) -> torch.Tensor:
+    """The block; where it has no elements, zeros of extent 1 in its graph."""
+    if x.numel():
+        return x
+    return x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
+
+
 def cut_elsewhere(layout: Decomposition, dims: Sequence[int]) -> Decomposition:
     """A layout in which some dimensions are whole: others are cut instead, copies only where none is left.
 

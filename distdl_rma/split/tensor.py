@@ -20,9 +20,10 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
 from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.arguments import TENSORS
+from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
@@ -217,6 +218,10 @@ class SplitTensor(torch.Tensor):
             return apart(cls.__torch_function__, func, types, args, kwargs)
         with _NO_SUBCLASS():
             rule = RULES[func if func in RULES else WITHOUT_RULE]
+            if rule.casts and torch.is_autocast_enabled("cpu"):
+                args, kwargs = _cast(rule.casts, (args, kwargs or _NOTHING))
+                with no_autocast():
+                    return cls.__torch_function__(func, types, args, kwargs)
             THREAD.place = None
             if TRAILS:
                 note(func, rule.kind, args, kwargs or _NOTHING)
@@ -254,6 +259,22 @@ class SplitTensor(torch.Tensor):
 
 
 TENSORS.add(SplitTensor)
+
+
+def _cast(name: str, given: Any) -> Any:
+    # Arguments as autocast hands them to a function; the gradients have the types from before.
+    dtype = dtype_for(name, [x for x in tensors_in(given) if castable(x)])
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == dtype or not castable(x):
+            return x
+        if not isinstance(x, SplitTensor):
+            return x.to(dtype)
+        found = SplitTensor(local_of(x).to(dtype), x._layout)
+        found._way = x._way
+        return found
+
+    return mapped(cast, given)
 
 
 def _recompute_alike(found: Any) -> None:

@@ -44,6 +44,7 @@ def check(
     *,
     only: Sequence[tuple[int, ...]] | None = None,
     atol: float = 1e-10,
+    rtol: float = 1e-10,
     gradients: bool = True,
 ) -> None:
     """Call ``function(*split, *plain)`` on split and whole tensors: results and all gradients are equal.
@@ -65,17 +66,17 @@ def check(
             expected = function(*given)
             torch.default_generator.manual_seed(3)
             found = function(*cut, *beside)
-            _same(found, expected, atol)
+            _same(found, expected, atol, rtol)
             if gradients:
                 _backward(expected, found)
                 for one, other in zip(cut, given[: len(split)], strict=True):
-                    _same(one.grad, other.grad, atol)
+                    _same(one.grad, other.grad, atol, rtol)
                 for one, other in zip(beside, given[len(split) :], strict=True):
                     if other.grad is not None:
                         total = (torch.zeros_like(other) if one.grad is None else one.grad).detach()
                         total = total.clone(memory_format=torch.contiguous_format)
                         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, total.numpy())
-                        _close(total, other.grad, atol)
+                        _close(total, other.grad, atol, rtol)
         except BaseException as error:
             error.add_note(f"on a grid {shape}")
             raise
@@ -85,18 +86,18 @@ def _tensors(found: Any) -> list[torch.Tensor]:
     return [found] if isinstance(found, torch.Tensor) else [x for each in found for x in _tensors(each)]
 
 
-def _same(found: Any, expected: Any, atol: float) -> None:
+def _same(found: Any, expected: Any, atol: float, rtol: float) -> None:
     if not isinstance(expected, (torch.Tensor, list, tuple)):
         assert found == expected
         return
     for one, other in zip(_tensors(found), _tensors(expected), strict=True):
         assert one.shape == other.shape
         assert one.dtype == other.dtype
-        _close(whole(one).detach(), other.detach(), atol)
+        _close(whole(one).detach(), other.detach(), atol, rtol)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
-    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-10, equal_nan=True)
+def _close(found: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol, equal_nan=True)
 
 
 def _backward(expected: Any, found: Any) -> None:

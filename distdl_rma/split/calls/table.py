@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.split.calls.autocast import is_cast
+
 # What a rule is given: the function, its arguments as the user passed them; it returns what the user gets.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -20,6 +22,7 @@ class Rule:
     kind: str
     handler: Handler
     says: str = ""  # what a user should know of it, a line
+    casts: str = ""  # the name by which autocast knows the function, if it changes what that is given
 
 
 RULES: dict[Any, Rule] = {}
@@ -44,8 +47,9 @@ def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]
     """Enter a handler for functions, or for all of torch's with some names."""
 
     def enter(handler: Handler) -> Handler:
-        entry = Rule(kind, handler, says)
         for name in names:
+            casts = name if isinstance(name, str) else getattr(name, "__name__", "")
+            entry = Rule(kind, handler, says, casts if is_cast(casts) else "")
             for function in functions_named(name) if isinstance(name, str) else (name,):
                 RULES[function] = entry
         return handler

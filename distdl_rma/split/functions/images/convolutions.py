@@ -30,7 +30,7 @@ from distdl_rma.ops.core.autograd import tracer
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import rule
-from distdl_rma.split.operands import cast_alike, cut_site, needs_of, on_copies, wholes
+from distdl_rma.split.operands import cut_site, needs_of, on_copies, wholes
 from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 _DIMS = {
@@ -101,8 +101,8 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return _of_one_sample(func, *arguments)
     if x._local.is_complex() and weight.is_complex():
         return composed(_of_complex, func, *arguments)
-    weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
-    local, weight, bias = cast_alike(local_of(x), weight, bias)
+    weights: Any = wholes(site, (weight, bias), layout, _WEIGHTS)
+    local, (weight, bias) = local_of(x), weights
     if list in map(type, others):
         # Lists have no hash.
         others = [tuple(n) if isinstance(n, list) else n for n in others]

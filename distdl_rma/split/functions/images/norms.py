@@ -21,7 +21,7 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.operands import cut_site, machine_of, needs_of, on_copies, wholes
-from distdl_rma.split.reducing import positive
+from distdl_rma.split.reducing import computed, positive
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _RUNNING = "running_mean", "running_var"
@@ -335,8 +335,7 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return by_whole_dims(func, x, cut, lambda block: F.normalize(block, p, dims, eps))
     site = site_of(machine_of(x), func)
     # What is no element adds nothing to a norm.
-    empty = any(local.shape[d] == 0 for d in dims)
-    own = local.sum(dims, keepdim=True) if empty else local.norm(p, dims, keepdim=True)
+    own = computed(lambda block: block.norm(p, dims, keepdim=True), local, dims)
     norms = lay.with_splits(
         layout,
         {

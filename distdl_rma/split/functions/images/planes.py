@@ -18,6 +18,7 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
+from distdl_rma.split.reducing import computed, with_an_element
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 
@@ -31,7 +32,7 @@ def by_whole_dims(
     site, layout = site_of(machine_of(x), func), x._layout
     whole = lay.whole(layout, dims)
     local = redistributed(site, local_of(x), layout, whole, "whole dimensions")
-    y = compute(local) if local.numel() else _without_elements(compute, local)
+    y = computed(compute, local)
 
     def make() -> tuple[Decomposition, Decomposition]:
         extents = {d: y.shape[d] for d in dims}
@@ -46,13 +47,6 @@ def by_whole_dims(
 
     copies, cut = site.kept(("cut again", layout, tuple(y.shape[d] for d in dims)), make)
     return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
-
-
-def _without_elements(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    # Many of torch's functions refuse such blocks; the shape is that of a block with an element.
-    shape = compute(torch.empty([max(n, 1) for n in x.shape], dtype=x.dtype, device="meta")).shape
-    y = x.new_zeros([0 if before == 0 else n for before, n in zip(x.shape, shape, strict=True)])
-    return y + x.sum() if x.requires_grad else y
 
 
 @rule("window", "max_unpool1d", "max_unpool2d", "max_unpool3d")
@@ -82,8 +76,7 @@ def max_unpool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     at = as_part(site, indices, lay.whole(layout, spatial), layout, 1)
 
     def compute(local: torch.Tensor) -> torch.Tensor:
-        where = at if local.device == at.device else at.new_zeros(local.shape, device=local.device)
-        found: torch.Tensor = func(local, where, *others)
+        found: torch.Tensor = func(local, with_an_element(at), *others)
         return found
 
     return by_whole_dims(func, x, spatial, compute)

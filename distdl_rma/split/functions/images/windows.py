@@ -67,8 +67,6 @@ def windowed(
     ``key`` tells its options apart, which are made, and checked, when it is.
     """
     batched = len(layout.shape) == dims + _LEADING
-    if dims == _DIMS[-1] and kind is not Resizing:
-        x = _widened(x)
 
     def make() -> tuple[Any, Decomposition]:
         options = make_options()

@@ -11,7 +11,9 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.shapes import argument, derived, frozen
@@ -98,20 +100,32 @@ def contracted(
 ) -> SplitTensor:
     """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
-    y = _computed(compute, blocks, work.result)
+    y = _computed(compute, operands, blocks, work.result)
     if work.summed:
         y = all_sum(site, y, work.all, work.summed)
     return SplitTensor(y, work.result)
 
 
-def _computed(compute: Any, blocks: Sequence[torch.Tensor], result: Decomposition) -> torch.Tensor:
+def _computed(
+    compute: Any, operands: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor], result: Decomposition
+) -> torch.Tensor:
     # What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can.
     y: torch.Tensor
-    if all(x.numel() for x in blocks):
+    autocasts = torch.is_autocast_enabled("cpu")
+    if not autocasts and all(x.numel() for x in blocks):
         y = compute(*blocks)
         return y
-    nothing = torch.stack([x.flatten()[:0].sum() for x in blocks]).sum()
-    return nothing.expand(result.box(result.partition.me).shape).clone()
+    # Torch says the type, or what it refuses, of few elements. Under autocast, too: that has other types for
+    # products of one element than for those of many.
+    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype) for x in operands]
+    dtype = compute(*few).dtype
+    if all(x.numel() for x in blocks):
+        with no_autocast():
+            y = compute(*(x.to(dtype) if castable(x) else x for x in blocks))
+        return y
+    zero: Any = sum(x.flatten()[:0].sum() for x in blocks)
+    y = zero.to(dtype).expand(result.box(result.partition.me).shape).clone()
+    return y
 
 
 def prepared(
@@ -154,7 +168,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if bias is None:
         return contracted(func, func, [x, weight], labels, out)
     site, work, (block, matrix, added) = prepared(
-        func, [x, weight, bias], [*labels, out[len(out) - _dims(bias) :]], out
+        func, [x, weight, bias], [*labels, out[-_dims(bias) or len(out) :]], out
     )
     if not work.summed:
         return SplitTensor(func(block, matrix, added), work.result)
@@ -183,14 +197,20 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, func, [a, b], [first, second], out)
 
 
+_ADDED = {
+    "addmv": (torch.mv, "mat", "vec"),
+    "addmm": (torch.mm, "mat1", "mat2"),
+    "addr": (torch.outer, "vec1", "vec2"),
+}
+
+
 @rule("contraction", *"addmm addmv addbmm baddbmm addr".split())
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The product by its own rule, added by that of sums."""
-    names = {"addmv": ("mat", "vec"), "addmm": ("mat1", "mat2"), "addr": ("vec1", "vec2")}
-    one, two = names.get(func.__name__, ("batch1", "batch2"))
+    product, one, two = _ADDED.get(func.__name__, (torch.bmm, "batch1", "batch2"))
     x, a, b = (argument(at, name, args, kwargs, None) for at, name in enumerate(("input", one, two)))
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    y = composed(torch.outer if func.__name__ == "addr" else torch.matmul, a, b)
+    y = composed(product, a, b)
     if func.__name__ == "addbmm":
         y = composed(torch.sum, y, 0)
     if alpha != 1:

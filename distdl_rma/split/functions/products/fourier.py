@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.operands import machine_of, on_copies
-from distdl_rma.split.reducing import arguments, positive, put_back, with_whole
+from distdl_rma.split.reducing import arguments, computed, positive, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of
 
 _ONE = "fft ifft rfft irfft hfft ihfft".split()
@@ -41,22 +42,8 @@ def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
     site = site_of(machine_of(x), func)
     local, layout = with_whole(site, x, dims, "transformed dimensions made whole")
-    # Blocks without elements are not for the transform's kernels.
     given["dim"] = dims if name not in _ONE else dims[0]
-    return put_back(site, _on_block(func, local, given), layout, x._layout)
-
-
-def _on_block(func: Any, local: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    y: torch.Tensor
-    if local.numel():
-        y = func(local, **given)
-        return y
-    empty = [d for d, n in enumerate(local.shape) if not n]
-    one = local.new_zeros([1 if d in empty else n for d, n in enumerate(local.shape)])
-    y = func(one + local.sum(), **given)
-    for d in empty:
-        y = y.narrow(d, 0, 0)
-    return y
+    return put_back(site, computed(partial(func, **given), local), layout, x._layout)
 
 
 @rule("movement", torch.fft.fftshift, torch.fft.ifftshift)

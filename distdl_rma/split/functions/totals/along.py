@@ -14,7 +14,15 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
 from distdl_rma.split.operands import machine_of, on_copies
-from distdl_rma.split.reducing import Along, arguments, chosen_dims, positive, put_back, with_whole
+from distdl_rma.split.reducing import (
+    Along,
+    arguments,
+    chosen_dims,
+    positive,
+    put_back,
+    with_an_element,
+    with_whole,
+)
 from distdl_rma.split.tensor import SplitTensor, mapped, refused, tensors_in
 
 
@@ -86,14 +94,10 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         keepdim = given.pop("keepdim")
     options = {name: value for name, value in given.items() if value is not None}
     empty = [d for d in range(ndim) if not local.shape[d]]
-    if empty:
-        # One element instead, in the graph, since kernels need not care for blocks that have none.
-        one = local.new_zeros([max(n, 1) for n in local.shape])
-        local = one + local.sum().to(local.dtype)
-        if 0 in x.shape:
-            # Torch says what it refuses of a tensor without elements.
-            func(local.new_zeros(x._layout.shape), **options)
-    result = func(local, **options)
+    if 0 in x.shape:
+        # Torch says what it refuses of a tensor without elements.
+        func(local.new_zeros(x._layout.shape), **options)
+    result = func(with_an_element(local), **options)
 
     def split(y: torch.Tensor) -> SplitTensor:
         order = list(range(ndim)) if stays else _order(y.dim(), ndim, dims, keepdim)

@@ -1,0 +1,49 @@
+"""Functions before which torch's autocast changes types, and the type that tensors get for each.
+
+The lists are torch's own for the CPU (``AutocastCPU``). A rule gets tensors of that type and computes
+without autocast, as torch's kernels do. What a function in no list calls is cast by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_SHORTER = """
+conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d mm bmm matmul __matmul__
+__rmatmul__ addmm addbmm baddbmm linear scaled_dot_product_attention prelu
+""".split()
+_LONGER = """
+prod polar view_as_complex cdist quantile nanquantile trace avg_pool3d adaptive_avg_pool3d
+adaptive_max_pool3d adaptive_max_pool3d_with_indices max_pool3d max_unpool1d max_unpool2d max_unpool3d
+grid_sample grid_sampler mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss poisson_nll_loss
+hinge_embedding_loss margin_ranking_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+cross_entropy nll_loss multi_margin_loss multilabel_margin_loss cosine_embedding_loss triplet_margin_loss
+""".split()
+_LONGER += [f"fft_{name}{dims}" for name in ("fft", "ifft", "rfft", "irfft") for dims in ("", "2", "n")]
+_LONGER += ["fft_hfft", "fft_ihfft"]
+# What joins tensors takes the longest of their types.
+_JOINING = frozenset({"cat", "stack", "index_copy"})
+_CAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def is_cast(name: str) -> bool:
+    """Whether autocast changes the types of what a function of this name is given."""
+    return name in (*_SHORTER, *_LONGER, *_JOINING)
+
+
+def castable(x: torch.Tensor) -> bool:
+    """Whether a tensor is of a type that autocast changes."""
+    return x.dtype in _CAST
+
+
+def dtype_for(name: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """Type that a function gets its castable tensors in."""
+    if name in _LONGER:
+        return torch.float32
+    short = torch.get_autocast_dtype("cpu")
+    if name in _SHORTER or not tensors:
+        return short
+    # Torch says which types it joins.
+    return torch.cat([torch.empty(0, dtype=x.dtype) for x in tensors]).dtype
