@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
@@ -60,10 +61,12 @@ class Comparison:
     """What ``compare`` found; ``print`` shows it as a table.
 
     ``differences`` are in the order of the computation. ``drifted`` names what the ranks do not hold alike.
+    ``hint`` says where the model alone may be the one that is wrong.
     """
 
     differences: list[Difference] = field(default_factory=list)
     drifted: list[str] = field(default_factory=list)
+    hint: str = ""
 
     @property
     def equal(self) -> bool:
@@ -83,6 +86,7 @@ class Comparison:
             numbers = f"{each.error:9.1e} {each.scale:9.1e}" if not each.problem else f"{each.problem:>19}"
             lines.append(f"{sign:3} {each.what:14} {each.name:{width}} {numbers}  {each.shape}")
         lines.append(f"first difference: {self.first or 'none'}")
+        lines += [self.hint] if self.hint else []
         lines.append(f"not alike on all ranks: {', '.join(self.drifted) or 'nothing'}")
         return "\n".join(lines)
 
@@ -154,6 +158,7 @@ def compare(
             if p.grad is not None or gradients.get(name) is not None:
                 scale = scales.get(name.rpartition(".")[0], 0.0)
                 found.differences.append(_difference("gradient", name, gradients.get(name), p.grad, scale))
+        found.hint = _hint(alone, expected, found)
         buffers = dict(split.named_buffers())
         for name, buffer in alone.named_buffers():
             found.differences.append(_difference("buffer", name, buffers.get(name), buffer))
@@ -240,6 +245,26 @@ def _difference(what: str, name: str, found: Any, expected: Any, least: float = 
     return Difference(
         what, name, shape, float(apart.nan_to_num(posinf=float("inf")).max()), scale, tolerance, where
     )
+
+
+def _hint(alone: nn.Module, outputs: dict[tuple[str, int], list[torch.Tensor]], found: Comparison) -> str:
+    # Whether the backward begins to differ at a batch norm of one sample, which torch itself may get wrong.
+    if found.first is None or "gradient" not in found.first.what:
+        return ""
+    wrong = [each.name for each in found.differences if each.what == "gradient" and not each.equal]
+    differ = {name.rpartition(".")[0] for name in wrong}
+    modules = dict(alone.named_modules())
+    for (path, _), ys in reversed(outputs.items()):
+        norm = modules[path]
+        if isinstance(norm, _BatchNorm) and norm.training and ys[0].shape[0] == 1 and ys[0].dim() > 2:
+            if path in differ or not norm.affine:
+                return (
+                    f"{path} is a batch norm of one sample, whose gradients torch itself computes wrongly for"
+                    " some layouts: the model alone may be wrong, see docs/sharp-bits.md#where-torch-is-wrong"
+                )
+        elif path in differ:
+            break
+    return ""
 
 
 @contextmanager
