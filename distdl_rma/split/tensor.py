@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ _ONE_ALONE = frozenset({"query", "value", "refused"})
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
 _hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 _NOTHING: dict[str, Any] = {}
+# What torch asks a tensor of its shape within its own code.
+_ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
+_ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
 # So many use the memory of a tensor that shares it with none, when they are counted.
@@ -71,9 +76,9 @@ class SplitTensor(torch.Tensor):
         copy_of: torch.Tensor | None = None,
     ) -> SplitTensor:
         """For functions of this package: a rank's block, whose shape is that of its box."""
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        # It shares the version of its block, unlike a wrapper subclass: torch compares versions.
+        make: Any = torch.Tensor._make_subclass
+        made: SplitTensor = make(cls, local, local.requires_grad, dispatch_sizes_strides_policy="sizes")
         made._local, made._layout = local, layout
         # Where torch would give a view, and this is a copy since elements moved: what it must not outlive.
         made._copy_of = None if copy_of is None else (copy_of, copy_of._version)
@@ -117,7 +122,7 @@ class SplitTensor(torch.Tensor):
             )
         return cls(local, layout)
 
-    # Modules ask for these all the time: past torch, which would ask the table.
+    # Modules ask for these all the time: past torch, which would ask the table, and this class then.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """That of the whole tensor."""
@@ -135,6 +140,14 @@ class SplitTensor(torch.Tensor):
         if -len(shape) <= dim < len(shape):
             return shape[dim]
         raise IndexError(f"Dimension out of range: the tensor has {len(shape)} dimensions, got {dim}")
+
+    ndim = property(dim)
+
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return prod(self._layout.shape)
+
+    nelement = numel
 
     @property
     def decomposition(self) -> Decomposition:
@@ -246,7 +259,9 @@ class SplitTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What comes here has gone past the table."""
+        """What comes here has gone past the table: torch asks for the shape of the whole, or is refused."""
+        if func.overloadpacket in _ASKED_BY_TORCH:
+            return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
         raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -339,16 +354,17 @@ def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
         problem = "it has a gradient"
     elif x._base is not None or not x.untyped_storage().resizable() or _uses(x) > _ALONE:
         problem = "another tensor shows the same memory"
+    elif _held(x) > 1 or weakref.getweakrefs(x):
+        problem = "a graph or a weak reference holds it"
     if problem:
         raise refused(
             func, f"it would change a plain tensor, which every rank has, by a split one; {problem}"
         )
-    local = x.detach()[layout.slices()].clone()
-    # Nothing may read what is not kept up any more.
-    x.untyped_storage().resize_(0)
-    x.__class__ = SplitTensor
-    made: Any = x
-    made._local, made._layout, made._copy_of = local, layout, None
+    torch.utils.swap_tensors(x, SplitTensor(x.detach()[layout.slices()].clone(), layout))
+
+
+# So often C++ holds a tensor, as graphs do.
+_held: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def _uses(x: torch.Tensor) -> int:

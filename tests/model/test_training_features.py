@@ -143,6 +143,17 @@ def test_activation_checkpointing(comm):
     )
 
 
+def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(comm):
+    class Activated(Net):
+        def forward(self, x):
+            return checkpoint(nn.SiLU(inplace=True), self.stem(x), use_reentrant=False).mean()
+
+    torch.manual_seed(1)
+    for model in (alone := Activated().double(), distribute(copy.deepcopy(alone), {"H": -1})):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(inputs(0)).backward()
+
+
 def test_a_checkpoint_around_the_whole_model(comm):
     def act(model):
         for step in range(2):

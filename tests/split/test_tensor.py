@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MPIPartition, PartitionError, ShapeError, SplitTensor, UnsupportedError, shard
 
@@ -148,3 +149,59 @@ def test_tensors_to_write_results_into_are_refused(P_world):
     everywhere = x.redistribute()
     torch.special.airy_ai(everywhere, out=(given := torch.empty(3, 7)))
     torch.testing.assert_close(given, torch.special.airy_ai(everywhere.to_local()))
+
+
+def _add_to_rows(x):
+    x[:, :, 1:3] += 1.5
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.add_(1.5),
+        torch.relu_,
+        lambda x: torch.nn.functional.elu(x, inplace=True),
+        lambda x: x.transpose(0, 1).mul_(2),
+        lambda x: x.detach().zero_(),
+        lambda x: x.to_local().detach().add_(1),
+        _add_to_rows,
+    ],
+)
+def test_what_a_checkpoint_was_given_is_not_recomputed_once_it_has_changed(P_x, whole, change):
+    leaf = shard(P_x, whole.clone().requires_grad_())
+    y = leaf * 1
+    rows = checkpoint(torch.sin, y[:, 1:], use_reentrant=False)
+    z = checkpoint(torch.sin, y, use_reentrant=False)
+    change(y)
+    for found in (rows, z):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            found.sum().backward()
+    # All ranks raised alike, and go on.
+    checkpoint(torch.sin, leaf, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(leaf.grad.full_tensor(), whole.cos())
+
+
+@pytest.mark.mpi
+def test_what_became_split_has_a_version_too(P_x, whole):
+    y, p = torch.zeros(SHAPE, dtype=torch.float64), torch.ones((), dtype=torch.float64, requires_grad=True)
+    y[:] = shard(P_x, whole)
+    z = checkpoint(torch.mul, y, p, use_reentrant=False)
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.mpi
+def test_what_a_graph_keeps_does_not_become_split(P_x, whole):
+    y, p = torch.zeros(SHAPE, dtype=torch.float64), torch.ones((), dtype=torch.float64, requires_grad=True)
+    z = (y * p).sum()
+    with pytest.raises(UnsupportedError, match="a graph or a weak reference holds it"):
+        y[:] = shard(P_x, whole)
+    z.backward()
+
+
+@pytest.mark.mpi
+def test_torch_gets_no_pointer_to_a_block_as_to_the_whole(P_x, whole):
+    with pytest.raises(UnsupportedError, match="memory that is not all here"):
+        torch.utils.dlpack.to_dlpack(shard(P_x, whole))
