@@ -132,7 +132,7 @@ def compare(
     handle: Any = split.distributed
     # What differs is told, and not refused.
     with handle.unchecked(), _unchanged(alone), _unchanged(split), torch.random.fork_rng(devices=()):
-        alone.load_state_dict({key: value.clone() for key, value in split.state_dict().items()})
+        alone.load_state_dict(_state(split))
         expected: dict[tuple[str, int], list[torch.Tensor]] = {}
         with _outputs(alone, lambda path, at, ys: expected.update({(path, at): _kept(ys)})):
             given = _step(alone, arguments, targets, loss_fn, seed)
@@ -285,9 +285,16 @@ def _outputs(model: nn.Module, see: Callable[[str, int, list[torch.Tensor]], Non
             handle.remove()
 
 
+def _state(model: nn.Module) -> dict[str, Any]:
+    # A copy, with the versions that some modules ask for when they load it.
+    state = model.state_dict()
+    state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
+    return state
+
+
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state = _state(model)
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
         yield

@@ -90,6 +90,23 @@ def test_the_first_module_that_differs_and_its_rows(models):
     assert not found.equal
 
 
+class Versioned(nn.Conv2d):
+    """Loads states of its own version only."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        assert metadata.get("version") == 2
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.mpi
+def test_versions_of_modules_are_kept():
+    split = distribute(Versioned(3, 2, 3), {"H": -1})
+    assert compare(Versioned(3, 2, 3), split, torch.randn(SHAPE)).equal
+    split.distributed.close()
+
+
 class Tokens(nn.Module):
     """Pixels in a row, channels last."""
 
