@@ -8,6 +8,8 @@ import mmap
 import os
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, SegmentError
-from distdl_rma.segments.options import SEGMENT_SIZE_VARIABLE, SegmentOptions
+from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
+from distdl_rma.segments.transport.deadline import ends_process_after
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.transport.rma_peer import Bytes
 
@@ -29,6 +32,10 @@ _MADV_POPULATE_WRITE, _MADV_REMOVE = 23, 9
 _CHUNK_BYTES = 1 << 20
 # What MPI may still need for itself; its own memory is consumed when it is touched, too.
 _SPARE_BYTES = 4 << 20
+# What the MPI keeps beside each segment of a window: it aligns both to pages, and both are less than one.
+_BESIDE_BYTES = 2 * mmap.PAGESIZE
+# Ranks return from making a window together, or in much less than this.
+_TOGETHER_SECONDS = 10.0
 _REMEDY = (
     f"set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...) to less, or give the node or container more"
     " shared memory (for example --shm-size)"
@@ -51,6 +58,7 @@ class NodeMemory:
             whole = self.node
             self.node = cast(MPI.Intracomm, whole.Split(whole.rank // node_size))
             whole.Free()
+        self._timeout = DEFAULT_TIMEOUT
 
     def agree_on_size(self, options: SegmentOptions) -> int:
         """Bytes of a segment; a wrong option is an error before anything is reserved."""
@@ -71,6 +79,7 @@ class NodeMemory:
                 if theirs[at] != said[0][at]:
                     first = f"{option} is {said[0][at]!r} on rank {self._ranks[0]}"
                     raise ConfigurationError(f"{first} and {theirs[at]!r} on rank {rank}; give all the same")
+        self._timeout = chosen_timeout(options.timeout)
         # Different nodes may have different defaults; the smallest fits everywhere.
         return min(int(size) for _, size, *_ in said)
 
@@ -79,7 +88,7 @@ class NodeMemory:
         # Memory is consumed when touched: without this check a full file system ends in SIGBUS, much later.
         free, ranks = self._room(), self.node.size
         short = ""
-        if free is not None and nbytes * ranks > free:
+        if free is not None and (nbytes + _BESIDE_BYTES) * ranks > free:
             wanted = f"{nbytes * ranks} bytes ({ranks} ranks x {nbytes}) wanted"
             short = f"{wanted}, {free} bytes free in {SHARED_MEMORY}"
         lacking = self._first_problem(short)
@@ -88,26 +97,57 @@ class NodeMemory:
 
     def allocate(self, nbytes: int) -> tuple[MPI.Win, list[Bytes]]:
         """Window over the node, and the memory of each of its ranks, all zeros."""
-        window, memories, problem = None, [], ""
-        try:
+        memories: list[Bytes] = []
+
+        def make() -> MPI.Win:
             if self.node.size > 1:
-                window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
-                buffers = [cast(memoryview, window.Shared_query(at)[0]) for at in range(self.node.size)]
-                memories = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-            else:
-                # To a rank alone MPI gives what malloc has, with all that others left there.
-                memories = [np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)]
-                window = MPI.Win.Create(memories[0], 1, comm=self.node)
+                return MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
+            # To a rank alone MPI gives what malloc has, with all that others left there.
+            memories.append(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
+            return MPI.Win.Create(memories[0], 1, comm=self.node)
+
+        window = self.make_window(self.node, make, nbytes)
+        if not memories:
+            buffers = [cast(memoryview, window.Shared_query(at)[0]) for at in range(self.node.size)]
+            memories += [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+        return window, memories
+
+    def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
+        """Window of ``nbytes`` on each rank of ``comm``, the node or all ranks; ``make`` is collective there.
+
+        ``SegmentError`` on all ranks if MPI refuses it. Open MPI may refuse it on one rank, for lack of
+        memory, and never return on others of its node: these end after the timeout, and the job with them.
+        """
+        limit = self._timeout + _TOGETHER_SECONDS
+        why = (
+            f"rank {self._ranks[self._comm.rank]} ends: MPI has not made a window of {nbytes} bytes in"
+            f" {limit:g} s; Open MPI does not return where another rank of the node was refused, as for lack"
+            f" of memory in {SHARED_MEMORY}; {_REMEDY}"
+        )
+        with ends_process_after(limit, why):
+            return self._window_of_all(comm, make, f"no window of {nbytes} bytes can be had")
+
+    def _window_of_all(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], refused: str) -> MPI.Win:
+        window, problem, me = None, "", self._ranks[self._comm.rank]
+        try:
+            window = make()
         except (MPI.Exception, OSError, OverflowError) as error:
             problem = str(error).splitlines()[0]
-        whole = all(self.node.allgather(window is not None))
+        made = np.zeros(comm.size, np.uint8)
+        together = comm.Iallgather(np.array([window is not None], np.uint8), made)
+        deadline = time.monotonic() + _TOGETHER_SECONDS
+        while not together.Test():
+            if problem and time.monotonic() > deadline:
+                others = "MPI does not return on other ranks of its node, and the job cannot go on"
+                raise SegmentError(f"rank {me}: {refused}: {problem}; {others}; {_REMEDY}")
+            time.sleep(1e-4)
         lacking = self._first_problem(problem)
         if window is not None and lacking is None:
-            return window, memories
-        if window is not None and whole:
+            return window
+        if window is not None and made.all():
             window.Free()
-        rank, why = lacking or (self._ranks[self._comm.rank], problem)
-        raise SegmentError(f"rank {rank}: no window of {nbytes} bytes can be had: {why}")
+        rank, why = lacking or (me, problem)
+        raise SegmentError(f"rank {rank}: {refused}: {why}")
 
     def reserve(self, memory: Bytes) -> None:
         """Take all of the memory from the node; blocking. ``SegmentError`` if one rank cannot have it."""
@@ -115,6 +155,8 @@ class NodeMemory:
         if lacking:
             rank, problem = lacking
             raise SegmentError(f"rank {rank}: the segment could not be reserved: {problem}; {_REMEDY}")
+        # What is taken is seen to be used.
+        self.promise(0)
 
     def promise(self, nbytes: int) -> None:
         """Note that so many bytes will be consumed, though they still look free; local."""

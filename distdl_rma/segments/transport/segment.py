@@ -50,22 +50,29 @@ class Segment:
             self.nbytes = self._node_memory.agree_on_size(options)
             self._node_memory.check_room(self.nbytes)
             self._shared, memories = self._node_memory.allocate(self.nbytes + ALIGNMENT)
+            self._node_memory.promise(self.nbytes)
+            try:
+                if options.reserve:
+                    self._node_memory.reserve(memories[node.rank])
+                # MPI aligns to less than a cache line; each owner says where its first whole one begins.
+                begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
+                views = {
+                    rank: memory[begin : begin + self.nbytes]
+                    for rank, memory, begin in zip(self.node_ranks, memories, begins, strict=True)
+                }
+                self.memory: Bytes = views[ranks[comm.rank]]
+                self._window = self._node_memory.make_window(
+                    comm, lambda: MPI.Win.Create(self.memory, 1, comm=comm), self.nbytes
+                )
+            except DistdlError:
+                # Nobody keeps what it has if one rank cannot have it all.
+                self._shared.Free()
+                raise
         except DistdlError:
             self._node_memory.free()
             raise
-        self._node_memory.promise(self.nbytes)
         # Held by whoever touches what is pending: the progress engine is another thread.
         self.lock = threading.RLock()
-        if options.reserve:
-            self._reserve(memories[node.rank])
-        # MPI aligns to less than a cache line; each owner says where its first whole one begins.
-        begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
-        views = {
-            rank: memory[begin : begin + self.nbytes]
-            for rank, memory, begin in zip(self.node_ranks, memories, begins, strict=True)
-        }
-        self.memory: Bytes = views[ranks[comm.rank]]
-        self._window = MPI.Win.Create(self.memory, 1, comm=comm)
         self._shared.Lock_all()
         self._window.Lock_all()
         # Memory barrier between data and the flag that announces it, the only one of the library.
@@ -73,8 +80,7 @@ class Segment:
         self.fence: Callable[[], object] = _NO_FENCE if ordered else self._shared.Sync
         # The same for those who would rather not call what does nothing: None.
         self.store_fence = None if ordered else self.fence
-        cores = set().union(*node.allgather(os.sched_getaffinity(0)))
-        self.crowded = node.size > len(cores)
+        self.crowded = node.size > len(set().union(*node.allgather(os.sched_getaffinity(0))))
         self.words = self.memory.data.cast("q")
         # Ranks by node, in the order of M; every rank is told the first rank of every node.
         firsts = dict(zip(ranks, comm.allgather(self.node_ranks[0]), strict=True))
@@ -102,17 +108,6 @@ class Segment:
         # What MPI put here is only visible to loads after a Sync, on any processor.
         self.acquire: Callable[[], object] = self._window.Sync if self.has_remote else self.fence
         self.load_fence = self.acquire if self.has_remote else self.store_fence
-
-    def _reserve(self, memory: Bytes) -> None:
-        try:
-            self._node_memory.reserve(memory)
-        except DistdlError:
-            # Nobody keeps what it has if one rank cannot have it all.
-            self._shared.Free()
-            self._node_memory.free()
-            raise
-        # What is taken is seen to be used.
-        self._node_memory.promise(0)
 
     def _attached(self) -> dict[int, Bytes]:
         # Arenas of the node's other ranks, by rank id; none if one of them is out of reach for one rank.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.segments.transport import node_memory
+from tests.examples.launching import launcher_is_hydra
 from tests.private_memory import run_alone
 
 FULL = """
@@ -18,13 +19,13 @@ comm = MPI.COMM_WORLD
 
 def fill(*arguments):
     # Somebody else, between the look at the free memory and the use of it.
-    room(*arguments)
     if comm.rank == 0:
         with open("/dev/shm/somebody", "wb") as file:
             file.write(bytes(114 << 20))
     comm.Barrier()
+    take(*arguments)
 
-room, node_memory.NodeMemory.check_room = node_memory.NodeMemory.check_room, fill
+take, node_memory.NodeMemory.reserve = node_memory.NodeMemory.reserve, fill
 advise = node_memory._advise
 look = node_memory._free
 for free, provide in (look, advise), (lambda: 1e12, advise), (look, lambda *a, **k: 22):
@@ -37,7 +38,7 @@ for free, provide in (look, advise), (lambda: 1e12, advise), (look, lambda *a, *
     if comm.rank == 0:
         os.unlink("/dev/shm/somebody")
     comm.Barrier()
-node_memory.NodeMemory.check_room, node_memory._advise = room, advise
+node_memory.NodeMemory.reserve, node_memory._advise = take, advise
 with Machine(segment_size="32MiB", reserve=True) as machine, Machine(segment_size="32MiB") as lazy:
     fill = os.statvfs("/dev/shm")
     used = (fill.f_blocks - fill.f_bfree) * fill.f_frsize
@@ -59,6 +60,45 @@ def test_memory_that_somebody_else_fills_is_an_error_on_all_ranks_if_it_is_reser
     assert sum("too little is left, " in line for line in told) == 4
     # Nothing of what failed is kept, and what is reserved does not count twice.
     assert done.stdout.count("True") == 2, (done.stdout, done.stderr)
+
+
+FULL_BEFORE_THE_WINDOW = """
+import sys
+from mpi4py import MPI
+from distdl_rma import Machine
+from distdl_rma.errors import SegmentError
+from distdl_rma.segments.transport.node_memory import NodeMemory
+comm = MPI.COMM_WORLD
+
+def fill(*arguments):
+    look(*arguments)
+    if comm.rank == 0:
+        with open("/dev/shm/somebody", "wb") as file:
+            file.write(bytes(114 << 20))
+    comm.Barrier()
+
+look, NodeMemory.check_room = NodeMemory.check_room, fill
+try:
+    Machine(segment_size="32MiB", reserve=True, timeout=1)
+except SegmentError as error:
+    sys.stdout.write(f"SegmentError: {error}" + chr(10))
+    sys.stdout.flush()
+"""
+
+
+def test_memory_that_somebody_fills_before_the_window_is_made_is_no_silent_hang():
+    done, _ = run_alone(2, FULL_BEFORE_THE_WINDOW, size="160m")
+    told = [line for line in done.stdout.splitlines() if line.startswith("SegmentError: rank 0: ")]
+    if launcher_is_hydra():
+        # MPICH makes the window, which takes no memory yet.
+        assert done.returncode == 0 and len(told) == 2, (done.stdout, done.stderr)
+        assert all("the segment could not be reserved" in line for line in told)
+    else:
+        # Open MPI refuses it on the first rank of the node, and does not return on the other.
+        assert done.returncode == 1 and len(told) == 1, (done.stdout, done.stderr)
+        assert "no window of" in told[0] and "MPI does not return on other ranks of its node" in told[0]
+        assert "distdl_rma: rank 1 ends: MPI has not made a window of" in done.stderr
+    assert all("DISTDL_RMA_SEGMENT_SIZE" in line for line in told)
 
 
 @pytest.mark.parametrize("problem", [0, errno.EINVAL])
