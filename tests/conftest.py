@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Generator
@@ -15,6 +16,7 @@ import pytest
 
 from tests import matrix
 from tests.lockstep import Lockstep, Outcome
+from tests.run_mpi import MARKS_VARIABLE, end_all, marked_again
 
 if TYPE_CHECKING:
     import pytest_timeout
@@ -42,6 +44,20 @@ def comm() -> MPI.Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_running(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """End what the tests of this process have started and left, and fail for it."""
+    if request.config.getoption("--with-mpi"):
+        yield
+        return
+    before = os.environ.get(MARKS_VARIABLE, "")
+    mark = os.environ[MARKS_VARIABLE] = marked_again(before)
+    yield
+    os.environ[MARKS_VARIABLE] = before
+    left = end_all(mark)
+    assert not left, f"tests have left processes behind, which are ended now: {left}"
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +93,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NUMBER",
         help="of the MPI tests those of a day, as make test runs them; without it all",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # As at a time limit from outside: jobs that tests have started are ended on the way out.
+    if not config.getoption("--with-mpi"):
+        signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 128 + signal.SIGTERM))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -16,7 +16,7 @@ END = "left in shared memory:"
 
 
 def run_alone(
-    ranks: int, script: str, size: str = "1g", **changes: str
+    ranks: int, script: str, size: str = "1g", limit: float = 200, **changes: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a script on some ranks; how that ended, and the files that it left in shared memory."""
     if os.geteuid() or shutil.which("unshare") is None:
@@ -26,7 +26,7 @@ def run_alone(
         f"mount -t tmpfs -o size={size} tmpfs /dev/shm || exit 99; {shlex.join(job)}; status=$?;"
         f" echo; echo '{END}'; ls -A /dev/shm; exit $status"
     )
-    done = completed(["unshare", "--mount", "sh", "-c", shell], **changes)
+    done = completed(["unshare", "--mount", "sh", "-c", shell], limit, **changes)
     if done.returncode == 99:
         pytest.skip(f"no mount is allowed here: {done.stderr.strip()}")
     return done, done.stdout.partition(END)[2].split()

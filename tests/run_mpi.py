@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -34,6 +35,10 @@ OPEN_MPI = {
 }
 SECONDS_TO_DUMP = 2
 SECONDS_TO_END = 10
+# What processes may need to end behind their launcher, or when they are asked.
+SECONDS_TO_FOLLOW = 3
+# What a job or a test has started carries its mark in this variable, behind those of what started it.
+MARKS_VARIABLE = "TEST_JOB_MARKS"
 SECONDS_PER_DAY = 86400
 # Frames that every traceback has, whatever the test does.
 MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", "/threading.py")
@@ -121,8 +126,9 @@ def launched(
     cwd: Path | None = None,
     **changes: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the launcher, and end it on the way out: it takes its ranks with it, also when it is killed."""
+    """Start the launcher, and end all of its job on the way out, however that went."""
     env = environment(**changes)
+    mark = env[MARKS_VARIABLE] = marked_again(env.get(MARKS_VARIABLE, ""))
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=cwd, env=env
     ) as launcher:
@@ -130,11 +136,55 @@ def launched(
             yield launcher
         finally:
             if launcher.poll() is None:
+                # With the time that it needs where the machine is busy.
                 launcher.terminate()
-                try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     launcher.wait(timeout=SECONDS_TO_END)
-                except subprocess.TimeoutExpired:
-                    launcher.kill()
+            end_all(mark)
+
+
+def marked_again(marks: str) -> str:
+    """Marks that a process has, and a new one behind them."""
+    return f"{marks}[{secrets.token_hex(8)}]"
+
+
+def processes(mark: str) -> dict[int, str]:
+    """Processes that carry a mark, and their commands; this one excepted. Empty where there is no ``/proc``.
+
+    Neither groups, nor sessions, nor parents tell: Open MPI's ranks are a group each, and outlive a launcher
+    that is killed, which has another parent as soon as a shell in front of it is no more.
+    """
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        # A process may end while it is looked at, and belong to somebody else.
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                command = (folder / "cmdline").read_bytes().decode(errors="replace")
+                found[int(folder.name)] = shlex.join(command.rstrip("\0").split("\0"))
+    return found
+
+
+def end_all(mark: str, patience: float = SECONDS_TO_FOLLOW) -> list[str]:
+    """End the processes that carry a mark, and return the commands of those that did not end by themselves.
+
+    First they are asked: a launcher ends its ranks, and clears up behind them.
+    """
+    left: dict[int, str] = {}
+    steps = ((None, patience), (signal.SIGTERM, SECONDS_TO_FOLLOW), (signal.SIGKILL, SECONDS_TO_END))
+    for number, seconds in steps:
+        found = processes(mark)
+        if number is not None:
+            left |= found
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        deadline = time.monotonic() + seconds
+        while found and time.monotonic() < deadline:
+            time.sleep(0.02)
+            found = processes(mark)
+        if not found:
+            break
+    return [*left.values()]
 
 
 def completed(
