@@ -14,6 +14,7 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, ProtocolError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
@@ -32,7 +33,9 @@ from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain import beside
 from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
+from distdl_rma.sync.claims import Owner
 from distdl_rma.sync.gradients import GradientSync
+from distdl_rma.sync.registry import ModuleWatch
 
 M = TypeVar("M", bound=nn.Module)
 _KEY = "distributed"
@@ -60,32 +63,50 @@ class Distributed:
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
+        self._root = Enter("", model, fallback == "move", not self._synchronises)
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
             model.register_forward_pre_hook(_NOT_COMPILED, prepend=True),
+            model.register_forward_pre_hook(self._root, prepend=True),
+            model.register_forward_hook(site.leave, always_call=True),
+            model.register_forward_hook(self._end, always_call=True),
         ]
-        if not self._synchronises:
-            for parameter in model.parameters():
-                # By torch's, in a loss as well.
-                synchronise(parameter, True)
-        moves, elsewhere = fallback == "move", not self._synchronises
-        for path, module in model.named_modules():
-            enter = Enter(path, module, moves, elsewhere)
-            self._handles += [
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(site.leave, always_call=True),
-            ]
-        self._handles.append(model.register_forward_hook(self._end, always_call=True))
+        self._of_parts: list[RemovableHandle] = []
+        self._look(model)
 
     def _belongs_to(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._sync: GradientSync | None = None
+        # Of a copy they are looked at in the first call: there is nothing in it yet.
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._watch: ModuleWatch | None = None
+        # What has changed and its ``GradientSync`` was not told of yet.
+        self._change = ""
         self._alike = Alike(self.machine, self._model, self._name, self._synchronises)
         self._calls: dict[tuple[int, ...], Calls] = {}
         # Of calls that run: who is told of their end, what was being handled when they began, and where the
         # generator was.
         self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
+
+    def _look(self, model: nn.Module) -> None:
+        # The modules and parameters that there are now, from which each module says that it runs.
+        for handle in self._of_parts:
+            handle.remove()
+        self._of_parts, parts = [], [*model.named_modules()]
+        self._root.look(model)
+        for path, module in parts[1:]:
+            enter = Enter(path, module, self.fallback == "move", not self._synchronises)
+            self._of_parts += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(site.leave, always_call=True),
+            ]
+        if not self._synchronises:
+            for parameter in model.parameters():
+                # By torch's, in a loss as well.
+                synchronise(parameter, True)
+        self._modules = [(path, weakref.ref(module)) for path, module in parts]
+        self._watch = watch = ModuleWatch()
+        watch.add(model, "", model.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         model = memo.get(id(self._model()))
@@ -99,8 +120,20 @@ class Distributed:
         LINEAGE.on += twin._follows
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
+        twin._root = copy.deepcopy(self._root, memo)
         twin._handles = copy.deepcopy(self._handles, memo)
+        twin._of_parts = copy.deepcopy(self._of_parts, memo)
         return twin
+
+    @property
+    def owner(self) -> Owner:
+        """What messages of its ``GradientSync`` say of it."""
+        return Owner(
+            self._name,
+            f"{self._name}; model.distributed.close() first",
+            "model.distributed.close() and distribute() the model again, on all ranks",
+            "after a call of the model had begun; change it before",
+        )
 
     @property
     def sync(self) -> GradientSync:
@@ -145,9 +178,9 @@ class Distributed:
             self._sync.close()
         if self._handles and self._follows:
             LINEAGE.on -= 1
-        for handle in self._handles:
+        for handle in (*self._handles, *self._of_parts):
             handle.remove()
-        self._handles, self._calls = [], {}
+        self._handles, self._of_parts, self._calls = [], [], {}
         self._alike.forget()
         model = self._model()
         if model is not None:
@@ -200,12 +233,17 @@ class Distributed:
         calls = self._calls_of(split[0].partition if split else self.grid)
         self._running[-1] = calls, *self._running[-1][1:]
         plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
-        facts = *self._facts(given), len(args), crc32(plain.encode())
+        self._notice_changes()
+        facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
         # Plain ones are whole. Of sparse ones, and those of other devices, nothing is compared.
         alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x)]
         sign = self._alike.sign(calls, alike) if self._checks else 0
         difference = partial(self._alike.difference, calls, alike)
         calls.begin(facts, partial(self._described, given, plain), sign, difference)
+        if self._change and self._sync is not None:
+            # All ranks have begun this call, and so have changed alike.
+            self._sync.register(self._model())
+        self._change = ""
         if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
         self._alike.compare_new_inputs(calls, alike)
@@ -232,6 +270,19 @@ class Distributed:
         else:
             calls.failed(error, trail)
 
+    def _notice_changes(self) -> None:
+        # A module that was replaced, a parameter that was unfrozen, another type: what is new takes part.
+        change = "" if self._watch is None else self._watch.later_change()
+        model = self._model()
+        if model is None or (self._watch is not None and not change):
+            return
+        self._look(model)
+        self._alike.forget()
+        self._change = change
+        # The outermost module began as it was.
+        site.leave()
+        self._root(model, ())
+
     def _leave_trail(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, Trail]:
         return *self._running.pop(), TRAILS.pop() or Trail()
 
@@ -243,15 +294,10 @@ class Distributed:
         return found
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
-        model = self._model()
-        if not self._modules and model is not None:
-            self._modules = [(path, weakref.ref(module)) for path, module in model.named_modules()]
         return [(path, module) for path, one in self._modules if (module := one()) is not None]
 
     def _facts(self, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
         # What all ranks of a call have alike, in numbers.
-        if not self._modules:
-            self._parts()
         facts = [*modes(), *[part.training for _, one in self._modules if (part := one()) is not None]]
         for x in given:
             # Past the table of functions.
@@ -274,7 +320,8 @@ class Distributed:
         graph = "records a graph" if grad and not inference else "records no graph"
         short = " under autocast" if autocast else ""
         passed = ", ".join([*map(_said, given), *([plain] if plain != "[]" else [])]) or "no tensor"
-        return f"passes {passed}, is in {'train' if mode else 'eval'}(){but}, {graph}{short}"
+        changed = f"; its {self._change} since the last call" if self._change else ""
+        return f"passes {passed}, is in {'train' if mode else 'eval'}(){but}, {graph}{short}{changed}"
 
 
 def _is_plain(x: Any) -> bool:
@@ -379,10 +426,12 @@ def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, fallback
         raise ConfigurationError(f"distribute: takes a torch.nn.Module, got {model!r}")
     if fallback not in ("move", "error"):
         raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
-    if _KEY in vars(model):
-        raise ConfigurationError(
-            "distribute: this model is distributed already; model.distributed.close() first"
-        )
+    for path, part in model.named_modules():
+        if _KEY in vars(part):
+            raise ConfigurationError(
+                f"distribute: {f'the part {path!r} of the model' if path else 'this model'} is distributed"
+                f" already; model{f'.{path}' if path else ''}.distributed.close() first"
+            )
     if not isinstance(grid, Partition):
         # With the most dimensions there are: whether it fits the ranks is known now.
         grid_for(grid, machine, _IMAGES[-1])

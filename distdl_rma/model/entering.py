@@ -16,11 +16,15 @@ class Enter:
 
     def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
         self.place = path or "model", moves, elsewhere
+        # The outermost module has more hooks that are no user's.
+        self.hooks = (1, 1) if path else (3, 2)
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """See what the module is now."""
         # Whether it only calls modules in turn, or functions alone, by code of torch.
         self.in_turn = type(module) is nn.Sequential
         self.alone = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
-        # The outermost module has more hooks that are no user's.
-        self.hooks = (1, 1) if path else (3, 2)
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
         """Begin the module; ``site.leave`` ends it."""

@@ -265,10 +265,12 @@ def make_buckets(
     limit: int,
     numbers: Counter[BucketKind],
     title: str,
+    who: str,
 ) -> list[Bucket]:
     """Buckets of lists that travel as a whole, row by row, with their memory; collective, blocking.
 
-    ``numbers`` counts those of each kind that there were: what is alike on their ranks. Nothing is taken from
+    ``numbers`` counts those of each kind that there were: what is alike on their ranks. ``title`` and ``who``
+    are for messages. Nothing is taken from
     the layers yet, and the ranks of a bucket have not met in it. If some rank cannot make its own, all raise
     its error, and nothing has changed.
     """
@@ -290,7 +292,7 @@ def make_buckets(
     for rank, said in gather_words(machine.segments, failure, title).items():
         if said:
             discard()
-            raise vars(errors).get(said[0], ConfigurationError)(f"GradientSync: on rank {rank}: {said[1]}")
+            raise vars(errors).get(said[0], ConfigurationError)(f"{who}: on rank {rank}: {said[1]}")
     numbers.update(bucket.kind for bucket in made)
     return made
 
@@ -314,10 +316,10 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
     return buckets
 
 
-def left_of(leaving: Sequence[Bucket], moved: set[int]) -> list[list[GradientSlot]]:
-    """Slots to put together anew: what travelled with parameters, by ``id``, that move elsewhere."""
+def left_of(leaving: Sequence[Bucket], moved: set[str]) -> list[list[GradientSlot]]:
+    """Slots to put together anew: what travelled with parameters, by name, that move elsewhere."""
     # The first to come in a backward is the last of the model.
-    kept = [[s for s in bucket.slots if id(s.parameter()) not in moved] for bucket in reversed(leaving)]
+    kept = [[s for s in bucket.slots if s.name not in moved] for bucket in reversed(leaving)]
     return [[slot.anew() for slot in slots] for slots in kept if slots]
 
 

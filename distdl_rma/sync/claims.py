@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import index as as_int
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +20,24 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine
 
-# Parameters that some GradientSync has, which others refuse: two of them would sum twice.
+
+class Owner(NamedTuple):
+    """Who sums gradients, as messages call it: a ``GradientSync``, or a distributed model that has one."""
+
+    title: str
+    # Who it is for another one, what helps after a failure, and what a change of modules came after.
+    another: str
+    anew: str
+    later: str
+
+
+GRADIENT_SYNC = Owner(
+    "GradientSync",
+    "another GradientSync; close that",
+    "close this one and make a new one, on all ranks",
+    "after its GradientSync was made; register it again",
+)
+# Parameters that somebody sums the gradients of, which others refuse: two of them would sum twice.
 synchronised: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

@@ -73,5 +73,5 @@ class GradientNorms:
         *found, unsummed = total.wait().tolist()
         if unsummed:
             # Ranks whose garbage is collected at different times may differ in it.
-            raise ProtocolError("GradientSync: gradients from no_sync are not summed yet")
+            raise ProtocolError("the norm of gradients: gradients from no_sync are not summed yet")
         return tuple(found)

@@ -34,11 +34,12 @@ def agree(
     refusal: str,
     title: str,
     generator: Sequence[int] | None = None,
+    who: str = "GradientSync",
 ) -> bool:
     """Have all ranks compare what they state of claims, and options; collective over the machine, blocking.
 
-    ``refusal`` is what is wrong on this rank otherwise, empty if nothing is; ``title`` is for messages;
-    ``generator`` has seed and state of this rank's random numbers, if they matter. Returns whether
+    ``refusal`` is what is wrong on this rank otherwise, empty if nothing is; ``title`` and ``who`` are for
+    messages; ``generator`` has seed and state of this rank's random numbers, if they matter. Returns whether
     generators with one seed are in different states. What does not fit together is a
     ``ConfigurationError``, on all ranks with the same words.
     """
@@ -52,14 +53,14 @@ def agree(
     first, expected = next(iter(said.items()))
     for rank, words in said.items():
         if words["refusal"]:
-            raise ConfigurationError(f"GradientSync: on rank {rank}: {words['refusal']}")
+            raise ConfigurationError(f"{who}: on rank {rank}: {words['refusal']}")
         for key, value in expected["options"].items():
             if (other := words["options"][key]) != value:
                 raise ConfigurationError(
-                    f"GradientSync: {key} is {value} on rank {first} but {other} on rank {rank}"
+                    f"{who}: {key} is {value} on rank {first} but {other} on rank {rank}"
                 )
     for problem in problems({rank: words["claims"] for rank, words in said.items()}):
-        raise ConfigurationError(f"GradientSync: {problem}")
+        raise ConfigurationError(f"{who}: {problem}")
     generators = {tuple(words["generator"]) for words in said.values() if words["generator"]}
     return len(generators) > 1 and len({seed for seed, _ in generators}) == 1
 

@@ -20,7 +20,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ASKED, apart, asked, breaks_graph, compiles, synchronise, uncompiled
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets, profiled
-from distdl_rma.sync.claims import synchronised
+from distdl_rma.sync.claims import GRADIENT_SYNC, Owner, synchronised
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.parameter_hooks import contribution, run_first
 from distdl_rma.sync.plain_modules import warn_of_pitfalls
@@ -81,10 +81,13 @@ class GradientSync(Uncopyable):
         replicas: int | None = None,
         bucket_nbytes: int = 1 << 20,
     ) -> None:
+        # A distributed model speaks for its own.
+        handle = None if model is None else getattr(model, "distributed", None)
+        self._owner: Owner = getattr(handle, "owner", GRADIENT_SYNC)
         self._machine = Machine.of(machine)
         self._paused = self._closed = self._in_backward = False
         self._options = SyncOptions(reduction, replicas, bucket_nbytes)
-        self._registry = Registry(self._machine, self._options)
+        self._registry = Registry(self._machine, self._options, self._owner)
         self._buckets: list[Bucket] = []
         # How many buckets of each kind were made so far.
         self._numbers: Counter[BucketKind] = Counter()
@@ -112,7 +115,9 @@ class GradientSync(Uncopyable):
         """Synchronise a module from now on, by its callbacks or those given; collective over the machine.
 
         A module that belongs to the model already moves to the ranks that its callback now gives; its
-        parameters become those of the first of them. Raises as construction does, and if gradients of
+        parameters become those of the first of them. One that was registered itself, such as the model, is
+        registered as it is now: with parameters that were added, replaced or unfrozen, or have another type,
+        and without those that are gone. Raises as construction does, and for other modules if gradients of
         ``no_sync`` wait to be summed on some rank; nothing has changed then.
 
         Parameters
@@ -125,16 +130,19 @@ class GradientSync(Uncopyable):
             Answers in place of the module's own, for all plain modules in it. They stay with the module.
         """
         self._check_open()
-        busy = self._in_backward or any(slot.unsummed for slot in self._slots)
-        refusal = "register between steps, with no gradients from no_sync left" if busy else ""
+        pending = not self._registry.has(module) and any(slot.unsummed for slot in self._slots)
+        busy = "register between steps, with no gradients from no_sync left"
+        refusal = self._failure or (busy if pending or self._in_backward else "")
         machine = self._machine
         try:
             with self._registry.adding(module, name, callbacks, refusal) as addition:
                 moved, slots = addition.moved, addition.slots(self._options)
-                leaving = [b for b in self._buckets if any(id(slot.parameter()) in moved for slot in b.slots)]
+                leaving = [b for b in self._buckets if any(slot.name in moved for slot in b.slots)]
                 rows = left_of(leaving, moved), [each for each in slots if each[0].kind.travels]
-                title = f"GradientSync (memory {addition.number})"
-                made = make_buckets(machine, rows, self._options.bucket_nbytes, self._numbers, title)
+                own = {slot.name for slot in self._slots if slot.local}
+                who, limit = self._owner.title, self._options.bucket_nbytes
+                title = f"{who} (memory {addition.number})"
+                made = make_buckets(machine, rows, limit, self._numbers, title, who)
         except DistdlError as error:
             # Layers are called by their paths, whoever raises.
             machine.labels.make_readable(error)
@@ -145,7 +153,7 @@ class GradientSync(Uncopyable):
             for bucket in leaving:
                 bucket.close()
                 self._buckets.remove(bucket)
-            for slot in [slot for slot in self._alone if id(slot.parameter()) in moved]:
+            for slot in [slot for slot in self._alone if slot.name in moved]:
                 slot.release()
                 self._alone.remove(slot)
             for bucket in made:
@@ -154,12 +162,15 @@ class GradientSync(Uncopyable):
                 for slot in bucket.slots:
                     self._take_over(slot, bucket)
             for slot in chain.from_iterable(slots):
+                slot.local = slot.name in own
                 if not slot.kind.travels:
                     self._take_over(slot, None)
         except BaseException:
             self.release()
             raise
-        warn_of_pitfalls(module, list(map(machine.labels.readable, addition.drifted)), machine)
+        warn_of_pitfalls(
+            module, list(map(machine.labels.readable, addition.drifted)), machine, self._owner.title
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,7 +235,9 @@ class GradientSync(Uncopyable):
         if self._closed:
             return
         if any(slot.unsummed for slot in self._slots):
-            raise ProtocolError("GradientSync: closed with gradients from no_sync that are not summed yet")
+            raise ProtocolError(
+                f"{self._owner.title}: closed with gradients from no_sync that are not summed yet"
+            )
         self.release()
 
     def release(self) -> None:
@@ -253,14 +266,14 @@ class GradientSync(Uncopyable):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("GradientSync: already closed")
+            raise ClosedError(f"{self._owner.title}: already closed")
 
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
         # From now on the layers leave the gradient to this one, and torch says when it is there.
         parameter = slot.parameter()
         if parameter is None:
             return  # Gone here; other ranks may not yet have collected it.
-        synchronised[parameter] = True
+        synchronised[parameter] = self._owner
         synchronise(parameter, True)
         if bucket is None:
             self._alone.append(slot)
@@ -279,17 +292,22 @@ class GradientSync(Uncopyable):
     def _begin(self) -> None:
         # The first gradient of a backward, whichever it is: other ranks may wait for this one's others.
         if self._in_backward:
-            if self._ending() is None:
-                raise ProtocolError(
-                    "GradientSync: an earlier backward failed, and ranks may have begun to sum its gradients;"
-                    " close this one and make a new one, on all ranks"
-                )
+            if self._failure:
+                raise ProtocolError(f"{self._owner.title}: {self._failure}")
             return
         self._in_backward = True
         ending = partial(self._finish)
         # torch drops it without a call if this backward fails.
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    @property
+    def _failure(self) -> str:
+        if not self._in_backward or self._ending() is not None:
+            return ""
+        return (
+            f"an earlier backward failed, and ranks may have begun to sum its gradients; {self._owner.anew}"
+        )
 
     def _asked_for(self, slot: GradientSlot) -> bool:
         # By torch.autograd.grad of split tensors, which sums this rank's contribution to what it returns.
@@ -334,8 +352,7 @@ class GradientSync(Uncopyable):
         gradient = parameter.grad
         if parameter.dtype != slot.kind.dtype:
             raise ProtocolError(
-                f"{self._label(slot)!r} was {slot.kind.dtype} when its GradientSync was made"
-                f" and is now {parameter.dtype}; make a new one"
+                f"parameter {self._label(slot)!r} was made {parameter.dtype} {self._owner.later}"
             )
         if gradient is None:
             slot.local = False
@@ -375,13 +392,14 @@ class GradientSync(Uncopyable):
     def _finish(self) -> None:
         # End of backward: what no gradient came for on this rank may have come on others.
         try:
-            # A gradient is never silently local.
-            if change := self._registry.watch.later_change():
-                raise ProtocolError(f"{change} after its GradientSync was made; make a new one")
+            # A gradient is never silently local; beside split tensors others are summed where they are used.
+            exact = self.alike_on and self._options.reduction == "sum"
+            if not exact and (change := self._registry.watch.later_change()):
+                raise ProtocolError(f"{change} {self._owner.later}")
             if self._on_the_way:
                 raise ProtocolError(
-                    "GradientSync: torch.autograd.grad of a plain tensor would return local gradients of"
-                    " parameters, not their sums; use backward() and .grad, or grad of a split tensor"
+                    f"{self._owner.title}: torch.autograd.grad of a plain tensor would return local gradients"
+                    " of parameters, not their sums; use backward() and .grad, or grad of a split tensor"
                 )
             profiled("GradientSync", self._sum)
         except DistdlError as error:

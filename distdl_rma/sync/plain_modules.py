@@ -31,7 +31,9 @@ def generator_state() -> list[int]:
     return [torch.initial_seed(), fingerprint(torch.get_rng_state().numpy().tobytes())]
 
 
-def warn_of_pitfalls(model: nn.Module | None, drifted: Sequence[str], machine: Machine) -> None:
+def warn_of_pitfalls(
+    model: nn.Module | None, drifted: Sequence[str], machine: Machine, who: str = "GradientSync"
+) -> None:
     """Warn of modules that see too little, and of generators that drifted apart, on the first rank; local."""
     if machine.rank != machine.ranks[0]:
         return
@@ -46,7 +48,7 @@ def warn_of_pitfalls(model: nn.Module | None, drifted: Sequence[str], machine: M
         )
     if drifted:
         warnings.warn(
-            "GradientSync: the ranks were seeded alike, and their generators of random numbers are in"
+            f"{who}: the ranks were seeded alike, and their generators of random numbers are in"
             f" different states now. If that is since weights of {', '.join(map(repr, drifted))} were filled,"
             " of which ranks keep different parts, fill them by model.apply(function) or under"
             " whole_parameters(model)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,13 +21,14 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
-from distdl_rma.sync.claims import Claim, claims_of, synchronised, under
+from distdl_rma.sync.claims import Claim, Owner, claims_of, synchronised, under
 from distdl_rma.sync.consensus import Words, agree, statement
 from distdl_rma.sync.plain_modules import generator_state
 
 _REDUCTIONS = ("sum", "mean")
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-_learns, _parameters, _children = map(attrgetter, ("requires_grad", "_parameters", "_modules"))
+_parameters, _children = map(attrgetter, ("_parameters", "_modules"))
+_learns, _dtype = map(attrgetter, ("requires_grad", "dtype"))
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _get: Callable[[ref[nn.Module]], nn.Module | None] = ref.__call__
 _is_there = partial(is_not, None)
@@ -68,26 +69,33 @@ def _at_least(least: int, value: object) -> bool:
 class Agreed(NamedTuple):
     """A claim as all ranks agreed on it: what was stated of it stays so, whatever the user lets go of.
 
-    It holds neither its module nor its parameters; ``parameters`` are these, weakly, with their names.
+    It holds neither its module nor its parameters; ``parameters`` are these, weakly, with their names, and
+    ``root`` is what was registered.
     """
 
     statement: Words
     ranks: tuple[int, ...]
+    root: Callable[[], nn.Module | None]
     module: Callable[[], nn.Module | None]
-    parameters: Sequence[tuple[Callable[[], torch.Tensor | None], str, bool, int]]
+    parameters: Sequence[tuple[Callable[[], torch.Tensor | None], str, int]]
 
     @classmethod
-    def of(cls, claim: Claim, statement: Words) -> Agreed:
+    def of(cls, claim: Claim, statement: Words, root: nn.Module | None) -> Agreed:
         """A claim that was new."""
-        parameters = [(ref(e.parameter), e.name, e.learns, e.nbytes) for e in claim.entries]
-        return cls(statement, claim.ranks, ref(claim.module) if claim.module else _nobody, parameters)
+        parameters = [(ref(e.parameter), e.name, e.nbytes) for e in claim.entries]
+        module = ref(claim.module) if claim.module else _nobody
+        return cls(statement, claim.ranks, ref(root) if root is not None else _nobody, module, parameters)
 
-    def without(self, moved: Collection[int]) -> Agreed:
-        """What is left without some parameters, by ``id``; its module's callback does not know of that."""
-        left = [each for each in self.parameters if id(each[0]()) not in moved]
-        gone = {name for _, name, *_ in self.parameters} - {name for _, name, *_ in left}
-        nbytes = self.statement["nbytes"][1] - sum(n for _, name, _, n in self.parameters if name in gone)
-        stated = {name: form for name, form in self.statement["parameters"].items() if name not in gone}
+    @property
+    def names(self) -> set[str]:
+        """Of its parameters."""
+        return {name for _, name, _ in self.parameters}
+
+    def without(self, moved: Collection[str]) -> Agreed:
+        """What is left without some parameters, by name; its module's callback does not know of that."""
+        left = [each for each in self.parameters if each[1] not in moved]
+        nbytes = self.statement["nbytes"][1] - sum(n for _, name, n in self.parameters if name in moved)
+        stated = {name: form for name, form in self.statement["parameters"].items() if name not in moved}
         statement = self.statement | {"parameters": stated, "nbytes": [nbytes, nbytes], "new": False}
         return self._replace(statement=statement, parameters=left)
 
@@ -103,8 +111,8 @@ class Addition(NamedTuple):
     number: int
     new: list[Claim]
     agreed: list[Agreed]
-    # Parameters, by ``id``, that are no longer where they were; and the ranks of earlier claims, likewise.
-    moved: set[int]
+    # Names of parameters that are no longer where they were; and the ranks of earlier claims, by ``id``.
+    moved: set[str]
     before: Mapping[int, tuple[int, ...]]
     # Layers whose weights are not whole on every rank, if equally seeded generators are in different states.
     drifted: list[str]
@@ -143,8 +151,8 @@ class Addition(NamedTuple):
 class Registry:
     """The claims and modules of one ``GradientSync``."""
 
-    def __init__(self, machine: Machine, options: SyncOptions) -> None:
-        self._machine, self._options = machine, options
+    def __init__(self, machine: Machine, options: SyncOptions, owner: Owner) -> None:
+        self._machine, self._options, self._owner = machine, options, owner
         self._agreed: list[Agreed] = []
         self.watch = ModuleWatch()
         self._attempts = 0
@@ -160,7 +168,8 @@ class Registry:
         an error, here or in the body, nothing has changed.
         """
         self._attempts += 1
-        prefix = name or ("" if self._attempts == 1 else f"module {self._attempts}")
+        usual = "" if self._attempts == 1 else f"module {self._attempts}"
+        prefix = name or (self.watch.path(module) if self.has(module) else usual)
         if module is not None and not isinstance(module, nn.Module):
             refusal, module = refusal or f"a torch.nn.Module is needed, got {module!r}", None
         own = {} if module is None else vars(module)
@@ -175,7 +184,12 @@ class Registry:
             raise
         self._agreed = addition.agreed
         if module is not None:
-            self.watch.add(module, prefix, self._agreed)
+            known = [one() for agreed in self._agreed for one, *_ in agreed.parameters]
+            self.watch.add(module, prefix, [one for one in known if one is not None])
+
+    def has(self, module: nn.Module | None) -> bool:
+        """Whether a module was added by itself."""
+        return module is not None and any(agreed.root() is module for agreed in self._agreed)
 
     def _addition(
         self, module: nn.Module | None, prefix: str, callbacks: Mapping[str, Any], refusal: str
@@ -186,52 +200,68 @@ class Registry:
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
             refusal = refusal or unfit(module, self._machine)
-        known = [(one(), name, each.ranks) for each in self._agreed for one, name, *_ in each.parameters]
+        known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
+        # Of a module that is added again what is no longer in it.
+        again = [agreed.root() is module is not None for agreed in self._agreed]
         new = [] if refusal or module is None else claims_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
         added = {id(entry.parameter): entry for claim in new for entry in claim.entries}
         for key, entry in added.items():
             if entry.parameter in synchronised and key not in names:
-                refusal = refusal or f"{entry.name!r} already belongs to another GradientSync; close that"
+                other = synchronised[entry.parameter].another
+                refusal = refusal or f"{entry.name!r} already belongs to {other}"
+        gone = [agreed.names for agreed in compress(self._agreed, again)]
+        moved = {names[key] for key in added.keys() & names}.union(*gone)
         anew = {id(claim.module) for claim in new if claim.module is not None}
-        kept = [agreed.without(added) for agreed in self._agreed if id(agreed.module()) not in anew]
-        fresh = [Agreed.of(claim, statement(claim)) for claim in new]
+        others = [agreed for agreed, its in zip(self._agreed, again, strict=True) if not its]
+        kept = [agreed.without(moved) for agreed in others if id(agreed.module()) not in anew]
+        fresh = [Agreed.of(claim, statement(claim), module) for claim in new]
         cut = [claim.name for claim in new if claim.layer is not None and claim.layer.scattered]
-        title, options = f"GradientSync (callbacks {self._attempts})", self._options._asdict()
+        who, options = self._owner.title, self._options._asdict()
         generator = generator_state() if cut else None
         statements = [agreed.statement for agreed in (*kept, *fresh)]
-        drifted = agree(self._machine, statements, options, refusal, title, generator)
+        title = f"{who} (callbacks {self._attempts})"
+        drifted = agree(self._machine, statements, options, refusal, title, generator, who)
         before = {id(parameter): ranks for parameter, _, ranks in known if parameter is not None}
-        return Addition(self._attempts, new, kept + fresh, set(added), before, cut if drifted else [])
+        return Addition(self._attempts, new, kept + fresh, moved, before, cut if drifted else [])
 
 
 class ModuleWatch:
-    """Notices parameters and modules that are replaced, added or unfrozen after they were registered.
+    """Notices parameters and modules that are replaced, added, unfrozen or made of another type later.
 
     The modules are walked only if some dictionary of theirs holds something else than it did the last time,
-    or another of their parameters learns. It holds neither modules nor parameters.
+    or another of their parameters learns, or has another type. It holds neither modules nor parameters.
     """
 
     def __init__(self) -> None:
-        # All modules, with their paths.
+        # All modules, with their paths, and with which they were added.
         self._paths = WeakIdKeyDictionary()
+        self._added = WeakIdKeyDictionary()
         self._modules: list[ref[nn.Module]] = []
         # What their dictionaries held when they were last walked, by ``id``, as long as all of that is there,
-        # and which parameters learned then.
-        self._held: tuple[list[int], list[bool], list[ref[Any]]] = [], [], []
-        # Which parameters learned when they were registered.
+        # which parameters learned then, and their types.
+        self._held: tuple[list[int], list[bool], list[torch.dtype], list[ref[Any]]] = [], [], [], []
+        # Types of parameters that learned when they were added; None of the others.
         self._learned = WeakIdKeyDictionary()
 
-    def add(self, module: nn.Module, prefix: str, agreed: Iterable[Agreed]) -> None:
-        """Watch a module and all in it, given what is agreed on of all that is registered now."""
-        for one, _, learns, _ in chain.from_iterable(each.parameters for each in agreed):
-            if (parameter := one()) is not None:
-                self._learned[parameter] = learns
+    def add(self, module: nn.Module, prefix: str, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch a module and all in it, as they are now; ``parameters`` are all that are known now."""
+        for part in [part for part, root in self._added.items() if root() is module]:
+            del self._paths[part], self._added[part]
         for path, part in module.named_modules(prefix=prefix):
-            self._paths[part] = path
+            self._paths[part], self._added[part] = path, ref(module)
+        before, own = self._learned, {*map(id, module.parameters())}
+        self._learned = WeakIdKeyDictionary()
+        for each in parameters:
+            now = each.dtype if each.requires_grad else None
+            self._learned[each] = now if id(each) in own else before.get(each, now)
         self._modules = [*map(ref, self._paths)]
-        self._held = [], [], []
+        self._held = [], [], [], []
+
+    def path(self, module: nn.Module | None) -> str:
+        """What a module that is watched is called."""
+        return str(self._paths[module])
 
     def later_change(self) -> str:
         """What is no longer as it was when it was added; empty if everything is. Local."""
@@ -239,22 +269,28 @@ class ModuleWatch:
         parameters = [*filter(_is_there, chain.from_iterable(map(_values, map(_parameters, modules))))]
         children = chain.from_iterable(map(_values, map(_children, modules)))
         ids, learns = [*map(id, parameters), *map(id, children)], [*map(_learns, parameters)]
-        if ids == self._held[0] and learns == self._held[1]:
+        dtypes = [*map(_dtype, parameters)]
+        if (ids, learns, dtypes) == self._held[:3]:
             return ""
         found = self.walk()
         if not found:
             # What dies has no ``id`` that another may not have.
             refs = [ref(one, lambda _: ids.clear()) for one in (*parameters, *modules)]
-            self._held = ids, learns, refs
+            self._held = ids, learns, dtypes, refs
         return found
 
     def walk(self) -> str:
         """The first change; empty if there is none."""
         for part, path in self._paths.items():
             for key, parameter in part._parameters.items():
-                if parameter is None or not parameter.requires_grad or self._learned.get(parameter):
+                # What takes the place of a parameter for a call is none.
+                if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                     continue
-                what = "unfrozen" if parameter in self._learned else "replaced or added"
+                before = self._learned.get(parameter)
+                if parameter.dtype == before:
+                    continue
+                what = "unfrozen" if before is None else f"made {parameter.dtype}"
+                what = what if parameter in self._learned else "replaced or added"
                 return f"parameter {under(path, key)!r} was {what}"
             for key, child in part._modules.items():
                 if child is not None and child not in self._paths:
@@ -283,6 +319,6 @@ def unfit(module: nn.Module, machine: Machine) -> str:
                 if not isinstance(part._parameters.get(key), nn.Parameter):
                     return (
                         f"the {key} of {name!r} is computed from other parameters, whose gradients would not"
-                        " be summed; leave the layer out, and it sums them itself"
+                        " be summed; use it without, or leave the layer out, and it sums them itself"
                     )
     return ""

@@ -11,6 +11,7 @@ from distdl_rma import (
     ConfigurationError,
     MismatchError,
     PartitionError,
+    ProtocolError,
     UnsupportedError,
     distribute,
 )
@@ -164,3 +165,128 @@ def test_what_one_rank_says_otherwise_is_refused_by_all(comm):
         distribute(made(), {"H": -1}, fallback="guess" if comm.rank == 1 else "move")
     with pytest.raises(ConfigurationError, match=r"grid .* must be alike"):
         distribute(made(), {"H": -1} if comm.rank else {"W": -1})
+
+
+def unfreezes(model):
+    model[0].requires_grad_(True)
+
+
+def replaces_a_module(model):
+    torch.manual_seed(4)
+    model[3] = nn.Sequential(nn.Conv2d(4, 3, 1), nn.Conv2d(3, 2, 3)).double()
+
+
+def replaces_a_parameter(model):
+    model[3].bias = nn.Parameter(model[3].bias.detach() + 1)
+
+
+def adds_a_parametrisation(model):
+    torch.manual_seed(4)
+    nn.utils.parametrizations.weight_norm(model[3])
+
+
+def changes_the_type(model):
+    model.float()
+
+
+CHANGES = [unfreezes, replaces_a_module, replaces_a_parameter, adds_a_parametrisation, changes_the_type]
+
+
+def steps(model, x, count=2):
+    """Train; what comes out of the last step."""
+    y = None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    for _ in range(count):
+        optimizer.zero_grad()
+        y = model(x.to(model[0].weight.dtype))
+        y.square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+    return y
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_calls_takes_part_from_the_next_call_on(comm, x, change, trained):
+    alone = made()
+    alone[0].requires_grad_(False)
+    split = distribute(copy.deepcopy(alone), {"H": -1})
+    for model in (alone, split):
+        steps(model, x, 2 * trained)
+        change(model)
+        if trained:
+            with torch.inference_mode():
+                model.eval()(x.to(model[0].weight.dtype))
+            model.train()
+    torch.testing.assert_close(steps(split, x).full_tensor(), steps(alone, x))
+    for p, other in zip(split.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad)
+    split.distributed.close()
+
+
+@pytest.mark.mpi
+def test_gradients_that_are_accumulated_stay_when_a_part_is_unfrozen(pair, x):
+    alone, split = pair
+    for model in pair:
+        model[0].requires_grad_(False)
+    split.distributed.close()
+    distribute(split, {"H": -1})
+    with split.distributed.no_sync():
+        split(x).square().sum().backward()
+        unfreezes(split)
+        split(x).square().sum().backward()
+    split(x).square().sum().backward()
+    alone(x).square().sum().backward()
+    unfreezes(alone)
+    for _ in range(2):
+        alone(x).square().sum().backward()
+    gradients_are_equal(split, alone)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_change_on_one_rank_alone_is_named_on_all(pair, x, comm):
+    _, split = pair
+    if comm.rank == 1:
+        replaces_a_parameter(split)
+    for _ in range(2):
+        with pytest.raises(MismatchError, match=r"rank 1: .* its parameter '3.bias' was replaced or added"):
+            split(x)
+    if comm.rank != 1:
+        replaces_a_parameter(split)
+    split(x).square().sum().backward()
+
+
+@pytest.mark.mpi
+def test_means_know_of_what_changes_while_the_model_is_called(comm, x):
+    model = distribute(made(), {"H": -1}, reduction="mean")
+
+    def change(module, args, y):
+        if not hasattr(module, "factor"):
+            module.factor = nn.Parameter(torch.ones((), dtype=y.dtype))
+        return y * module.factor
+
+    model[3].register_forward_hook(change)
+    with pytest.raises(
+        ProtocolError, match=r"'3.factor' was replaced or added after a call of the model had"
+    ):
+        model(x).square().sum().backward()
+    comm.Barrier()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    mean = model[3].factor.grad.clone()
+    model.distributed.close()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(mean, model[3].factor.grad / comm.size)
+
+
+@pytest.mark.mpi
+def test_a_part_of_a_distributed_model_is_not_distributed_again(pair, x):
+    _, split = pair
+    with pytest.raises(
+        ConfigurationError, match=r"'weight' already belongs to Sequential \(distributed model"
+    ):
+        distribute(split[3], {"H": -1})
+    with pytest.raises(ConfigurationError, match=r"the part '0' .*; model\.0\.distributed\.close\(\) first"):
+        distribute(nn.Sequential(split), {"H": -1})

@@ -94,7 +94,10 @@ def test_closing_with_unsummed_gradients_and_replaced_parameters_are_refused(P_w
         sync.close()
     model.zero_grad()
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-    with pytest.raises(ProtocolError, match="unfrozen or replaced after its GradientSync"):
+    with pytest.raises(ProtocolError, match="unfrozen or replaced after its gradients were registered"):
         model(shard(P_x, inputs()[0]))
     comm.Barrier()
+    sync.register(model)
+    criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
+    assert model[0].weight.grad is not None
     sync.close()

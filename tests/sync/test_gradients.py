@@ -163,6 +163,29 @@ def test_what_would_be_silently_local_is_refused(P_world, comm):
     sync.close()
 
 
+def test_a_model_that_is_registered_again_is_what_it_is_now(P_world, comm):
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    plain[0].requires_grad_(False)
+    sync, total, gone = GradientSync(plain, P_world), sum(range(1, comm.size + 1)), plain[2]
+    plain[0].requires_grad_(True)
+    plain[2] = nn.Linear(2, 2, bias=False)
+    with sync.no_sync():
+        (plain[1].bias.sum() * (comm.rank + 1)).backward()
+    plain.double()
+    sync.register(plain)
+    (sum(p.sum() for p in plain.parameters()) * (comm.rank + 1)).backward()
+    assert all((p.grad == total).all() for p in plain.parameters() if p is not plain[1].bias)
+    assert (plain[1].bias.grad == 2 * total).all()
+    gone.weight.sum().backward()
+    assert (gone.weight.grad == 1).all(), "what is no longer in it is left alone"
+    plain[2] = gone.double()
+    with pytest.raises(ProtocolError, match=r"module '2' was added"):
+        plain[0].weight.sum().backward()
+    comm.Barrier()
+    sync.register(plain)
+    sync.close()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_one_model_has_one_sync(P_world, comm):
     _, model, sync, _ = make(P_world, comm)

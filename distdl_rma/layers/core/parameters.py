@@ -159,8 +159,9 @@ class Parameters:
             # One without elements has nothing to sum.
             if taken is not parameter and parameter.requires_grad and parameter.numel():
                 raise ProtocolError(
-                    f"{self.site.name!r}: a parameter was unfrozen or replaced after its GradientSync was"
-                    " made, or is computed from others; make a new GradientSync"
+                    f"{self.site.name!r}: a parameter was unfrozen or replaced after its gradients were"
+                    " registered to be summed, or is computed from others; register the model again, or call"
+                    " all of a distributed model, which does"
                 )
 
     def _warn_of_replaced(self, kept: Mapping[str, torch.Tensor]) -> None:
