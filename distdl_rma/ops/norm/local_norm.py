@@ -186,7 +186,8 @@ class _Scaling:
         """Write shifted elements, with mean 0 and times the factor, plus an offset."""
         if self.centred:
             rest = self.rest * self.factor
-            offset = np.subtract(0.0 if offset is None else offset, rest, out=rest)
+            # Without a weight there is one factor for a group, and a bias for each channel.
+            offset = -rest if offset is None else offset - rest
         torch.mul(x, self.rounded_factor, out=out)
         if offset is not None:
             out.add_(self.run.rounded(offset, self.dtype))

@@ -1,5 +1,7 @@
 """The table finds functions under all of their names."""
 
+import re
+
 import torch
 from torch.nn import functional as F  # noqa: N812
 
@@ -11,6 +13,33 @@ def test_a_name_stands_for_methods_and_functions():
     assert torch.add in found
     assert torch.Tensor.add in found
     assert len({id(each) for each in found}) == len(found)
+
+
+def _schemas(name):
+    # Arguments of an operator of ATen, in each of its forms, and what they are where nothing is given.
+    return [
+        {each.name: each.default_value if each.has_default_value() else ... for each in schema.arguments}
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    ]
+
+
+def test_functions_of_one_name_that_share_a_rule_have_the_same_defaults():
+    # Of these the handler knows that they differ.
+    known = {"linalg_diagonal"}
+    differ = set()
+    for function, entered in RULES.items():
+        name = getattr(function, "__name__", "")
+        base = re.sub("^(linalg|special|fft)_", "", name)
+        shared = [each for each in functions_named(base) if RULES.get(each) is entered]
+        if base == name or not any(each.__name__ == base for each in shared):
+            continue
+        ours, theirs = (
+            {key: n for form in _schemas(each) for key, n in form.items()} for each in (name, base)
+        )
+        both = [(ours[key], theirs[key]) for key in {*ours} & {*theirs}]
+        if any(... not in pair and pair[0] != pair[1] for pair in both):
+            differ.add(name)
+    assert differ == known
 
 
 def test_names_for_messages():

@@ -157,7 +157,9 @@ def diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)
     count = len(x._layout.shape)
-    both = [positive(argument(at, f"dim{at}", rest, kwargs, at - 1), count) for at in (1, 2)]
+    # Those that torch takes where none are given: the last ones, or the first.
+    first = -2 if func is torch.linalg.diagonal else 0
+    both = [positive(argument(at, f"dim{at}", rest, kwargs, first + at - 1), count) for at in (1, 2)]
     local, layout = whole_along(site_of(machine_of(x), func), x, both)
     y = func(local, *rest, **kwargs)
     longer = lay.reordered(layout, [*(d for d in range(count) if d not in both), None])

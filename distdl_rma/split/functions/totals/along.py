@@ -23,7 +23,7 @@ from distdl_rma.split.reducing import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused, tensors_in
 
 
 @rule("reduction", "cumsum")
@@ -58,7 +58,6 @@ _ALONG: dict[str, tuple[dict[str, Any], bool]] = {
     "cummin": ({"dim": None}, True),
     "argsort": ({"dim": -1, "descending": False, "stable": False}, True),
     "sort": ({"dim": -1, "descending": False, "stable": None}, True),
-    "msort": ({"dim": 0}, True),
     "topk": ({"k": None, "dim": -1, "largest": True, "sorted": True}, False),
     "kthvalue": ({"k": None, "dim": -1, "keepdim": False}, False),
     "mode": ({"dim": -1, "keepdim": False}, False),
@@ -110,6 +109,12 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return SplitTensor(y, lay.with_splits(target, changed))
 
     return mapped(split, result)
+
+
+@rule("movement", "msort")
+def sorted_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``sort`` along the first dimension."""
+    return composed(torch.sort, arguments(func, args, kwargs)["input"], 0)[0]
 
 
 def _check(func: Any, x: Any, given: dict[str, Any]) -> None:

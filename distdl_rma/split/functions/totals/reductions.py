@@ -12,8 +12,8 @@ from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.reducing import Along, arguments, positive
-from distdl_rma.split.tensor import SplitTensor, composed, refused, tensors_in
+from distdl_rma.split.reducing import Along, arguments, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused, tensors_in
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -124,10 +124,15 @@ def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not (along.local.is_floating_point() or along.local.is_complex()):
         return func(along.local)  # which is an error
     dtype, dims = along.local.dtype, along.dims
+    if correction >= along.count:
+        # Infinite, or not a number, and so are gradients, as torch has it.
+        along.local, along.layout = with_whole(along.site, x, dims)
+        y = func(along.local, given["dim"], correction=correction, keepdim=True)
+        return mapped(lambda each: along.result(each, keepdim), y)
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count
     away = values - to_blocks(along.site, mean, along.layout, along.cut, " of the mean")
-    degrees = max(along.count - correction, 0)
+    degrees = along.count - correction
     if func.__name__.startswith("std"):
         # The gradient of a norm at 0 is 0, as torch's of this is.
         along.local = away

@@ -52,7 +52,7 @@ class _Softmax(OperatorFunction):
 @rule("reduction", "softmax", "log_softmax", "softmin")
 def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over a split dimension with the largest elements and sums of all ranks, in one message."""
-    names = {"_stacklevel": 3} if getattr(F, func.__name__) is func else {}
+    names = {"_stacklevel": 3} if func in (F.softmax, F.log_softmax, F.softmin) else {}
     given = arguments(func, args, kwargs, dim=None, **names, dtype=None)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
     if not x.is_split or not x.numel():
@@ -62,7 +62,7 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along = Along.of(func, x, _chosen(x, dim))
     if not along.cut:
         return SplitTensor(func(*(along.local, along.dims[0]), dtype=dtype), along.layout)
-    log = func.__name__ == "log_softmax"
+    log = func.__name__.endswith("log_softmax")
     local = along.local if dtype is None else along.local.to(dtype)
     wide, along.local = local.to(sum_dtype(local.dtype)), local.detach()
     y: torch.Tensor = _Softmax.apply(wide, along, log)

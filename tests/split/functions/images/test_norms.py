@@ -155,6 +155,10 @@ def test_one_parameter_alone(P_world, name):
     x = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True)
     w = torch.rand(4, dtype=torch.float64, requires_grad=True)
     check(P_world, lambda x, w: F.instance_norm(x, **{name: w}), [x], [w])
+    # Torch has no gradient of a bias without a weight here.
+    w = w.detach() if name == "bias" else w
+    for groups in (1, 2, 4):
+        check(P_world, lambda x, w, n=groups: F.group_norm(x, n, **{name: w}), [x], [w])
 
 
 @pytest.mark.mpi

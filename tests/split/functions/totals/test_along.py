@@ -34,6 +34,7 @@ def test_other_running_results_and_sorting(P_world, dim):
         lambda x: x.sort(dim).values,
         lambda x: torch.sort(x, stable=True, dim=dim).indices,
         lambda x: x.argsort(dim),
+        torch.msort,
         lambda x: tuple(x.topk(2, dim)),
         lambda x: tuple(torch.kthvalue(x, 2, dim, True)),
         lambda x: x.median(dim).values,

@@ -60,6 +60,16 @@ def test_variances(P_world, function, dim, correction):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("correction", [2, 3, 24, 1000])
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_variances_without_a_degree_of_freedom(P_world, correction):
+    for function in (torch.var, torch.std, torch.var_mean, torch.std_mean):
+        for x in (numbers((2, 3, 4)), torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)):
+            for dim in (None, 0, (1, 2)):
+                check(P_world, lambda x, f=function, d=dim: f(x, d, correction=correction), [x])
+
+
+@pytest.mark.mpi
 def test_a_standard_deviation_of_equal_elements(P_world):
     check(P_world, lambda x: x.std((1, 2)), [torch.ones(2, 4, 3, dtype=torch.float64, requires_grad=True)])
 

@@ -17,7 +17,16 @@ def numbers(shape=SHAPE):
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("dim", range(-4, 4))
 @pytest.mark.parametrize(
-    "function", [F.softmax, F.log_softmax, F.softmin, torch.softmax, torch.Tensor.log_softmax]
+    "function",
+    [
+        F.softmax,
+        F.log_softmax,
+        F.softmin,
+        torch.softmax,
+        torch.Tensor.log_softmax,
+        torch.special.softmax,
+        torch.special.log_softmax,
+    ],
 )
 def test_over_any_dimension(P_world, function, dim):
     check(P_world, lambda x: function(x, dim), [numbers()])
