@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split.calls import site
+from distdl_rma.split.tensor import SplitTensor, into_graph, tensors_in
+
+# Hooks of all modules.
+_OF_ALL, _BEFORE_ALL = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
 
 class Enter:
@@ -26,7 +31,7 @@ class Enter:
         self.in_turn = type(module) is nn.Sequential
         self.alone = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
-    def __call__(self, module: nn.Module, _args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         """Begin the module; ``site.leave`` ends it."""
         known = site.THREAD.stack[-1][3] if self.in_turn or self.alone else None
         if known is None and self.in_turn:
@@ -34,11 +39,35 @@ class Enter:
         if known is not None and self._runs_more(module):
             known = None
         site.THREAD.stack.append((*self.place, known, self.alone))
-        if (module._backward_hooks or module._backward_pre_hooks) and torch.is_grad_enabled():
+        if (
+            module._backward_hooks or module._backward_pre_hooks or _OF_ALL or _BEFORE_ALL
+        ) and torch.is_grad_enabled():
+            self._prepare(module, args)
+
+    def _prepare(self, module: nn.Module, args: Any) -> None:
+        # torch gives what comes in and goes out to an autograd function, whose node has the hooks.
+        if False in (module._is_full_backward_hook, torch_module._global_is_full_backward_hook):
             raise UnsupportedError(
-                f"{self.place[0]}: backward hooks of modules come from a graph that split tensors do not"
-                " have; call register_hook on its input or output in a forward hook instead"
+                f"{self.place[0]}: register_backward_hook shows a node of the graph of blocks; call"
+                " register_full_backward_hook"
             )
+        for x in tensors_in(args):
+            if isinstance(x, SplitTensor):
+                into_graph(x)
+        handle: Any = None
+
+        def last(_module: nn.Module, given: Any, found: Any) -> None:
+            handle.remove()
+            for x in (*given, *(found if isinstance(found, tuple) else (found,))):
+                if isinstance(x, SplitTensor):
+                    into_graph(x)
+                elif isinstance(x, torch.Tensor) and x.requires_grad:
+                    raise UnsupportedError(
+                        f"{self.place[0]}: a backward hook of a module would see the part of this rank in the"
+                        " gradient of a plain tensor that goes in or out"
+                    )
+
+        handle = module.register_forward_hook(last, always_call=True)
 
     def _runs_more(self, module: nn.Module) -> bool:
         # Code of the user, in hooks or in the place of its forward.

@@ -76,9 +76,10 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     partition = common_partition(func, arguments)
     args, kwargs = _everywhere(func, args, kwargs)
     change = prepared_copies(partition)
+    args, kwargs = mapped(change, args), mapped(change, kwargs)
     # What a function changes in place it also returns.
     same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
-    result = func(*mapped(change, args), **mapped(change, kwargs))
+    result = func(*args, **kwargs)
 
     def split(y: torch.Tensor) -> SplitTensor:
         known = same.get(id(y))
@@ -102,7 +103,7 @@ def _everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return x
         target = lay.replicated(x.partition, x._layout.shape)
         what = f"all of operand {numbers[id(x)]}"
-        return SplitTensor(redistributed(site, x._local, x._layout, target, what), target)
+        return SplitTensor(redistributed(site, local_of(x), x._layout, target, what), target)
 
     return mapped(all_of, args), mapped(all_of, kwargs)
 

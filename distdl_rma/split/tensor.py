@@ -30,6 +30,7 @@ from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
 from distdl_rma.split.entry import told_layout
+from distdl_rma.split.function_nodes import enter_graph, runs
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain import gathered
 
@@ -45,6 +46,12 @@ _ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_
 _ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
+# What autograd itself does with the gradients that a function returns.
+_OF_GRADIENTS = {
+    "aten.add.Tensor": torch.add,
+    "aten._to_copy.default": torch.Tensor.to,
+    "aten.sum.dim_IntList": torch.sum,
+}
 # So many use the memory of a tensor that shares it with none, when they are counted.
 _ALONE = 2
 
@@ -174,7 +181,7 @@ class SplitTensor(torch.Tensor):
 
         A backward from what is computed of it is that of this rank's own loss.
         """
-        local = self._local
+        local = into_graph(self)._local
         show_block(local)
         if local.grad_fn is not None and not self._shown:
             self._shown = True
@@ -260,8 +267,14 @@ class SplitTensor(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """What comes here has gone past the table: torch asks for the shape of the whole, or is refused."""
+        name, inside = str(func), runs()
         if func.overloadpacket in _ASKED_BY_TORCH:
             return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
+        if name == "aten.detach.default" and (inside or torch._C._current_graph_task_id() < 0):
+            # What an autograd function saves of its results.
+            return SplitTensor(args[0]._local.detach(), args[0]._layout)
+        if name in _OF_GRADIENTS and inside:
+            return composed(_OF_GRADIENTS[name], *args, **kwargs)
         raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -321,17 +334,25 @@ def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
         TRAILS.pop()
 
 
+def into_graph(x: SplitTensor) -> SplitTensor:
+    """The same tensor, its block in the graph of blocks if it is what an autograd function returned."""
+    with _NO_SUBCLASS():
+        if x.grad_fn is not None:
+            name = x.grad_fn.name().removesuffix("Backward")
+            try:
+                enter_graph(x)
+            except TypeError as error:
+                raise UnsupportedError(
+                    _refusal(name, f"this autograd function, called on split tensors, {error}")
+                ) from None
+    return x
+
+
 def local_of(x: SplitTensor) -> torch.Tensor:
     """The block of an argument, once nothing speaks against its use."""
-    # The graph is that of the blocks: a tensor that autograd itself made of a split one has no other.
-    if x.grad_fn is not None:
-        raise UnsupportedError(
-            _refusal(
-                "torch.autograd.Function",
-                "it was called on a split tensor, whose gradient it would lose: so do checkpoint(), without"
-                " use_reentrant=False, and backward hooks of modules; hooks of tensors do not",
-            )
-        )
+    # Without a graph only its values are asked for, as in the function's own forward and backward.
+    if x.grad_fn is not None and torch.is_grad_enabled():
+        into_graph(x)
     if x._copy_of is not None and x._copy_of[0]._version != x._copy_of[1]:
         raise UnsupportedError(
             _refusal(

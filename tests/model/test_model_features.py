@@ -171,17 +171,6 @@ def test_hooks_on_modules_and_tensors(comm):
     both(act)
 
 
-def test_backward_hooks_of_modules_are_refused(comm):
-    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-        split = distribute(made(), {"H": -1})
-        getattr(split.body, register)(lambda *_: None)
-        with pytest.raises(UnsupportedError, match=r"body.*backward hooks.*register_hook"):
-            split(inputs())
-        with torch.no_grad():
-            split(inputs())
-        split.distributed.close()
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_evaluation_without_a_graph(comm, context):
     def act(model):

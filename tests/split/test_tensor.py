@@ -108,22 +108,6 @@ def test_a_plain_block_is_told_from_a_whole(P_x, whole):
 
 
 @pytest.mark.mpi
-def test_a_function_of_autograd_is_refused_instead_of_losing_gradients(P_x, whole):
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 2
-
-    x = shard(P_x, whole.requires_grad_())
-    with pytest.raises((UnsupportedError, RuntimeError)):
-        (Double.apply(x) + 1).backward(torch.ones(SHAPE))
-
-
-@pytest.mark.mpi
 @pytest.mark.parametrize("cut", [(2,), (None, None, None, 9)])
 def test_layouts_that_there_are_none_of(P_x, whole, cut):
     with pytest.raises(PartitionError, match="needs for each of 4 grid dimensions"):

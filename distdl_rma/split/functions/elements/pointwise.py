@@ -92,7 +92,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     in_place = _in_place(func) or kwargs.get("inplace") is True
     first: Any = args[0] if args else next(iter(kwargs.values()))
     if in_place and not isinstance(first, SplitTensor):
-        if not (torch.is_grad_enabled() and any(_block_of(x).requires_grad for x in operands)):
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return _changed_alike(func, args, kwargs)
         become_split(func, first, part_for(first.shape, common_layout(func, operands)))
     into = [first] if in_place else operands
@@ -114,10 +114,6 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if isinstance(first, SplitTensor) and y is first._local
         else SplitTensor(y, result)
     )
-
-
-def _block_of(x: torch.Tensor) -> torch.Tensor:
-    return x._local if isinstance(x, SplitTensor) else x
 
 
 def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

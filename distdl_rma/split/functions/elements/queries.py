@@ -18,7 +18,7 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
 from distdl_rma.split.plain import beside, contributes
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, into_graph, local_of, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor
 
@@ -38,8 +38,16 @@ def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-@rule("query", *(getattr(_T, name).__get__ for name in _OF_BLOCK), _T.is_contiguous, _T.stride)
+@rule("query", *(getattr(_T, name).__get__ for name in _OF_BLOCK))
 def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answered from the block."""
+    x = args[0]
+    # What an autograd function has just returned answers itself.
+    return func(x._local if x.grad_fn is None else x)
+
+
+@rule("query", _T.is_contiguous, _T.stride)
+def of_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answered from the block."""
     return func(args[0]._local, *args[1:], **kwargs)
 
@@ -59,13 +67,13 @@ def no_base(_func: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None
 )
 def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Done to the block, which is what autograd sees; on all ranks alike. Hooks are given split gradients."""
-    x = args[0]
+    x = into_graph(args[0])
     if func in (_T.register_hook, _T.register_post_accumulate_grad_hook):
         hook = args[1]
 
         def on_split(gradient: torch.Tensor) -> Any:
             changed = hook(SplitTensor(gradient, x._layout))
-            return changed._local if isinstance(changed, SplitTensor) else changed
+            return _cut_alike(changed, x)
 
         return func(local_of(x), on_split)
     result = func(local_of(x), *args[1:], **kwargs)
@@ -100,7 +108,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     LINEAGE.begins_backward([x])
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
     with from_split_tensor():
-        composed(func, local_of(x), given, *others[1:], **kwargs)
+        composed(func, local_of(into_graph(x)), given, *others[1:], **kwargs)
 
 
 @rule("gradient", torch.autograd.grad)
@@ -150,11 +158,11 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _roots(ends: Sequence[torch.Tensor], partition: Partition) -> list[torch.Tensor]:
     # What is plain, such as a term of parameters, all ranks compute alike: it counts once.
     everywhere = lay.replicated(partition, ())
-    return [local_of(x) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends]
+    return [local_of(into_graph(x)) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends]
 
 
 def _block_of(x: torch.Tensor) -> torch.Tensor:
-    return local_of(x) if isinstance(x, SplitTensor) else x
+    return local_of(into_graph(x)) if isinstance(x, SplitTensor) else x
 
 
 def _cut_alike(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

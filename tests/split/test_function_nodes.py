@@ -1,0 +1,214 @@
+"""Autograd functions that know nothing of split tensors, called on them."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from distdl_rma import UnsupportedError, shard
+from tests.split.against_whole import block, check
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
+Function = torch.autograd.Function
+
+
+class Round(Function):
+    """Straight through, with a backward that is not linear."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.5, 0.5)
+
+
+class Sigmoid(Function):
+    """Saves what it returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.sigmoid(x)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y * (1 - y) + 0 * x
+
+
+class Reversed(Function):
+    """Returns what it was given."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+
+
+class Scaled(Function):
+    """Several tensors and a parameter in, two results of other shapes out, in torch's newer form."""
+
+    @staticmethod
+    def forward(x, z, weight):
+        return x * z * weight, (x + z).sum(-1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, z, weight = ctx.saved_tensors
+        # Of both gradients together, which no two calls could make.
+        g = (g + h[..., None]).clamp(-0.5, 0.5)
+        return g * z * weight, g * x * weight, (g * x * z).sum(0)
+
+
+class Wide(Function):
+    """Its gradients are of another type, and of a shape that torch sums to that of the argument."""
+
+    @staticmethod
+    def forward(ctx, x, row):
+        return x.double() * row
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, gradient * 3
+
+
+@pytest.fixture
+def P_x(P_world):  # noqa: N802
+    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+
+
+@pytest.fixture
+def whole():
+    return torch.randn(2, 3, 7, 4, dtype=torch.float64)
+
+
+def numbers(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+SHAPES = [(2, 3, 7, 5), (2, 1, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_their_results_and_gradients_are_those_of_whole_tensors(P_world, shape):
+    x = numbers(*shape)
+    for function in (
+        Round.apply,
+        lambda x: Round.apply(x * 2) + x,
+        lambda x: Sigmoid.apply(x).square(),
+        lambda x: Reversed.apply(x, 0.3) * x,
+        lambda x: Round.apply(Sigmoid.apply(Reversed.apply(x, 2))).flatten(1),
+        lambda x: Round.apply(x).mul_(2) + x,
+        lambda x: Round.apply(x.mean(-1, keepdim=True)) * x,
+    ):
+        check(P_world, function, [x])
+
+
+def test_of_several_results_the_gradients_come_to_one_backward(P_world):
+    x, z, weight = numbers(4, 7), numbers(4, 7), numbers(7)
+    for function in (
+        lambda x, z, w: torch.cat([y.flatten() for y in Scaled.apply(x, z, w)]),
+        lambda x, z, w: Scaled.apply(x, z, w)[1],
+        lambda x, z, w: Scaled.apply(x, x * z, w)[0] * Scaled.apply(x, x, w)[0],
+    ):
+        check(P_world, function, [x, z], [weight])
+
+
+def test_gradients_of_other_types_and_shapes_become_those_of_the_arguments(P_world):
+    def function(x, row):
+        return Wide.apply(x, row) * 2
+
+    check(P_world, function, [numbers(4, 7, dtype=torch.float32), numbers(1, 7)], atol=1e-5)
+
+
+def test_a_result_is_first_used_anyhow(P_x, whole):
+    for use in (
+        lambda y: y.register_hook(lambda g: g * 2),
+        lambda y: y.retain_grad(),
+        lambda y: y.to_local(),
+        lambda y: y.square(),
+    ):
+        x = shard(P_x, whole).requires_grad_()
+        y = Round.apply(x)
+        assert y.requires_grad
+        assert not y.is_leaf
+        assert y.grad_fn.name() == "RoundBackward"
+        with torch.no_grad():
+            use(y)
+        y.sum().backward()
+        assert x.grad.full_tensor().eq(0.5).all()
+        assert y.is_leaf is False
+
+
+def test_a_hook_sees_all_of_the_gradient_of_a_result(P_world):
+    def function(x):
+        y = Sigmoid.apply(x)
+        y.register_hook(lambda g: g.clamp(-0.3, 0.3))
+        return Round.apply(y) + y * 2
+
+    check(P_world, function, [numbers(2, 3, 7, 5)])
+
+
+def test_a_gradient_is_asked_for_and_a_graph_is_gone_through_again(P_x, whole):
+    whole = whole.requires_grad_()
+    x = block(P_x, whole)
+    y, z = Sigmoid.apply(x), Sigmoid.apply(whole)
+    loss, expected = (y * y.detach()).sum(), (z * z.detach()).sum()
+    for _ in range(2):
+        found = torch.autograd.grad(loss, [x, y], retain_graph=True)
+        for one, other in zip(
+            found, torch.autograd.grad(expected, [whole, z], retain_graph=True), strict=True
+        ):
+            torch.testing.assert_close(one.full_tensor(), other)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_what_cannot_be_exact_is_refused(P_x, whole):
+    x = shard(P_x, whole).requires_grad_()
+    y = Sigmoid.apply(x)
+    z = Round.apply(y)
+    with pytest.raises(UnsupportedError, match=r"Sigmoid .*takes what the other returns; clone"):
+        z + y
+    y = Sigmoid.apply(x).clone()
+    assert (Round.apply(y) + y).requires_grad
+
+    number = torch.tensor(2.0, dtype=whole.dtype, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="takes a plain tensor that was computed with a gradient"):
+        Scaled.apply(x, x, number * 2)[0] + 1
+
+    y = x * 1
+    z = Round.apply(y)
+    y.mul_(2)
+    with pytest.raises(UnsupportedError, match="changed in place before its result was used"):
+        z + 1
+
+
+def test_nothing_outlives_its_graph(P_x, whole):
+    gc.collect()
+    gc.disable()
+    try:
+        for goes_back in (True, False):
+            x = shard(P_x, whole).requires_grad_()
+            y = Round.apply(Sigmoid.apply(x))
+            loss = y.sum()
+            seen = [weakref.ref(each._local) for each in (x, y)]
+            if goes_back:
+                loss.backward()
+            del x, y, loss
+            assert [each() for each in seen] == [None, None]
+    finally:
+        gc.enable()
