@@ -2,15 +2,18 @@
 
 ``mpiexec -n 4 python -m mpi4py -m tests.fuzz [family ...] --seconds 60 --first 1000``: every seed is one
 random configuration, the same on all ranks; the first that fails ends the search with its family and seed.
-Without ``--first`` every day begins with a seed of its own.
+A search of programs goes on behind one that fails on all ranks, and fails at its end. Without ``--first``
+every day begins with a seed of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -42,33 +45,52 @@ def main() -> None:
     # That of one rank counts: the others may see midnight first.
     first = MPI.COMM_WORLD.bcast(today * SEEDS_PER_DAY if options.first is None else options.first)
     warnings.simplefilter("ignore")
+    findings = 0
     for family in options.families or FAMILIES:
-        check: Check | None = getattr(import_module(f"tests.fuzz.{family}"), "check", None)
+        module = import_module(f"tests.fuzz.{family}")
+        check: Check | None = getattr(module, "check", None)
         if check is None:
             continue
-        count = search(family, check, first, options.seconds)
+        count, found = search(family, check, first, options.seconds, getattr(module, "COLLECTIVE", False))
+        findings += found
         if MPI.COMM_WORLD.rank == 0:
             size = MPI.COMM_WORLD.size
-            told = f"{family}: {count} configurations on {size} ranks, from seed {first}, no difference"
-            print(told, flush=True)
+            told = f"{found} findings" if found else "no difference"
+            print(f"{family}: {count} configurations on {size} ranks, from seed {first}, {told}", flush=True)
+            for function, times in getattr(module, "REFUSED", Counter()).most_common():
+                print(f"    refused {times} times: {function}", flush=True)
+    sys.exit(findings > 0)
 
 
-def search(family: str, check: Check, first: int, seconds: float) -> int:
-    """Number of seeds that passed within a time."""
+def search(
+    family: str, check: Check, first: int, seconds: float, collective: bool = False
+) -> tuple[int, int]:
+    """Number of seeds within a time, and of those that failed; ``collective``: on all ranks, if on one."""
     comm = MPI.COMM_WORLD
-    end, begin = time.monotonic() + seconds, first
-    while comm.bcast(time.monotonic() < end):
-        P_world = MPIPartition(comm)
-        for seed in range(begin, begin + PER_MACHINE):
-            try:
-                check(P_world, comm, seed)
-            except BaseException:
+    end, begin, findings = time.monotonic() + seconds, first, 0
+    P_world = MPIPartition(comm)
+    while comm.bcast(begin == first or time.monotonic() < end):
+        try:
+            check(P_world, comm, begin)
+        except BaseException as error:
+            ended = f"rank {comm.rank}: {family} failed with seed {begin} on {comm.size} ranks"
+            if not (collective and isinstance(error, AssertionError)):
                 traceback.print_exc()
-                print(f"rank {comm.rank}: {family} failed with seed {seed} on {comm.size} ranks", flush=True)
+                print(ended, flush=True)
                 comm.Abort(1)
-        begin += PER_MACHINE
-        P_world.deactivate()
-    return begin - first
+            if comm.rank == 0:
+                where = "".join(traceback.format_tb(error.__cause__ and error.__cause__.__traceback__)[-2:])
+                again = f"python -m tests.fuzz {family} --first {begin} --seconds 0"
+                print(f"{where}{error}\n{ended}; {again}\n", flush=True)
+            findings += 1
+            # Ranks that went different ways cannot go on together.
+            P_world = MPIPartition(comm.Dup())
+        begin += 1
+        if not (begin - first) % PER_MACHINE:
+            P_world.deactivate()
+            P_world = MPIPartition(comm)
+    P_world.deactivate()
+    return begin - first, findings
 
 
 if __name__ == "__main__":

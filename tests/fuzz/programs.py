@@ -1,4 +1,8 @@
-"""Random programs of torch's functions on split tensors, against the same programs on whole ones."""
+"""Random programs of torch's functions on split tensors, against the same programs on whole ones.
+
+A program is either a few lines that follow each other, or one function on a sample of torch's own. It runs
+in a type, under autocast or not, in a checkpoint or not; of tensors that are cut in any blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,42 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import Partition
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
+from tests.fuzz import samples
 from tests.fuzz.functions import call
 from tests.fuzz.scope import Scope
 
+# All ranks see what one of them sees: a search goes on behind a finding.
+COLLECTIVE = True
 # Numbers beyond this, and nan, say nothing of programs that differ by rounding.
 LARGEST = 1e4
 MOST_ELEMENTS = 4000
 GRIDS = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,), (3, 1)], 4: [(4,), (2, 2), (2, 1, 2)]}
 # Functions that were refused, by the names that their errors give them.
 REFUSED: Counter[str] = Counter()
+# So much rounding, in parts of the largest number of a result. Whole numbers are equal.
+ROUNDING = {
+    torch.float64: 1e-8,
+    torch.complex128: 1e-8,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.bfloat16: 4e-2,
+    torch.float16: 5e-3,
+}
 
 
 @dataclass
@@ -37,15 +55,23 @@ class Program:
     lines: list[str]
     split: dict[str, torch.Tensor]
     plain: dict[str, torch.Tensor]
-    # What some of its tensors are multiplied with to make its result, by name.
-    ends: dict[str, torch.Tensor]
+    # Names of what its result is made of.
+    ends: list[str]
     # What torch raises in the last line.
     error: Exception | None = None
+    constants: dict[str, Any] = field(default_factory=dict)
+    autocast: bool = False
+    checkpoint: bool = False
+    # Random numbers are other ones for each block: types and shapes are compared.
+    drawn: bool = False
 
     def __str__(self) -> str:
-        shapes = {name: tuple(x.shape) for name, x in (*self.split.items(), *self.plain.items())}
-        needs = [n for n, x in (*self.split.items(), *self.plain.items()) if x.requires_grad]
-        return "\n    ".join([f"shapes {shapes}, gradients of {', '.join(needs)}", *self.lines])
+        given = {**self.split, **self.plain}
+        shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in given.items()}
+        modes = ", autocast" * self.autocast + ", checkpoint" * self.checkpoint
+        needs = [name for name, x in given.items() if x.requires_grad]
+        first = f"shapes {shapes}, gradients of {', '.join(needs)}{modes}"
+        return "\n    ".join([first, *(f"{name} = {c!r}" for name, c in self.constants.items()), *self.lines])
 
     def compiled(self) -> Callable[..., dict[str, Any]]:
         """The program as a function, so that every call in it has a place."""
@@ -53,9 +79,35 @@ class Program:
         body = "".join(f"    {line}\n" for line in self.lines)
         found: dict[str, Any] = {}
         code = f"def program({arguments}):\n{body}    return locals()\n"
-        exec(compile(code, "program.py", "exec"), NAMES, found)
+        exec(compile(code, "program.py", "exec"), {**NAMES, **self.constants}, found)
         program: Callable[..., dict[str, Any]] = found["program"]
         return program
+
+    def run(
+        self, function: Callable[..., Any], given: Sequence[torch.Tensor], seed: int = 5
+    ) -> dict[str, Any]:
+        """All tensors of the program, and one number of them."""
+        torch.default_generator.manual_seed(seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            run: Any = partial(checkpoint, function, use_reentrant=False) if self.checkpoint else function
+            found = run(*given)
+        total = torch.zeros((), dtype=torch.float64)
+        for name in self.ends:
+            for at, y in enumerate(_tensors(found[name])):
+                if y.requires_grad and (y.is_floating_point() or y.is_complex()):
+                    wide = torch.complex128 if y.is_complex() else torch.float64
+                    weight = torch.randn(y.shape, dtype=wide, generator=torch.Generator().manual_seed(at))
+                    sum_of_it = (y.to(wide) * weight).sum()
+                    total = total + (sum_of_it.real if sum_of_it.is_complex() else sum_of_it)
+        return {**found, "total": total}
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, (list, tuple, dict)):
+        for each in found.values() if isinstance(found, dict) else found:
+            yield from _tensors(each)
 
 
 def wrote(x: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -78,17 +130,70 @@ NAMES = {
 }
 
 
-def random_program(seed: int) -> Program:
+def program_of(seed: int) -> Program:
     """Program of a seed, alike on all ranks."""
     rng = random.Random(seed)
+    if rng.random() < 0.4:
+        return random_program(seed)
+    while True:
+        try:
+            return sampled_program(rng, seed)
+        except samples.NoSample:
+            continue
+
+
+def sampled_program(rng: random.Random, seed: int) -> Program:
+    """One function on a sample of torch's."""
+    text, wrong = samples.drawn(rng, NAMES)
+    given = text.tensors
+    short = any(x.dtype in (torch.float32, torch.bfloat16) for x in given.values())
+    kept = {name for name, x in given.items() if rng.random() < (0.5 if x.dim() else 0.1)}
+    first = next((name for name, x in given.items() if x.dim()), None)
+    if not given:
+        raise samples.NoSample
+    if not kept or rng.random() < 0.7:
+        kept.add(first or next(iter(given)))
+    split = {name: x for name, x in given.items() if name in kept}
+    plain = {name: x for name, x in given.items() if name not in kept}
+    ends = ["v0", *(["y"] if text.lines[-1].startswith("v0 = y.") else [])]
+    found = Program(text.lines, split, plain, ends, None, text.constants)
+    found.autocast = short and rng.random() < 0.35
+    found.checkpoint = rng.random() < 0.15
+    function = found.compiled()
+    alone = replace(found, checkpoint=False)
+
+    def ran(seed: int) -> tuple[Any, Exception | None]:
+        return _outcome(lambda: alone.run(function, [x.detach().clone() for x in _inputs(found)], seed))
+
+    y, found.error = ran(5)
+    if found.error is not None:
+        if wrong or rng.random() < 0.2:
+            return found
+        raise samples.NoSample
+    if not isinstance(y["v0"], (torch.Tensor, list, tuple, bool, int, float, type(None))):
+        raise samples.NoSample
+    if any(x.numel() > MOST_ELEMENTS for x in _tensors(y["v0"])) or _differences(ran(5)[0], y, 0):
+        # Too much, or whatever is in the memory.
+        raise samples.NoSample
+    found.drawn = bool(_differences(ran(6)[0], y, 0))
+    return found
+
+
+def random_program(seed: int) -> Program:
+    """A few lines that follow each other."""
+    rng = random.Random(seed)
     torch.manual_seed(seed)
-    scope = Scope(rng)
+    kind = rng.random()
+    dtype = torch.float64 if kind < 0.7 else torch.float32
+    autocast = kind > 0.85
+    scope = Scope(rng, dtype)
     least = 0 if rng.random() < 0.1 else 1
     dims = rng.choice([1, 2, 3, 3, 4, 4, 4, 5])
     first = scope.input(*(rng.randint(least, 9 if dims < 4 else 5) for _ in range(dims)))
     scope.of_split.append(first)
     lines: list[str] = []
-    wanted, error = rng.randint(2, 8), None
+    # What is rounded much differs more with every line.
+    wanted, error = rng.randint(1, 2) if autocast else rng.randint(2, 8), None
     for _ in range(60):
         if len(lines) == wanted or error is not None:
             break
@@ -100,7 +205,8 @@ def random_program(seed: int) -> Program:
             continue
         name = f"v{len(lines)}"
         try:
-            y = eval(text, NAMES, dict(scope.tensors))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y = eval(text, NAMES, dict(scope.tensors))
         except Exception as caught:
             if rng.random() < 0.04 and lines:
                 error = caught
@@ -108,7 +214,7 @@ def random_program(seed: int) -> Program:
                 break
             y = None
         torch.set_rng_state(state)
-        if isinstance(y, torch.Tensor) and _tame(y):
+        if isinstance(y, torch.Tensor) and _tame(y, {dtype, torch.bfloat16} if autocast else {dtype}):
             lines.append(f"{name} = {text}")
             scope.tensors[name] = y
             if set(re.findall(r"\b[xv]\d+", text)) & set(scope.of_split + list(scope.split)):
@@ -116,12 +222,19 @@ def random_program(seed: int) -> Program:
         else:
             scope.tensors, scope.split, scope.plain = before
     last, others = scope.of_split[-1:], [n for n in scope.of_split if rng.random() < 0.15]
-    ends = {n: torch.randn(scope.tensors[n].shape, dtype=torch.float64) for n in dict.fromkeys(last + others)}
-    return Program(lines, scope.split, scope.plain, ends, error)
+    return Program(
+        lines,
+        scope.split,
+        scope.plain,
+        [*dict.fromkeys(last + others)],
+        error,
+        autocast=autocast,
+        checkpoint=rng.random() < 0.1,
+    )
 
 
-def _tame(y: torch.Tensor) -> bool:
-    if y.dtype != torch.float64 or y.numel() > MOST_ELEMENTS or y.dim() > 5:
+def _tame(y: torch.Tensor, dtypes: set[torch.dtype]) -> bool:
+    if y.dtype not in dtypes or y.numel() > MOST_ELEMENTS or y.dim() > 5:
         return False
     return bool(y.isfinite().all() and (y.abs() < LARGEST).all())
 
@@ -143,15 +256,6 @@ def random_layout(rng: random.Random, P: Partition, shape: tuple[int, ...]) -> D
     return lay.layout(P, splits, tuple(axes))
 
 
-def _run(program: Program, function: Callable[..., Any], given: list[torch.Tensor]) -> dict[str, Any]:
-    # All tensors of a program, and one number of them.
-    torch.manual_seed(5)
-    found = function(*given)
-    total = sum(((found[name] * weight).sum() for name, weight in program.ends.items()), torch.zeros(()))
-    found["total"] = total
-    return found
-
-
 def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         with warnings.catch_warnings():
@@ -163,7 +267,7 @@ def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 def check(P_world: Partition, comm: MPI.Intracomm, seed: int) -> None:
     """Raise if the program of a seed has other numbers, gradients or errors on split tensors; collective."""
-    program, rng = random_program(seed), random.Random(seed)
+    program, rng = program_of(seed), random.Random(seed)
     compare(P_world, comm, program, rng)
 
 
@@ -171,18 +275,19 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
     """Raise if a program differs from itself on whole tensors; of inputs that are cut at random."""
     P = P_world.create_cartesian_topology_partition(rng.choice(GRIDS[comm.size]))
     layouts = {name: random_layout(rng, P, tuple(x.shape)) for name, x in program.split.items()}
-    what = f"{program}\n    {[lay.described(each) for each in layouts.values()]} of {P.shape}"
-    function = program.compiled()
+    cuts = {name: (lay.described(each), each.splits) for name, each in layouts.items()}
+    what = f"{program}\n    {cuts} of {P.shape}"
+    function, alone = program.compiled(), replace(program, checkpoint=False)
     for time in range(rng.randint(1, 2)):
         wholes = [x.detach().clone().requires_grad_(x.requires_grad) for x in _inputs(program)]
-        expected, theirs = _outcome(lambda wholes=wholes: _run(program, function, wholes))
+        expected, theirs = _outcome(lambda wholes=wholes: alone.run(function, wholes))
         given: list[torch.Tensor] = []
         for name, x in (*program.split.items(), *program.plain.items()):
             layout = layouts.get(name)
             mine = x.detach() if layout is None else x.detach()[layout.slices()]
             mine = mine.clone().requires_grad_(x.requires_grad)
             given.append(mine if layout is None else SplitTensor(mine, layout))
-        found, mine_error = _outcome(lambda given=given: _run(program, function, given))
+        found, mine_error = _outcome(lambda given=given: program.run(function, given))
         if not _same_end(comm, mine_error, theirs, what):
             return
         if expected["total"].requires_grad:
@@ -191,24 +296,29 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
             # What torch refuses to differentiate, blocks may allow.
             if not _same_end(comm, mine_error, mine_error and theirs, what) or theirs is not None:
                 return
+        rounding = torch.inf if program.drawn else _rounding(program)
         for name, y in expected.items():
-            if isinstance(y, torch.Tensor):
-                one = found[name].full_tensor() if isinstance(found[name], SplitTensor) else found[name]
-                _agree(comm, one, y, f"{name}, time {time}, of {what}")
+            if name == "total" and program.drawn:
+                continue
+            _agree(comm, found[name], y, rounding, f"{name}, time {time}, of {what}")
         for name, one, other in zip(expected, given, wholes, strict=False):
             if not other.requires_grad:
                 continue
-            gradient = torch.zeros_like(other) if other.grad is None else other.grad
-            if isinstance(one, SplitTensor):
-                got = one.grad.full_tensor() if one.grad is not None else torch.zeros_like(other)
-            else:
-                # Nobody's parameter: summed where it is used.
-                got = torch.zeros_like(other) if one.grad is None else one.grad
-            _agree(comm, got, gradient, f"gradient of {name}, time {time}, of {what}")
+            # Of a plain tensor, nobody's parameter, gradients are summed where it is used.
+            got, wanted = (torch.zeros_like(x) if x.grad is None else x.grad for x in (one, other))
+            _agree(comm, got, wanted, rounding, f"gradient of {name}, time {time}, of {what}")
 
 
 def _inputs(program: Program) -> list[torch.Tensor]:
     return [*program.split.values(), *program.plain.values()]
+
+
+def _rounding(program: Program) -> float:
+    # That of its shortest type: what is computed in a longer one was rounded to it before.
+    dtypes = {x.dtype for x in _inputs(program)} | ({torch.bfloat16} if program.autocast else set())
+    written = set(re.findall(r"torch\.(bfloat16|float16|float32)", " ".join(program.lines)))
+    dtypes |= {getattr(torch, name) for name in written}
+    return max((ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
 def _same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | None, what: str) -> bool:
@@ -216,7 +326,7 @@ def _same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | N
     told = comm.allgather(None if mine is None else (type(mine).__name__, str(mine)))
     kinds = {None if each is None else each[0] for each in told}
     if kinds == {"UnsupportedError"}:
-        REFUSED[str(mine).split(" at ")[0].split(": ")[0]] += 1
+        REFUSED[str(mine).split(" at ")[0].split(": ")[0].split(" in module")[0]] += 1
         return False
     if len(kinds) > 1:
         raise AssertionError(f"ranks end otherwise: {told}: {what}") from mine
@@ -227,16 +337,39 @@ def _same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | N
     return mine is None and theirs is None
 
 
-def _agree(comm: MPI.Intracomm, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def _agree(comm: MPI.Intracomm, found: Any, expected: Any, rounding: float, what: str) -> None:
     # Raised on all ranks where one sees a difference.
-    problem = ""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        problem = f"{found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
-    elif found.numel():
-        most = expected.detach().abs().nan_to_num(0, 0, 0).max().item()
-        tolerance = 1e-8 * max(1.0, most)
-        if not torch.allclose(found.detach(), expected.detach(), rtol=0, atol=tolerance, equal_nan=True):
-            problem = f"differs by {(found - expected).detach().abs().max()}, largest {most}"
+    error = None
+    try:
+        found = [x.full_tensor() if isinstance(x, SplitTensor) else x for x in _tensors(found)] or found
+        problem = _differences(found, expected, rounding)
+    except Exception as caught:
+        error, problem = caught, repr(caught)
     problems = [each for each in comm.allgather(problem) if each]
     if problems:
-        raise AssertionError(f"{problems[0]} ({len(problems)} ranks): {what}")
+        raise AssertionError(f"{problems[0]} ({len(problems)} ranks): {what}") from error
+
+
+def _differences(found: Any, expected: Any, rounding: float) -> str:
+    ones, others = [*_tensors(found)], [*_tensors(expected)]
+    if len(ones) != len(others) or (not others and found != expected and found == found):
+        return f"{found}, not {expected}"
+    pairs = zip(ones, others, strict=True)
+    return next(filter(None, (_difference(*pair, rounding) for pair in pairs)), "")
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> str:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    if not found.numel() or rounding == torch.inf:
+        return ""
+    found, expected = found.detach(), expected.detach()
+    if not (found.is_floating_point() or found.is_complex()):
+        return "" if found.equal(expected) else f"{found.tolist()}, not {expected.tolist()}"
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    found, expected = found.to(wide), expected.to(wide)
+    most = expected.abs().nan_to_num(0, 0, 0).max().item()
+    atol = rounding * max(1.0, most)
+    if torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True):
+        return ""
+    return f"differs by {(found - expected).abs().max()}, largest {most}"

@@ -12,8 +12,8 @@ import torch
 class Scope:
     """Names of the tensors of a program so far, and plain ones that its calls ask for."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, rng: random.Random, dtype: torch.dtype = torch.float64) -> None:
+        self.rng, self.dtype = rng, dtype
         self.tensors: dict[str, torch.Tensor] = {}
         self.plain: dict[str, torch.Tensor] = {}
         self.split: dict[str, torch.Tensor] = {}
@@ -23,20 +23,20 @@ class Scope:
     def parameter(self, *shape: int) -> str:
         """A plain tensor, that mostly needs a gradient."""
         name = f"p{len(self.plain)}"
-        made = torch.randn(shape, dtype=torch.float64).mul_(0.7)
+        made = torch.randn(shape, dtype=torch.float64).mul_(0.7).to(self.dtype)
         self.tensors[name] = self.plain[name] = made.requires_grad_(self.rng.random() < 0.8)
         return name
 
     def input(self, *shape: int) -> str:
         """A tensor that is to be split."""
         name = f"x{len(self.split)}"
-        made = torch.randn(shape, dtype=torch.float64)
+        made = torch.randn(shape, dtype=torch.float64).to(self.dtype)
         self.tensors[name] = self.split[name] = made.requires_grad_(self.rng.random() < 0.8)
         return name
 
     def like(self, *shape: int) -> str:
         """A tensor of this shape: one that is there, a split or a plain one."""
-        there = [n for n, x in self.tensors.items() if tuple(x.shape) == shape and x.dtype == torch.float64]
+        there = [n for n, x in self.tensors.items() if tuple(x.shape) == shape and x.dtype == self.dtype]
         if there and self.rng.random() < 0.5:
             return self.rng.choice(there)
         return self.input(*shape) if self.rng.random() < 0.4 else self.parameter(*shape)

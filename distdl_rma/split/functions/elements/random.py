@@ -198,14 +198,13 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, in_place = local_of(x), in_place or func.__name__.endswith("_")
     if in_place:
         _in_place(func, x)
-    slope: Any = (lower + upper) / 2
     if training:
         source = generator_of_block(x._layout, generator)
         slope = torch.empty_like(local.detach()).uniform_(lower, upper, generator=source)
         slope = torch.where(local.detach() > 0, 1.0, slope)
+        y = local.mul_(slope) if in_place else local * slope
     else:
-        slope = torch.where(local.detach() > 0, 1.0, slope).to(local.dtype)
-    y = local.mul_(slope) if in_place else local * slope
+        y = F.leaky_relu(local, (lower + upper) / 2, in_place)
     return x if in_place else SplitTensor(y, x._layout)
 
 

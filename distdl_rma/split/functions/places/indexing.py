@@ -31,7 +31,7 @@ from distdl_rma.split.functions.places.shapes import (
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, local_of, refused, tensors_in
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -334,6 +334,8 @@ def _dims(x: torch.Tensor) -> int:
 @rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
 def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
+    if not any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+        return on_copies(func, args, kwargs)
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     name = func.__name__
     if name == "take_along_dim":

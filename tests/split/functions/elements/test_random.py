@@ -163,3 +163,8 @@ def test_gumbel_softmax(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     hard = F.gumbel_softmax(block(P_x, numbers()), hard=True, dim=1).full_tensor()
     torch.testing.assert_close(hard.max(1).values, torch.ones(4, 12, 10, dtype=torch.float64))
+
+
+@pytest.mark.mpi
+def test_rrelu_that_does_not_train_is_torchs(P_world):
+    check(P_world, lambda x: F.rrelu(x, 0.1, 0.2), [torch.randn(3, 4, dtype=torch.float64).requires_grad_()])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma import shard
 from distdl_rma.errors import UnsupportedError
 from tests.split.against_whole import block, check
 
@@ -104,3 +105,12 @@ def test_refused(P_world):
         x[:, 6]
     with pytest.raises(IndexError, match="too many"):
         x[0, 0, 0, 0]
+
+
+@pytest.mark.mpi
+def test_numbers_scatter_and_gather_as_torchs(P_world):
+    P_x = P_world.create_cartesian_topology_partition((P_world.size,))
+    x = shard(P_x, torch.arange(4.0, dtype=torch.float64)).sum()
+    index = torch.tensor(0)
+    assert x.gather(0, index).full_tensor() == 6
+    assert x.scatter_add(0, index, torch.tensor(1.0, dtype=torch.float64)).full_tensor() == 7
