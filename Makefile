@@ -35,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-hosts test-newer-torch clean
+.PHONY: help demo test test-all bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-tenth test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -74,13 +74,19 @@ test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 
 test-one-rank:
 	@$(MAKE) test-mpi TEST_RANKS=1
 
-# In an environment of its own, and only what depends on the MPI; all of it: make test MPI=openmpi.
+# In an environment of its own: what depends on the MPI, and a tenth of everything; all of it: make test MPI=openmpi.
 test-openmpi: TESTS = tests/segments tests/test_machine.py tests/sync tests/layers/moves/test_base.py \
     tests/layers/conv/test_conv.py tests/layers/linear/test_linear.py tests/layers/norm/test_norm.py \
     tests/process_group/test_group.py tests/process_group/test_groups_and_meshes.py
-test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, and of failing ranks
+test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and a tenth of all, every day another
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
 	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py
+	$(MAKE) MPI=openmpi test-tenth
+
+TENTH := $(if $(DAY),$(TODAYS) --tenth)
+test-tenth: $(STAMP)
+	$(BIN)/python -m pytest -m "not mpi" $(SPREAD) $(TENTH)
+	$(BIN)/python tests/run_mpi.py $(TENTH)
 
 # Not installed here: its builds are for GPUs, of gigabytes.
 test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH=its python, with this package and pytest)

@@ -16,7 +16,7 @@ import pytest
 
 from tests import matrix
 from tests.lockstep import Lockstep, Outcome
-from tests.run_mpi import MARKS_VARIABLE, end_all, marked_again
+from tests.run_mpi import MARKS_VARIABLE, day, end_all, marked_again
 
 if TYPE_CHECKING:
     import pytest_timeout
@@ -89,10 +89,11 @@ def P_world(comm: MPI.Intracomm) -> Partition:  # noqa: N802
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--day",
-        type=int,
-        metavar="NUMBER",
-        help="of the MPI tests those of a day, as make test runs them; without it all",
+        type=day,
+        metavar="DAY",
+        help="of the MPI tests those of a day, such as today, as make test runs them; without it all",
     )
+    parser.addoption("--tenth", action="store_true", help="of all tests a tenth, every --day another")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,18 +112,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # After those that are no MPI tests have been taken out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    day = config.getoption("--day")
-    if day is None or not config.getoption("--with-mpi"):
+    today, tenth, mpi = (config.getoption(name) for name in ("--day", "--tenth", "--with-mpi"))
+    if today is None or not (mpi or tenth):
         return
-    from mpi4py import MPI
+    size, total = 0, len(items)
+    if mpi:
+        from mpi4py import MPI
 
-    size, total = MPI.COMM_WORLD.size, len(items)
-    left_out = [item for item in items if not matrix.runs(item, size, day)]
-    items[:] = [item for item in items if matrix.runs(item, size, day)]
+        size = MPI.COMM_WORLD.size
+    chosen = matrix.in_tenth if tenth else matrix.runs
+    left_out = [item for item in items if not chosen(item, size, today)]
+    items[:] = [item for item in items if chosen(item, size, today)]
     config.hook.pytest_deselected(items=left_out)
-    config.stash[LEFT_OUT] = (
-        f"{len(items)} of {total} MPI tests run on {size} ranks on day {day}; make test-all runs all of them"
-    )
+    which = f"MPI tests run on {size} ranks" if mpi else "tests run"
+    config.stash[LEFT_OUT] = f"{len(items)} of {total} {which} on day {today}; DAY= runs all of them"
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:

@@ -7,6 +7,9 @@ cases, made by ``over_seeds``, runs on 1 to 4 ranks, on each of them with a thir
 another: every seed runs every day, on 2 ranks, or on 3, or on 1 and 4. So do tests that are marked
 ``in_turn(3, 4)``, with the numbers of ranks on which a third of them is enough for a day: dear cases of one
 law, each of which runs on the other numbers every day.
+
+With ``--tenth``, as in ``make test-openmpi``, every test runs once in ten days, also one without MPI, and an
+MPI test on one of its numbers of ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.run_mpi import RANKS_OF_A_TENTH
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,6 +73,13 @@ def runs(item: pytest.Item, size: int, day: int) -> bool:
         place = place_among_cases(item)
     todays = place is None or (place + size + day) % 3 == 0
     return todays and size in sizes(item)
+
+
+def in_tenth(item: pytest.Item, size: int, day: int) -> bool:
+    """Whether a test is among the tenth of a day; ``size`` is 0 where no MPI tests run."""
+    place, today = zlib.crc32(item.nodeid.encode()), day % len(RANKS_OF_A_TENTH)
+    days = [at for at, ranks in enumerate(RANKS_OF_A_TENTH) if not size or ranks in sizes(item)]
+    return days[place % len(days)] == today and size in (0, RANKS_OF_A_TENTH[today])
 
 
 def sizes(item: pytest.Item) -> Collection[int]:

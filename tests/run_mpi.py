@@ -40,6 +40,8 @@ SECONDS_TO_FOLLOW = 3
 # What a job or a test has started carries its mark in this variable, behind those of what started it.
 MARKS_VARIABLE = "TEST_JOB_MARKS"
 SECONDS_PER_DAY = 86400
+# Where every test runs once in ten days: on how many ranks each day.
+RANKS_OF_A_TENTH = (2, 3, 2, 3, 4, 2, 3, 2, 3, 1)
 # Frames that every traceback has, whatever the test does.
 MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", "/threading.py")
 
@@ -47,18 +49,25 @@ MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", 
 def main(arguments: Sequence[str]) -> int:
     """Run pytest once per number of ranks; return the exit status, 0 when all passed on all ranks."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--ranks N ...] [--day DAY] [--limit SECONDS] [--mpiexec COMMAND] [-- OPTION ...]",
+        usage="%(prog)s [--ranks N ...] [--day DAY [--tenth]] [--limit SECONDS] [--mpiexec COMMAND]"
+        " [-- OPTION ...]",
         description="Run the MPI tests under several numbers of ranks; what follows -- goes to pytest.",
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="a run for each number")
     parser.add_argument("--day", type=day, help="of the tests those of a day, such as today; without it all")
+    parser.add_argument("--tenth", action="store_true", help="a tenth of all tests, on the ranks of that day")
     parser.add_argument("--limit", type=float, default=3000, help="seconds that one run may take")
     parser.add_argument("--mpiexec", default=default_mpiexec(), help="the launcher, with its options")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, pytest_options = parser.parse_args(arguments[:end]), [*arguments[end + 1 :]]
     if options.day is not None:
         pytest_options += ["--day", str(options.day)]
+    if options.tenth:
+        if options.day is None:
+            parser.error("--tenth is of a --day")
+        options.ranks = [RANKS_OF_A_TENTH[options.day % 10]]
+        pytest_options += ["--tenth"]
 
     failures = []
     for ranks in options.ranks:

@@ -1,10 +1,11 @@
-"""Which tests a day has: all of them within three days, those of a case in turn."""
+"""Which tests a day has: all of them within three days, those of a case in turn; or within ten, by tenths."""
 
 import pytest
 
 from tests import matrix
 
 DAYS = range(20_000, 20_003)
+TEN_DAYS = range(20_003, 20_013)
 
 
 def days(item, size):
@@ -34,3 +35,13 @@ def test_seeds_run_every_day_on_some_number_of_ranks_and_within_three_on_all(req
 def test_others_run_on_2_and_3_ranks_every_day(request):
     assert [any(days(request.node, size)) for size in (1, 2, 3, 4)] == [False, True, True, False]
     assert all(days(request.node, 2) + days(request.node, 3))
+
+
+@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize(
+    "own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2], [4], [2, 3], [1, 2, 3, 4])]
+)
+def test_each_has_its_turn_on_one_of_ten_days_and_on_a_number_of_ranks_that_is_its_own(request, own, number):
+    turns = {size: sum(matrix.in_tenth(request.node, size, day) for day in TEN_DAYS) for size in range(5)}
+    assert turns[0] == sum(turns[size] for size in own) == 1
+    assert sum(turns.values()) == 2
