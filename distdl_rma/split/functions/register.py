@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError
+from distdl_rma.machine import Machine
+from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, Rule
-from distdl_rma.split.tensor import SplitTensor, composed, tensors_in
+from distdl_rma.split.operands import as_part, common_layout, common_partition, part_for
+from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused, tensors_in
 
 # Where a class keeps the forward that it had.
 _PLAIN = "_without_split_tensors"
 
 
-def register(what: Any, handler: Callable[..., Any]) -> None:
+def register(what: Any, handler: Callable[..., Any] | None = None, *, elementwise: bool = False) -> None:
     """Say how a function, or a kind of module, acts on split tensors; local, for all that follows.
 
     Parameters
     ----------
     what
         A function that torch hands to tensors of other classes, as ``torch.special.i0`` or one of your own
-        that uses ``torch.overrides``; or a class of modules.
+        that uses ``torch.overrides``; or a class of modules; or, of single elements, a subclass of
+        ``torch.autograd.Function``, which without this acts by the rules of the functions that it calls.
     handler
         Called with what the user passed, as ``handler(function, *args, **kwargs)`` or ``handler(module,
         *args, **kwargs)``, when a split tensor is among it; what it returns the user gets. ``to_local()``,
         ``decomposition``, ``redistribute()`` and ``SplitTensor.from_local`` are what it is made of.
+    elementwise
+        In place of a handler: each element of what it returns, one tensor or several, is computed of the
+        elements at the same place of the tensors that it takes, which are broadcast. So every rank calls it,
+        forward and backward, with blocks.
     """
-    if isinstance(what, type) and issubclass(what, nn.Module):
+    if elementwise is not (handler is None):
+        raise ArgumentError(f"register: takes a handler, or elementwise=True without one, for {what!r}")
+    if handler is None:
+        _register_elementwise(what)
+    elif isinstance(what, type) and issubclass(what, nn.Module):
         _register_module(what, handler)
     elif callable(what):
         RULES[what] = Rule("registered", lambda func, args, kwargs: _called(handler, func, args, kwargs))
@@ -40,6 +53,57 @@ def register(what: Any, handler: Callable[..., Any]) -> None:
 def _called(handler: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
     # In here functions of split tensors go by their rules, as everywhere in a program.
     return composed(handler, func, *args, **kwargs)
+
+
+def _register_elementwise(what: Any) -> None:
+    if not isinstance(what, type) and callable(what):
+        RULES[what] = Rule("pointwise", partial(_by_elements, what))
+        return
+    if not isinstance(what, type) or not issubclass(what, torch.autograd.Function):
+        raise ArgumentError(
+            f"register: takes a function or an autograd function as elementwise, got {what!r}"
+        )
+    applied: Any = what.apply
+    plain = getattr(applied, _PLAIN, applied.__func__)
+
+    @wraps(plain)
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]
+        if kind is what and split:
+            return torch.overrides.handle_torch_function(what, split, *args, **kwargs)
+        return plain(kind, *args, **kwargs)
+
+    setattr(apply, _PLAIN, plain)
+    what.apply = classmethod(apply)  # type: ignore[assignment]
+    RULES[what] = Rule("pointwise", partial(_by_elements, partial(plain, what)))
+
+
+def _by_elements(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    operands = tensors_in(args, kwargs)
+    result = common_layout(func, operands)
+    partition = common_partition(func, operands)
+    site, blocks = site_of(Machine.of(partition), func), dict[int, Any]()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in blocks:
+            blocks[id(x)] = x, as_part(site, x, part_for(x.shape, result), result, len(blocks))
+        found: torch.Tensor = blocks[id(x)][1]
+        return found
+
+    found = compute(*mapped(block, args), **mapped(block, kwargs))
+    wanted = result.box(partition.me).shape
+
+    def split(y: torch.Tensor) -> torch.Tensor:
+        if tuple(y.shape) != wanted:
+            raise refused(func, f"it is registered as elementwise, and returns {tuple(y.shape)} for {wanted}")
+        changed = next((x for x, each in blocks.values() if each is y), None)
+        if changed is None:
+            return SplitTensor(y, result)
+        if not isinstance(changed, SplitTensor) or changed._local is not y:
+            raise refused(func, "it changes a tensor in place that had to move")
+        return changed
+
+    return mapped(split, found)
 
 
 def _register_module(kind: type[nn.Module], handler: Callable[..., Any]) -> None:
