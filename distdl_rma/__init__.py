@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from distdl_rma.layers.core.static_shapes import static_shapes as static_shapes
     from distdl_rma.machine import Machine as Machine
     from distdl_rma.machine import MPIPartition as MPIPartition
+    from distdl_rma.machine import print0 as print0
     from distdl_rma.model.compare import compare as compare
     from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.model.report import report as report
@@ -59,6 +60,7 @@ _HOMES = {
     "SplitTensor": "split",
     "compare": "model.compare",
     "distribute": "model.distribute",
+    "print0": "machine",
     "register": "split.functions.register",
     "report": "model.report",
     "whole_parameters": "state",

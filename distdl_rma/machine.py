@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
 from mpi4py import MPI
 
@@ -23,6 +23,32 @@ from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.uncopyable import SharedByCopies
 from distdl_rma.trace import Recording
+
+# Where launchers say how many processes they started: of MPICH, of Open MPI, of Slurm.
+_LAUNCHERS = "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"
+
+
+def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
+    """Print on the first rank of COMM_WORLD, at once, and nothing elsewhere; local, also before any machine.
+
+    All ranks compute what is passed. What else one rank does alone, as writing a file, asks for
+    ``MPI.COMM_WORLD.rank == 0``.
+    """
+    if MPI.COMM_WORLD.rank == 0:
+        print(*values, sep=sep, end=end, file=file, flush=True)
+
+
+def alone() -> str:
+    """How a job came to have one rank, if no launcher of its MPI says that it is to have one; local."""
+    told = [int(text) for text in map(os.environ.get, _LAUNCHERS) if text is not None and text.isdecimal()]
+    if MPI.COMM_WORLD.size > 1 or 1 in told:
+        return ""
+    if told:
+        return (
+            f"this process is the only rank, though a launcher started {max(told)}: launcher and mpi4py are"
+            " of different MPIs; use the mpiexec of this Python's environment"
+        )
+    return "1 rank, nothing is split; several are started by mpiexec -n RANKS python -m mpi4py script.py"
 
 
 class Machine(SharedByCopies):

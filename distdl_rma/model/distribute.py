@@ -12,16 +12,26 @@ from itertools import count
 from typing import Any, Self, TypeVar
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, ProtocolError, UnsupportedError
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    DistdlError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.model.alike import Alike
 from distdl_rma.model.calls import Calls, Drawn, modes
 from distdl_rma.model.entering import Enter
+from distdl_rma.model.start import warn_of_start
 from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
@@ -35,7 +45,7 @@ from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 from distdl_rma.sync.claims import Owner
 from distdl_rma.sync.gradients import GradientSync
-from distdl_rma.sync.registry import ModuleWatch
+from distdl_rma.sync.registry import ModuleWatch, elsewhere
 
 M = TypeVar("M", bound=nn.Module)
 _KEY = "distributed"
@@ -248,6 +258,8 @@ class Distributed:
             _ = self.sync
         self._alike.compare_new_inputs(calls, alike)
         if not whole:
+            if not split:
+                self._check_missed(given, args, kwargs)
             return None
         return self.cut((args, kwargs), in_graph=True)
 
@@ -269,6 +281,19 @@ class Distributed:
             calls.abandon()
         else:
             calls.failed(error, trail)
+
+    def _check_missed(self, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> None:
+        # Nothing is cut: what was meant to be?
+        if any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values())):
+            raise ArgumentError(f"{self._name}: takes tensors, got a numpy array; pass torch.from_numpy(x)")
+        dims = self.grid.dim if isinstance(self.grid, Partition) else 0
+        for x in given:
+            if x.dim() == dims - 1 and x.is_floating_point():
+                raise ShapeError(
+                    f"{self._name}: an input of shape {tuple(x.shape)} has {dims - 1} dimensions, the grid"
+                    f" cuts tensors of {dims}; is the batch dimension missing? x.unsqueeze(0) is a batch of"
+                    " one"
+                )
 
     def _notice_changes(self) -> None:
         # A module that was replaced, a parameter that was unfrozen, another type: what is new takes part.
@@ -365,7 +390,7 @@ def distribute(
         Any module; layers of this library may be in it.
     grid
         A partition of all ranks of its machine; or for the ranks of COMM_WORLD the numbers of blocks, as
-        ``"2x2"`` for the last dimensions of an input or ``{"H": 2, "W": 2}``.
+        ``"2x2"`` or ``(2, 2)`` for the last dimensions of an input or ``{"H": 2, "W": 2}``.
     reduction, replicas, bucket_nbytes
         Of :class:`GradientSync`. Or ``reduction="none"``: there is none, and every ``.grad`` is what this
         rank contributes to it. ``DistributedDataParallel`` or ``fully_shard`` over all ranks add these
@@ -399,6 +424,7 @@ def distribute(
     except BaseException:
         handle.close()
         raise
+    warn_of_start(machine)
     return model
 
 
@@ -432,6 +458,8 @@ def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, fallback
                 f"distribute: {f'the part {path!r} of the model' if path else 'this model'} is distributed"
                 f" already; model{f'.{path}' if path else ''}.distributed.close() first"
             )
+    if found := elsewhere(model):
+        raise ConfigurationError(f"distribute: {found}")
     if not isinstance(grid, Partition):
         # With the most dimensions there are: whether it fits the ranks is known now.
         grid_for(grid, machine, _IMAGES[-1])

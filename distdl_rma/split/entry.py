@@ -92,30 +92,22 @@ def _said(kind: tuple[int, ...]) -> str:
 
 
 def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
-    """Partition that a user means by ``"2x2"``, ``{"H": 2, "W": 2}`` or a partition, for so many dimensions.
+    """What a user means by ``"2x2"``, ``(2, 2)``, ``{"H": 2}`` or a partition, in so many dimensions.
 
-    A text cuts the last dimensions; a dict of letters ``D``, ``H`` and ``W``, also ``N`` and ``C``: one of
-    its numbers may be -1, for all ranks that the others leave.
+    A text or a tuple cuts the last dimensions; a dict those of its letters ``D``, ``H`` and ``W``, also ``N``
+    and ``C``. One of the numbers of a tuple or dict may be -1, for all ranks that the others leave.
     """
     if isinstance(grid, Partition):
         if grid.dim != dims:
             raise PartitionError(f"grid {grid.shape} has {grid.dim} dimensions, the tensor has {dims}")
         return grid
     ranks, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
-    letters = "NC" + "DHW"[5 - dims :] if 3 <= dims <= 5 else ""
-    shape: tuple[int, ...] | None = None
-    if isinstance(grid, str):
-        parts = grid.lower().split("x")
-        if all(part.strip().isdecimal() for part in parts) and len(parts) <= dims:
-            shape = (1,) * (dims - len(parts)) + tuple(int(part) for part in parts)
-    elif isinstance(grid, Mapping):
-        unknown = [key for key in grid if key not in letters]
-        if unknown:
-            raise ArgumentError(f"a grid names the dimensions {', '.join(letters)}, got {unknown[0]!r}")
-        if all(isinstance(number, Integral) for number in grid.values()):
-            shape = _filled_up(tuple(int(grid.get(letter, 1)) for letter in letters), len(ranks))
+    shape = _blocks(grid, dims, len(ranks))
     if shape is None:
-        raise ArgumentError(f"a grid is given as '2x2', {{'H': 2, 'W': 2}} or a Partition, got {grid!r}")
+        raise ArgumentError(
+            f"a grid is given as '2x2', (2, 2), {{'H': 2, 'W': 2}} or a Partition, of at most {dims}"
+            f" dimensions, got {grid!r}"
+        )
     if min(shape) < 1 or prod(shape) != len(ranks):
         # In the user's words: the shape has dimensions that nobody spoke of.
         raise PartitionError(
@@ -139,6 +131,28 @@ def alike_on_all_ranks(
                 " tensor is the whole one, alike on all ranks; a block becomes a split tensor by"
                 " SplitTensor.from_local"
             )
+
+
+def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
+    # The number of blocks in each dimension; None where a grid says no such thing.
+    letters = "NC" + "DHW"[5 - dims :] if 3 <= dims <= 5 else ""
+    numbers: tuple[int, ...] = ()
+    if isinstance(grid, str):
+        parts = grid.lower().split("x")
+        numbers = tuple(int(part) for part in parts if part.strip().isdecimal())
+        return (1,) * (dims - len(parts)) + numbers if len(numbers) == len(parts) <= dims else None
+    if isinstance(grid, Mapping):
+        unknown = [key for key in grid if key not in letters]
+        if unknown:
+            raise ArgumentError(
+                f"a grid names the dimensions {', '.join(letters)} of a tensor of {dims}, got {unknown[0]!r};"
+                " or is the batch dimension of the tensor missing? x.unsqueeze(0) is a batch of one"
+            )
+        grid = [grid.get(letter, 1) for letter in letters]
+    if not isinstance(grid, Sequence) or not all(isinstance(number, Integral) for number in grid):
+        return None
+    numbers = (1,) * (dims - len(grid)) + tuple(map(int, grid))
+    return _filled_up(numbers, ranks) if len(grid) <= dims else None
 
 
 def _filled_up(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

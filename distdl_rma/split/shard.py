@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from distdl_rma.split.entry import grid_for
 from distdl_rma.split.tensor import SplitTensor
 
 # What a user gives for a partition.
-Grid = Partition | str | Mapping[str, int]
+Grid = Partition | str | Mapping[str, int] | Sequence[int]
 
 
 def shard(grid: Grid, x: Any) -> SplitTensor:
@@ -24,7 +24,7 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     ----------
     grid
         A partition with as many dimensions as the tensor; or for the ranks of the machine of COMM_WORLD the
-        numbers of blocks, as ``"2x2"`` for the last dimensions or ``{"H": 2, "W": 2}``.
+        numbers of blocks, as ``"2x2"`` or ``(2, 2)`` for the last dimensions or ``{"H": 2, "W": 2}``.
     x
         The tensor, alike on all ranks, or what is sliced as one: a numpy array, a memory-mapped file, a
         dataset of HDF5. Of these only the block is read.

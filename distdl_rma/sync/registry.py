@@ -199,7 +199,7 @@ class Registry:
                 answer(module, f"register({prefix or type(module).__name__})", callbacks)
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
-            refusal = refusal or unfit(module, self._machine)
+            refusal = refusal or elsewhere(module) or unfit(module, self._machine)
         known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
         # Of a module that is added again what is no longer in it.
@@ -296,6 +296,15 @@ class ModuleWatch:
                 if child is not None and child not in self._paths:
                     return f"module {under(path, key)!r} was added"
         return ""
+
+
+def elsewhere(module: nn.Module) -> str:
+    """Which parameter or buffer is not in the memory of the host, and what to do; empty if all are."""
+    for name, x in chain(module.named_parameters(), module.named_buffers()):
+        if not isinstance(x, UninitializedParameter) and x.device.type != "cpu":
+            how = "to_empty(device='cpu'), then fill it" if x.is_meta else "call model.cpu()"
+            return f"{name!r} is on the device {x.device}, wanted the memory of the host: {how}"
+    return ""
 
 
 def unfit(module: nn.Module, machine: Machine) -> str:

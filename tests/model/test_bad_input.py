@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import (
     ArgumentError,
+    ConfigurationError,
     Machine,
     PartitionError,
     ShapeError,
@@ -210,3 +211,17 @@ def test_inputs_beside_that_have_no_memory_of_their_elements(comm):
         for _ in range(2):
             assert model(torch.ones(1, 1, 8, 8), beside).shape == (1, 1, 8, 8)
     model.distributed.close()
+
+
+def test_a_batch_dimension_that_is_missing_a_numpy_array_and_no_memory_are_named(P_x, comm):
+    x = torch.ones(3, 12, 5)
+    for grid in (P_x, {"H": -1}):
+        model = distribute(nn.Conv2d(3, 2, 3), grid)
+        with pytest.raises((ShapeError, ArgumentError), match=r"batch dimension .*missing\? x\.uns"):
+            model(x)
+        with pytest.raises(ArgumentError, match=r"torch\.from_numpy"):
+            model(x.unsqueeze(0).numpy())
+        assert model(x.unsqueeze(0)).shape == (1, 2, 10, 3)
+    for reduction in ("sum", "none"):
+        with pytest.raises(ConfigurationError, match=r"'weight' is on the device meta.*to_empty"):
+            distribute(nn.Conv2d(3, 2, 3, device="meta"), P_x, reduction=reduction)

@@ -12,13 +12,18 @@ from distdl_rma.split.entry import alike_on_all_ranks, grid_for
 def test_grids_in_words(P_world):
     machine, size = Machine.of(P_world), P_world.size
     assert grid_for(f"{size}x1", machine, 4).shape == (1, 1, size, 1)
+    assert grid_for((1, 1, size, 1), machine, 4).shape == (1, 1, size, 1)
+    assert grid_for([-1, 1], machine, 5).shape == (1, 1, 1, size, 1)
     assert grid_for({"W": -1}, machine, 4).shape == (1, 1, 1, size)
     assert grid_for({"D": -1, "N": 1}, machine, 5).shape == (1, 1, size, 1, 1)
     assert grid_for(P_world, machine, 1) is P_world
 
 
+NO_GRIDS = ["2y2", {"Z": 2}, 3, (1.0, 2), (1, 1, 1, 1, 1), {"H": 2.0}, {"H": "a"}, {"H": None}]
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("grid", ["2y2", {"Z": 2}, 3, {"H": 2.0}, {"H": "a"}, {"H": None}])
+@pytest.mark.parametrize("grid", NO_GRIDS)
 def test_what_is_no_grid(P_world, grid):
     with pytest.raises(ArgumentError, match="a grid"):
         grid_for(grid, Machine.of(P_world), 4)

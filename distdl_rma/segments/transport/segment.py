@@ -80,7 +80,7 @@ class Segment:
         self.fence: Callable[[], object] = _NO_FENCE if ordered else self._shared.Sync
         # The same for those who would rather not call what does nothing: None.
         self.store_fence = None if ordered else self.fence
-        self.crowded = node.size > len(set().union(*node.allgather(os.sched_getaffinity(0))))
+        self.cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
         self.words = self.memory.data.cast("q")
         # Ranks by node, in the order of M; every rank is told the first rank of every node.
         firsts = dict(zip(ranks, comm.allgather(self.node_ranks[0]), strict=True))
@@ -120,6 +120,11 @@ class Segment:
         }
         reached = {rank: memory for rank, memory in found.items() if memory is not None}
         return reached if min(node.allgather(len(reached))) == node.size - 1 else {}
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the ranks of this node outnumber its cores."""
+        return len(self.node_ranks) > self.cores
 
     def link(self, rank: int) -> Link:
         """Way to the segment of a rank id."""

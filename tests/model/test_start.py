@@ -1,0 +1,52 @@
+"""What a user is told of how the job was started; every case runs in processes of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_failures import LIGHT, run
+
+MODEL = """
+from distdl_rma import distribute, print0
+import torch
+print0("before any machine")
+for _ in range(2):
+    distribute(torch.nn.Conv2d(1, 1, 3), {"H": -1})(torch.ones(1, 1, 9, 9))
+"""
+LAUNCHERS = "PMI", "OMPI_COMM", "SLURM_STEP"
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({}, "1 rank, nothing is split; several are started by mpiexec -n"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "a launcher started 4: launcher and mpi4py are of different MPIs"),
+    ],
+)
+def test_a_job_of_one_rank_says_so_where_no_launcher_of_its_mpi_wants_one(told, message):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+    env = clean | {"DISTDL_RMA_SEGMENT_SIZE": "32MiB"} | told
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT + MODEL],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stderr.count("RuntimeWarning: distribute:") == done.stderr.count(message) == 1
+
+
+def test_more_threads_than_cores_are_one_warning_with_the_number_to_set():
+    threads = len(os.sched_getaffinity(0)) + 1
+    code, out, err = run(2, MODEL, preamble=LIGHT, OMP_NUM_THREADS=str(threads))
+    assert code == 0 and out.splitlines() == ["before any machine"], err
+    assert err.count("RuntimeWarning: distribute: 2 ranks of") == err.count("OMP_NUM_THREADS=") == 1
+
+
+def test_one_thread_per_rank_and_a_launched_rank_alone_say_nothing():
+    for ranks in (1, 2):
+        code, _, err = run(ranks, MODEL, preamble=LIGHT, OMP_NUM_THREADS="1")
+        assert code == 0 and "Warning" not in err
