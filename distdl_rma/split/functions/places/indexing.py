@@ -29,7 +29,7 @@ from distdl_rma.split.functions.places.shapes import (
     whole_along,
 )
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
+from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import positive
 from distdl_rma.split.tensor import SplitTensor, local_of, refused, tensors_in
 
@@ -317,9 +317,9 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         y = local.index_select(dim, index)
         return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
     other = argument(2, "source" if func.__name__ != "index_fill" else "value", rest, kwargs, None)
-    if isinstance(other, torch.Tensor) and other.dim():
+    if isinstance(other, torch.Tensor):
         shape = tuple(frozen(other))
-        wanted = uncut(layout, {dim: shape[dim]})
+        wanted = uncut(layout, {dim: shape[dim]}) if shape else part_for((), layout)
         if shape != wanted.shape:
             raise ShapeError(f"{site.name}: the source has the global shape {shape}, wanted {wanted.shape}")
         other = as_part(site, other, wanted, layout, 1)

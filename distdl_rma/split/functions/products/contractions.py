@@ -209,7 +209,14 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """The product by its own rule, added by that of sums."""
     product, one, two = _ADDED.get(func.__name__, (torch.bmm, "batch1", "batch2"))
     x, a, b = (argument(at, name, args, kwargs, None) for at, name in enumerate(("input", one, two)))
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    # Torch says what it refuses, of few elements.
+    few = [torch.zeros([min(n, 2) for n in frozen(each)], dtype=each.dtype) for each in (x, a, b)]
+    factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
+    result = func(*few, **factors)
+    if not (result.is_floating_point() or result.is_complex()):
+        # It rounds them to the type of whole numbers.
+        factors = {key: int(n) if isinstance(n, float) else n for key, n in factors.items()}
+    beta, alpha = factors.get("beta", 1), factors.get("alpha", 1)
     y = composed(product, a, b)
     if func.__name__ == "addbmm":
         y = composed(torch.sum, y, 0)

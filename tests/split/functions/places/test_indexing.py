@@ -114,3 +114,11 @@ def test_numbers_scatter_and_gather_as_torchs(P_world):
     index = torch.tensor(0)
     assert x.gather(0, index).full_tensor() == 6
     assert x.scatter_add(0, index, torch.tensor(1.0, dtype=torch.float64)).full_tensor() == 7
+
+
+@pytest.mark.mpi
+def test_a_value_that_fills_has_the_gradient_of_all_ranks(P_world):
+    x = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
+    value, index = torch.tensor(2.0, dtype=torch.float64).requires_grad_(), torch.tensor([0, 2])
+    for dim in (0, 1):
+        check(P_world, lambda x, value, dim=dim: x.index_fill(dim, index, value), [x], [value])

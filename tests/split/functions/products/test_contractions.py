@@ -117,3 +117,14 @@ def test_bad_input(P_world):
 @pytest.mark.mpi
 def test_bilinear_of_fewer_rows_than_ranks(P_world):
     check(P_world, lambda x, w: F.bilinear(x, x, w), [numbers(2, 1)], [numbers(3, 1, 1)])
+
+
+@pytest.mark.mpi
+def test_sums_of_products_have_torchs_types(P_world):
+    a = torch.arange(6).view(2, 3)
+    check(P_world, lambda x: torch.addmm(a[0], x, a.mT @ a, beta=1.7, alpha=2.5), [a], gradients=False)
+    check(
+        P_world, lambda x: torch.addmm(x[:, 0], x, x.mT, beta=0.5), [a.to(torch.complex128)], gradients=False
+    )
+    with pytest.raises(RuntimeError, match="integral"):
+        check(P_world, lambda x: torch.addr(a[0, 0], x[0], x[1], alpha=0.5), [a], gradients=False)
