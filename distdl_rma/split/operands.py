@@ -16,10 +16,10 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import WITHOUT_RULE, name_of, rule
+from distdl_rma.split.calls.table import WITHOUT_RULE, name_of, rule, twin_of
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
-from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -64,7 +64,15 @@ def cut_site(func: Any, x: Any) -> Site | None:
 
 @rule("copies", WITHOUT_RULE)
 def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that has no rule: refused, unless every rank has all of all tensors."""
+    """A function that has no rule: refused, unless every rank has all of all tensors.
+
+    An operator of ATen goes by the rule of the function that it is.
+    """
+    twin = twin_of(func)
+    if twin is not None:
+        # Which calls its first argument so.
+        first = () if args else (kwargs.pop("self"),)
+        return composed(twin, *first, *args, **kwargs)
     if any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
         raise refused(func, "it has no rule for split tensors")
     return on_copies(func, args, kwargs)

@@ -15,6 +15,7 @@ from distdl_rma.split.operands import (
     part_for,
     prepared_copies,
 )
+from tests.split.against_whole import check
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 SHAPE = (2, 3, 5, 4)
@@ -80,3 +81,23 @@ def test_gradients_are_needed_where_a_graph_is_recorded(rows):
     assert needs_of(rows.requires_grad_()) == (True, False, ())
     with torch.no_grad():
         assert not needs_of(rows, weight).any
+
+
+@pytest.mark.mpi
+def test_operators_of_aten_go_by_the_rules_of_the_functions_that_they_are(P_world):
+    aten = torch.ops.aten
+    for function in (
+        lambda x, y: aten.add.Tensor(x, y, alpha=2),
+        lambda x, y: aten.mul(self=x, other=y),
+        lambda x, y: aten.where.self(y > 0, x, y),
+        lambda x, y: aten.sum.dim_IntList(x, [1], True),
+        lambda x, y: aten.add_.Tensor(x.clone(), y),
+        lambda x, y: aten.linalg_vector_norm(x, 2, [0]),
+        lambda x, y: aten.view.default(x, [20]),
+        lambda x, y: aten.embedding.default(x, torch.tensor([2, 0])),
+    ):
+        check(P_world, function, [torch.randn(4, 5).double().requires_grad_() for _ in range(2)])
+    x = shard(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.ones(4, 5))
+    if P_world.size > 1:
+        with pytest.raises(UnsupportedError, match="aten"):
+            aten._softmax(x, 0, False)

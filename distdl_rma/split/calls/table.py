@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ WITHOUT_RULE = None
 # What is called instead of a rule's handler, with the rule first; the last one counts.
 OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
+# Where those of ATen are, and what they are.
+_OPERATORS = torch, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft  # type: ignore[attr-defined]
+_OF_C = BuiltinFunctionType, MethodDescriptorType
 
 
 def functions_named(name: str) -> Iterable[Any]:
@@ -41,6 +45,16 @@ def functions_named(name: str) -> Iterable[Any]:
         if callable(found) and not isinstance(found, type) and not any(found is other for other in seen):
             seen.append(found)
     return seen
+
+
+def twin_of(func: Any) -> Any:
+    """What function an operator of ATen is, as ``torch.ops.aten.add.Tensor``; None if that has no rule."""
+    packet = getattr(func, "overloadpacket", func)
+    if getattr(packet, "_qualified_op_name", "") != f"aten::{getattr(packet, '__name__', '')}":
+        return None
+    # With the arguments of the operator: functions of C, those of methods only where there is no other.
+    found = (getattr(place, packet.__name__, None) for place in _OPERATORS)
+    return next((each for each in found if each in RULES and isinstance(each, _OF_C)), None)
 
 
 def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]:

@@ -1,5 +1,6 @@
 """The table finds functions under all of their names."""
 
+import inspect
 import re
 
 import torch
@@ -18,8 +19,20 @@ def test_a_name_stands_for_methods_and_functions():
 def _schemas(name):
     # Arguments of an operator of ATen, in each of its forms, and what they are where nothing is given.
     return [
-        {each.name: each.default_value if each.has_default_value() else ... for each in schema.arguments}
+        {
+            each.name: each.default_value if each.has_default_value() else ...
+            for each in schema.arguments
+            if not each.is_out
+        }
         for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        if schema.arguments and str(schema.arguments[0].type) == "Tensor"
+    ]
+
+
+def _sharing(name, entered):
+    # Functions with a name that have the handler of a rule.
+    return [
+        each for each in functions_named(name) if each in RULES and RULES[each].handler is entered.handler
     ]
 
 
@@ -30,7 +43,7 @@ def test_functions_of_one_name_that_share_a_rule_have_the_same_defaults():
     for function, entered in RULES.items():
         name = getattr(function, "__name__", "")
         base = re.sub("^(linalg|special|fft)_", "", name)
-        shared = [each for each in functions_named(base) if RULES.get(each) is entered]
+        shared = _sharing(base, entered)
         if base == name or not any(each.__name__ == base for each in shared):
             continue
         ours, theirs = (
@@ -39,6 +52,24 @@ def test_functions_of_one_name_that_share_a_rule_have_the_same_defaults():
         both = [(ours[key], theirs[key]) for key in {*ours} & {*theirs}]
         if any(... not in pair and pair[0] != pair[1] for pair in both):
             differ.add(name)
+    assert differ == known
+
+
+def test_functions_of_c_take_their_arguments_in_the_order_of_those_of_their_names():
+    # Of these the handler knows that they do not.
+    known = {"batch_norm", "instance_norm", "embedding"}
+    differ = set()
+    for function in [each for each in RULES if inspect.isfunction(each)]:
+        code = function.__code__
+        names = [{"input": "self"}.get(name, name) for name in code.co_varnames[: code.co_argcount]]
+        shared = _sharing(function.__name__, RULES[function])
+        if names and any(inspect.isbuiltin(each) for each in shared):
+            for schema in _schemas(function.__name__):
+                theirs = [{"input": "self"}.get(name, name) for name in schema]
+                both = [name for name in theirs if name in names]
+                first = zip(names[:2], theirs[:2], strict=False)
+                if both != [name for name in names if name in both] or any(a != b for a, b in first):
+                    differ.add(function.__name__)
     assert differ == known
 
 

@@ -49,7 +49,7 @@ def by_whole_dims(
     return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
 
 
-@rule("window", "max_unpool1d", "max_unpool2d", "max_unpool3d")
+@rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
 def max_unpool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indices may be anywhere in the plane: of all of it, cut again behind."""
 

@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
-from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.table import RULES, name_of, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.indexing import (
-    along_one,
     basic,
-    by_index,
     chosen_layout,
     chosen_order,
     from_whole,
@@ -26,7 +24,7 @@ from distdl_rma.split.functions.places.indexing import (
     one_each,
 )
 from distdl_rma.split.functions.places.masks import is_mask
-from distdl_rma.split.functions.places.shapes import frozen, uncut, whole_along
+from distdl_rma.split.functions.places.shapes import frozen, whole_along
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for
 from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, refused, tensors_in
@@ -167,25 +165,24 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
 
 
-@rule("movement", *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_".split())
-def by_index_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule(
+    "movement",
+    *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ triu_ tril_".split(),
+    *"cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
+)
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computed as without the underscore, and copied into each rank's block; a plain tensor becomes split."""
-    x = args[0]
-    split = [each for each in (*args, *kwargs.values()) if isinstance(each, SplitTensor)]
-    if not isinstance(x, SplitTensor):
-        become_split(func, x, _as_indices(func, x, split[0], args[1] if len(args) > 1 else kwargs["dim"]))
-    if x._copy_of is not None:
+    x, without = args[0], getattr(_T, func.__name__[:-1])
+    if isinstance(x, SplitTensor) and x._copy_of is not None:
         raise refused(func, f"it writes what is on another rank; {_REMEDY}")
-    handler = by_index if func.__name__.startswith("scatter") else along_one
-    y = handler(getattr(_T, func.__name__[:-1]), args, kwargs)
-    local = redistributed(site_of(machine_of(x), func), y._local, y._layout, x._layout, "result")
-    local_of(x).copy_(local)
-    return x
-
-
-def _as_indices(func: Any, x: torch.Tensor, index: SplitTensor, dim: int) -> Decomposition:
-    # Blocks of a plain tensor beside those of indices, or of what is written.
-    if x.dim() != len(index._layout.shape):
-        return lay.replicated(index._layout.partition, x.shape)
-    uneven = {dim % x.dim(), *(d for d, n in enumerate(x.shape) if n != index._layout.shape[d])}
-    return uncut(cuts.elsewhere(index._layout, tuple(uneven)), {d: x.shape[d] for d in uneven})
+    # What the gradient needs of the tensor is not to change.
+    kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
+    before = SplitTensor(local_of(x).clone(), x._layout) if kept else x
+    y = RULES[without].handler(without, (before, *args[1:]), kwargs)
+    if not torch.can_cast(y._local.dtype, x.dtype):
+        raise RuntimeError(f"result type {y._local.dtype} can't be cast to the desired output type {x.dtype}")
+    if not isinstance(x, SplitTensor):
+        become_split(func, x, y._layout)
+    if x._layout.shape != y._layout.shape:
+        raise ShapeError(f"{name_of(func)}: the result is {y._layout.shape}, the tensor {x._layout.shape}")
+    return pointwise(_T.copy_, (x, y), {})

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
@@ -294,9 +295,19 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
 
 
+def _embedding(
+    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> tuple[Any, ...]:
+    return weight, indices, padding_idx, scale_grad_by_freq, sparse
+
+
 @rule("contraction", "embedding")
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank looks its own indices up in the whole table; vectors are cut as the indices are."""
+    if func is torch.embedding:
+        # Which takes the table first.
+        table, x, padding, *others = _embedding(*args, **kwargs)
+        return composed(F.embedding, x, table, None if padding < 0 else padding, None, 2.0, *others)
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     x, weight, padding, most, _, by_frequency, sparse = (
         argument(at, name, args, kwargs, None) for at, name in enumerate(names)

@@ -8,6 +8,7 @@ from torch import nn
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import SplitTensor
+from distdl_rma.split.calls.table import RULES
 from tests.matrix import check_each, over_seeds
 from tests.split.against_whole import block, check
 
@@ -205,6 +206,38 @@ def test_a_plain_tensor_that_a_split_one_is_written_to_becomes_split(P_world):
         check(P_world, function, operands)
     check(P_world, encoded, [torch.randint(0, 4, (3, 1, 5))], gradients=False)
     check(P_world, marked, operands[:1], gradients=False)
+
+
+@pytest.mark.mpi
+def test_functions_in_place_do_what_those_without_the_underscore_do(P_world):
+    for change in (
+        lambda z, y: z.cumsum_(1),
+        lambda z, y: z.cumprod_(0),
+        lambda z, y: z.tril_(),
+        lambda z, y: z.triu_(diagonal=1),
+        lambda z, y: z.addmm_(y, y.T @ y, beta=0.5, alpha=2),
+        lambda z, y: z.addr_(y[:, 0], y[0]),
+        lambda z, y: z.addcmul_(y, y).cumsum_(-1),
+    ):
+
+        def changed(x, y, change=change):
+            z = x * 1
+            assert change(z, y) is z
+            return z
+
+        check(P_world, changed, [numbers(5, 6), numbers(5, 6)])
+        check(P_world, changed, [numbers(5, 6)], [numbers(5, 6)])
+    check(P_world, lambda x: x.clone().cumsum_(0), [torch.arange(6, dtype=torch.int32).view(3, 2)])
+    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.ones(5, 6).long())
+    with pytest.raises(RuntimeError, match="cast"):
+        x.cumsum_(0, dtype=torch.float32)
+
+
+def test_every_function_that_has_a_rule_has_it_in_place():
+    for function, entry in RULES.items():
+        name = f"{getattr(function, '__name__', '')}_"
+        if entry.kind not in ("refused", "value", "query", "registered") and not name.startswith("_"):
+            assert getattr(torch.Tensor, name, None) in (None, *RULES), name
 
 
 @pytest.mark.mpi
