@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from distdl_rma.ops.core.plain_losses import AlikeGradients, first_apart
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.calls.arguments import sample
 from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.site import Trail
 from distdl_rma.split.entry import alike_on_all_ranks
 
 
@@ -32,6 +34,8 @@ class Alike:
         self._seen: set[object] = set()
         # Of calls on some ranks, which may be fewer than those on others.
         self._numbers: Counter[tuple[int, ...]] = Counter()
+        # Plain tensors that functions were passed in calls of some ranks.
+        self._met: dict[tuple[int, ...], set[Any]] = {}
 
     def sign(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> int:
         """A number for the call that begins with these plain inputs, alike if all is."""
@@ -41,6 +45,10 @@ class Alike:
         begun = LINEAGE.looked_at(self._machine, calls.ranks)
         gradients = AlikeGradients.of(self._machine, calls.ranks).number
         return hash((held, begun, gradients, *[sample(x, self._numbers[calls.ranks]) for x in inputs]))
+
+    def watch(self, calls: Calls, trail: Trail) -> None:
+        """Compare plain tensors that functions are given in the call that has begun, at its end."""
+        trail.watch(self._numbers[calls.ranks], self._met.setdefault(calls.ranks, set()))
 
     def difference(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> str:
         """What is not alike, in words, the same on all ranks; empty if all is. Collective, blocking.
@@ -63,6 +71,8 @@ class Alike:
 
     def forget(self) -> None:
         """Let go of the model's memory."""
+        for copies in self._copies.values():
+            copies.close()
         self._copies.clear()
 
     def _gradients_differ(self, calls: Calls) -> str:

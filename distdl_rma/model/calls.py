@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 
@@ -20,6 +20,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
+from distdl_rma.split.calls.arguments import are_apart, values_of
 from distdl_rma.split.calls.lineage import LINEAGE
 
 _BEGUN, _ENDED, _RAISED = range(3)
@@ -59,12 +60,22 @@ class Way(Protocol):
         """Its parts."""
         ...
 
+    @property
+    def number_of_plain(self) -> int:
+        """Of the plain tensors that its functions were given."""
+        ...
+
+    @property
+    def plain(self) -> Sequence[tuple[int, str, tuple[int, ...], str, bytes]]:
+        """These: the number of the part, type and shape, and elements with their type."""
+        ...
+
 
 class Drawn:
     """That random numbers were drawn in a call, from a state of torch's generator."""
 
     def __init__(self, state: torch.Tensor) -> None:
-        self.word = zlib.crc32(bytes(state.numpy()))
+        self.word = crc32(bytes(state.numpy()))
 
     @property
     def described(self) -> str:
@@ -115,16 +126,17 @@ class Calls:
             raise MismatchError(f"{self._name}: the ranks call it in different ways: {said}")
 
     def end(self, trail: Way) -> None:
-        """End a call; ``MismatchError`` on all ranks if they went different ways."""
+        """End a call; ``MismatchError`` on all ranks if they went different ways, or passed other tensors."""
         if not self._open:
             return
         self._open = False
-        if self._are_alike(_ENDED, trail.number, len(trail)):
+        if self._are_alike(_ENDED, trail.number, trail.number_of_plain):
             return
         if self._assembly.largest[0] == _RAISED:
             # Its notice is on the way.
             self._machine.segments.waiter.until(lambda: False, self._assembly.missing, 10 * _GRACE_SECONDS)
-        raise MismatchError(self._parting(trail))
+        if problem := self._parting(trail):
+            raise MismatchError(problem)
 
     def failed(self, error: BaseException, trail: Way) -> None:
         """Say that the call raised: to ranks that do not raise alike this one has failed."""
@@ -173,12 +185,34 @@ class Calls:
         # Where the ways of the ranks parted: all of them tell each other all calls.
         calls = trail.calls
         ways = self._all_of([call.word for call in calls], "ways").values()
-        at = next(at for at, words in enumerate(zip_longest(*ways)) if len(set(words)) > 1)
+        at = next((at for at, words in enumerate(zip_longest(*ways)) if len(set(words)) > 1), None)
+        if at is None:
+            return self._plain_apart(trail)
         mine = calls[at].described if at < len(calls) else "the end of the model"
         return (
             f"{self._name}: the ranks went different ways: after {at} equal calls "
             f"{self._told(f'calls {mine}')}: do modes, shapes or branches depend on the data of a rank?"
         )
+
+    def _plain_apart(self, trail: Way) -> str:
+        # The first plain tensor that differs by more than rounding, as what is computed of weights may.
+        mine = [(*kind, crc32(data)) for *kind, data in trail.plain]
+        given = [*zip_longest(*self._all_of(mine, "plain tensors").values())]
+        at = [n for n, each in enumerate(given) if any(one != each[0] for one in each)]
+        values = [values_of(*trail.plain[n][-2:]) for n in at if n < len(mine)]
+        told = zip_longest(*self._all_of(values, "elements").values())
+        for n, (first, *others) in zip(at, told, strict=True):
+            (step, dtype, shape, form), *more = [one[:-1] for one in given[n] if one is not None]
+            same = len(more) == len(others) and all(one == [step, dtype, shape, form] for one in more)
+            if same and not any(are_apart(dtype, form, first, one) for one in others):
+                continue
+            return (
+                f"{self._name}: {trail.calls[step - 1].described} is given a plain tensor of shape"
+                f" {tuple(shape)} that is not alike on all ranks. A plain tensor is the whole one: draw"
+                " random numbers on all ranks with one seed; a rank's own part of a tensor, as of to_local(),"
+                " becomes a split tensor by SplitTensor.from_local"
+            )
+        return ""
 
     def _told(self, text: str) -> str:
         # What each rank says of itself, once for those that say the same.
@@ -200,5 +234,5 @@ def modes() -> tuple[int, ...]:
     return (
         int(torch.is_grad_enabled()),
         int(torch.is_inference_mode_enabled()),
-        zlib.crc32(str(torch.get_autocast_dtype("cpu")).encode()) if autocast else 0,
+        crc32(str(torch.get_autocast_dtype("cpu")).encode()) if autocast else 0,
     )

@@ -15,6 +15,7 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_words, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
+from distdl_rma.split.calls.arguments import hold
 from distdl_rma.sync.claims import claims_of, under
 
 # Tensors of which one call compares a word each, and in how many calls every byte is compared.
@@ -77,6 +78,7 @@ class Copies:
     ) -> None:
         self._model, self._machine, self._ranks, self._name = model, machine, tuple(ranks), name
         self._calls = self._fruitless = 0
+        self._held: list[_Held] = []
         self._look()
 
     def word(self) -> int:
@@ -115,9 +117,17 @@ class Copies:
             " close() and distribute() again, which takes what the first rank has"
         )
 
+    def close(self) -> None:
+        """Leave the tensors to whoever else compares them."""
+        for each in self._held:
+            hold(each.tensor, False)
+
     def _look(self) -> None:
         # Where everything is now.
+        self.close()
         self._held = [*self._found()]
+        for each in self._held:
+            hold(each.tensor, True)
         self._groups = [
             _Group(self._held[at : at + _AT_A_TIME]) for at in range(0, len(self._held), _AT_A_TIME)
         ]

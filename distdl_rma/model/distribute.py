@@ -234,7 +234,7 @@ class Distributed:
         while self._running:
             # Left by what no hook sees, as an interrupt.
             self._leave_trail()
-        TRAILS.append(Trail())
+        TRAILS.append(trail := Trail())
         self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
@@ -254,6 +254,8 @@ class Distributed:
             # All ranks have begun this call, and so have changed alike.
             self._sync.register(self._model())
         self._change = ""
+        if self._checks:
+            self._alike.watch(calls, trail)
         if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
         self._alike.compare_new_inputs(calls, alike)
@@ -400,9 +402,10 @@ def distribute(
         ``"move"``: where a function cannot act on the layout of its inputs, these move, by the rules of
         ``docs/split-functions.md``. ``"error"``: that is refused with ``UnsupportedError``.
     check_copies
-        Whether each call compares a little of all parameters, buffers and plain inputs with the other ranks
-        (``docs/convert.md`` says what is found when), with its few words at the beginning:
-        ``MismatchError`` on all ranks, which names the first that differs.
+        Whether each call compares a little of all parameters, buffers, plain inputs, and plain tensors that
+        functions in the model are given, with the other ranks (``docs/convert.md`` says what is found when),
+        in the few words at its beginning and end: ``MismatchError`` on all ranks, which names the first that
+        differs.
 
     Raises
     ------

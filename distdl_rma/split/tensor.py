@@ -24,7 +24,7 @@ from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, 
 from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import TENSORS
+from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
@@ -297,7 +297,9 @@ def _cast(name: str, given: Any) -> Any:
         if x.dtype == dtype or not castable(x):
             return x
         if not isinstance(x, SplitTensor):
-            return x.to(dtype)
+            weight = x.to(dtype)
+            hold(weight, HELD in x.__dict__)
+            return weight
         found = SplitTensor(local_of(x).to(dtype), x._layout)
         found._way = x._way
         return found

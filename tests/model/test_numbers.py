@@ -1,16 +1,19 @@
 """Numbers that are not alike on all ranks: found at the end of a call, or when the next one begins."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MismatchError, distribute
 from distdl_rma.split.calls import arguments
 from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.site import Trail
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -50,6 +53,137 @@ def test_inside_of_a_model(model, x, odd, name):
         model(x)
     model.act = lambda y: act(y, 0)
     model(x).sum().backward()
+
+
+def _plain(odd, *shape):
+    return torch.arange(1.0 + odd, 1 + odd + torch.Size(shape).numel()).view(shape)
+
+
+def _written(y, value):
+    y = y * 1
+    y[:, :, :2] = value
+    return y
+
+
+# A plain tensor that a function is given.
+GIVEN = {
+    "number": (lambda y, odd: y * torch.tensor(0.5 + odd), "mul", "()"),
+    "samples": (lambda y, odd: y * _plain(odd, 1, 2, 1, 1), "mul", "(1, 2, 1, 1)"),
+    "reflected": (lambda y, odd: torch.tensor(2.0 + odd) - y, "sub", "()"),
+    "index": (lambda y, odd: y[:, torch.tensor([odd, 1])], "getitem", "(2,)"),
+    "indices": (lambda y, odd: y[:, :, 1:, torch.tensor([odd, 1])], "getitem", "(2,)"),
+    "condition": (lambda y, odd: torch.where(_plain(odd, 1, 2, 1, 1) > 2, y, -y), "where", "(1, 2, 1, 1)"),
+    "keyword": (lambda y, odd: F.conv2d(y, weight=_plain(odd, 2, 2, 1, 1)), "conv2d", "(2, 2, 1, 1)"),
+    "list": (lambda y, odd: torch.cat([y, _plain(odd, 1, 2, 12, 8)]), "cat", "(1, 2, 12, 8)"),
+    "value": (lambda y, odd: _written(y, torch.tensor(float(odd))), "setitem", "()"),
+    "infinite": (
+        lambda y, odd: y.exp() + torch.tensor([0, -float("inf")]).roll(odd).view(2, 1, 1),
+        "add",
+        "(2, 1, 1)",
+    ),
+    "own part": (lambda y, _: y / y.to_local().amax((2, 3), keepdim=True), "div", "(1, 2, 1, 1)"),
+    "one of many": (
+        lambda y, odd: y + torch.zeros(192).index_fill(0, torch.tensor([77]), odd).view(2, 12, 8),
+        "add",
+        "(2, 12, 8)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("graph", [True, False])
+def test_plain_tensors_inside_of_a_model(model, x, odd, name, graph):
+    act, function, shape = GIVEN[name]
+    model.act = lambda y: act(y, int(odd))
+    where = rf"{function}\w* in module 'model' at test_numbers.py:\d+"
+    said = rf"{where} .*given a plain tensor of shape {re.escape(shape)} that"
+    with torch.set_grad_enabled(graph), pytest.raises(MismatchError, match=said):
+        model(x)
+    model.act = torch.relu if name == "own part" else lambda y: act(y, 0)
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+def test_all_elements_in_the_first_call_and_later_all_in_turn(model, x, odd):
+    table = torch.zeros(40, 40)
+    model.act = lambda y: F.interpolate(y, (40, 40)) + table
+    table[17, 3] = float(odd)
+    with pytest.raises(MismatchError, match=r"\(40, 40\)"):
+        model(x)
+    table[17, 3] = 0
+    model(x)
+    table[17, 3] = float(odd)
+    with pytest.raises(MismatchError, match=r"\(40, 40\)"):
+        [model(x) for _ in range(40 * 40 // 256 + 1)]
+
+
+def test_plain_tensors_that_only_are_rounded_otherwise_or_are_not_read(model, x, odd):
+    def act(y):
+        y = y * (_plain(0, 2, 1, 1) * (1 + 2e-7 * odd)) + model.first.weight.softmax(0).sum()
+        y = y + model.first.weight.detach().mean() * (1 + 1e-6 * odd)
+        y = y.view_as(torch.full((1, 2, 12, 8), float(odd)))
+        written = torch.full((1, 2, 12, 8), float(odd))
+        written[:, :1] = y[:, :1]
+        written[:, 1:] = y[:, 1:]
+        return written
+
+    model.act = act
+    for _ in range(3):
+        y = model(x)
+        y.sum().backward()
+    assert y.full_tensor().max() > 1
+
+
+def test_plain_tensors_in_a_checkpoint_and_a_model_within_a_model(x, odd):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            # No part of this one, which would be refused.
+            self.inner, self.apart = [distribute(Net(), {"H": -1})], 0
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            def act(y):
+                y = self.inner[0](y[:, :1] * self.scale)
+                return y * torch.tensor([1.0, 2.0 + self.apart]).view(2, 1, 1)
+
+            return checkpoint(act, checkpoint(act, x, use_reentrant=False), use_reentrant=False)
+
+    outer = distribute(Outer(), {"H": -1})
+    for apart in (0, 1, 0, 1, 0):
+        outer.apart = apart * int(odd)
+        if apart:
+            with pytest.raises(MismatchError, match=r"mul in module 'model' at .*shape \(2, 1, 1\)"):
+                outer(x)
+        else:
+            outer(x).sum().backward()
+    outer.apart = 0
+    outer.inner[0].act = lambda y: y + torch.tensor(float(odd))
+    with pytest.raises(MismatchError, match=r"add in module .*shape \(\)"):
+        outer(x)
+    outer.inner[0].distributed.close()
+    outer.distributed.close()
+
+
+def test_what_a_model_holds_is_compared_by_it_alone(P_world, x, monkeypatch):
+    given = []
+    monkeypatch.setattr(Trail, "note_plain", lambda *args: given.append(args))
+    torch.manual_seed(1)
+    model = distribute(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.PReLU()), {"H": -1})
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert not given
+    model.distributed.close()
+    assert not any(vars(each) for each in model.buffers())
+
+
+def test_plain_tensors_are_left_out_with_the_rest(x, odd):
+    model = distribute(Net(), {"H": -1}, check_copies=False)
+    model.act = lambda y: y * torch.tensor(1.0 + odd)
+    model(x)
+    model.distributed.close()
 
 
 ZEROS = torch.zeros(1, 2, 12, 8)

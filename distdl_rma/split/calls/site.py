@@ -18,7 +18,8 @@ import torch
 
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.split.calls.arguments import number_of, said_in, spoken
+from distdl_rma.ops.core.tensors import is_in_memory
+from distdl_rma.split.calls.arguments import TENSORS, all_of, number_of, said_in, some_of, spoken
 from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")
@@ -27,6 +28,9 @@ _KEPT = 16
 # What asks rather than computes, which one rank may do alone.
 _ASKING = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
+# These use the shape or type of a plain tensor alone, and those overwrite elements of the first argument.
+_UNREAD = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to", "resize_as_"})
+_OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "index_put_", "masked_scatter_"})
 _ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 
 
@@ -289,6 +293,11 @@ class Trail:
         self.steps: list[Any] = []
         # The number of each step that was told something, and what.
         self.said: list[Any] = []
+        # Plain tensors: the number of the step that was given one, its type and shape, and elements with
+        # their type: of all of them in the first call with such a tensor, later of others in each call.
+        self.plain: list[tuple[int, str, tuple[int, ...], str, bytes]] = []
+        self._at = 0
+        self._met: set[Any] | None = None
         self.graph = torch.is_grad_enabled()
         self.thread = threading.get_ident()
 
@@ -303,6 +312,29 @@ class Trail:
     def number(self) -> int:
         """Of all of it, alike on ranks that went the same way."""
         return hash((number_of(self.said), *[step.word for step in self.steps]))
+
+    @property
+    def number_of_plain(self) -> int:
+        """Of the plain tensors that functions were given, alike on ranks where these are."""
+        return number_of(self.plain) if self.plain else 0
+
+    def watch(self, at: int, met: set[Any]) -> None:
+        """Note plain tensors from now on, in the call of this number; ``met`` are kinds of earlier ones."""
+        self._at, self._met = at, met
+
+    def note_plain(self, function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
+        """Note what is compared of plain tensors that the last step was given."""
+        name = getattr(function, "__name__", "")
+        if self._met is None or name in _UNREAD:
+            return
+        for at, x in enumerate(given):
+            if not is_in_memory(x) or (args and x is args[0] and name in _OVERWRITE):
+                continue
+            dtype, shape = str(x.dtype), tuple(x.shape)
+            kind = self.steps[-1].word, at, dtype, shape
+            found = (dtype, some_of(x, self._at)) if kind in self._met else all_of(x)
+            self._met.add(kind)
+            self.plain += ((len(self.steps), dtype, shape, *found),)
 
     @property
     def calls(self) -> list[Called]:
@@ -339,7 +371,11 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     if key not in _STEPS:
         _STEPS[key] = Step(*key)
     trail.steps += (_STEPS[key],)
-    said = said_in(args, kwargs) if (kwargs or args[1:]) and kind != "registered" else None
+    said: list[Any] | None = None
+    if (kwargs or args[1:] or (args and args[0].__class__ not in TENSORS)) and kind != "registered":
+        said, plain = said_in(args, kwargs)
+        if plain:
+            trail.note_plain(function, args, plain)
     if torch.is_grad_enabled() is not trail.graph:
         said = [*(said or ()), "in another grad mode than the model"]
     if said:

@@ -6,18 +6,82 @@ import torch
 from torch import nn
 
 from distdl_rma.split.calls import arguments
-from distdl_rma.split.calls.arguments import number_of, plainly, said_in, sample, spoken
+from distdl_rma.split.calls.arguments import (
+    all_of,
+    are_apart,
+    hold,
+    number_of,
+    plainly,
+    said_in,
+    sample,
+    some_of,
+    spoken,
+    values_of,
+)
 
 
 def test_tensors_say_nothing_and_all_else_does():
     args = torch.ones(2), 1, (2, 3), nn.Parameter(torch.ones(1)), [torch.ones(1), 0.5], slice(1, None)
-    assert said_in(args, {"dim": 1, "weight": torch.ones(1)}) == [
+    words, plain = said_in(args, {"dim": 1, "weight": torch.ones(1)})
+    assert [x.numel() for x in plain] == [2, 1, 1, 1]
+    assert words == [
         1,
         (2, 3),
         ["Tensor", 0.5],
         [1, None, None],
         ["dim", 1],
     ]
+
+
+def test_plain_tensors_are_found_wherever_they_are_and_those_that_a_model_holds_are_not():
+    held, x = torch.ones(1), torch.zeros(1)
+    hold(held, True)
+    _, plain = said_in([held, (slice(None), x), [[x], held], {"a": x}], {"b": x, "c": [x], "d": held})
+    assert len(plain) == 5 and all(each is x for each in plain)
+    hold(held, False)
+    assert said_in([held], {"d": held})[1] == [held, held]
+
+
+def _apart(x, y):
+    (form, mine), (_, other) = all_of(x), all_of(y)
+    return are_apart(str(x.dtype), form, values_of(form, mine), values_of(form, other))
+
+
+CHANGES = [
+    lambda x: x.roll(1),
+    lambda x: x.roll(256),
+    lambda x: x.roll(256 * 16),
+    lambda x: x.index_fill(0, torch.tensor([len(x) - 1]), 9),
+    lambda x: torch.where(torch.arange(len(x)) == 5000, -x, x),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.int16])
+def test_sums_of_all_elements_tell_each_of_them(change, dtype, monkeypatch):
+    monkeypatch.setattr(arguments, "_ROWS", 16)
+    x = torch.linspace(-1, 2, 10_001).mul(100).to(dtype)
+    assert not _apart(x, x.clone())
+    assert _apart(x, change(x))
+    if dtype.is_floating_point:
+        assert _apart(x, torch.where(x == x.max(), float("inf"), x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_sums_and_elements_that_are_rounded_otherwise_are_alike(dtype):
+    x = torch.linspace(-1, 2, 10_001).to(dtype)
+    y = x * (1 + 2 * torch.finfo(dtype).eps)
+    assert not torch.equal(x, y) and not _apart(x, y) and not _apart(x[::100], y[::100])
+
+
+def test_values_of_few_elements_are_the_elements():
+    for x in (torch.tensor([1.5, float("nan"), float("inf")]), torch.tensor([True]), torch.tensor(1 + 2j)):
+        form, data = all_of(x)
+        numbers = values_of(form, data)
+        assert not are_apart(form, form, numbers, numbers)
+        assert are_apart(form, form, numbers, [7, *numbers[1:]])
+    assert values_of("torch.float32", some_of(torch.ones(0))) == []
+    assert are_apart("torch.int64", "torch.int64", [1 << 60], [(1 << 60) + 1])
 
 
 @pytest.mark.parametrize(
@@ -39,16 +103,16 @@ def test_tensors_say_nothing_and_all_else_does():
     ],
 )
 def test_what_differs_has_another_number(one, other):
-    assert number_of(said_in([one], {})) != number_of(said_in([other], {}))
+    assert number_of(said_in([one], {})[0]) != number_of(said_in([other], {})[0])
     # Whether it was met before or not.
-    assert number_of(said_in([one], {})) == number_of([plainly(one)])
+    assert number_of(said_in([one], {})[0]) == number_of([plainly(one)])
 
 
 def test_a_tuple_is_said_alike_where_no_more_are_kept(monkeypatch):
-    first = number_of(said_in([(7, 11)], {}))
+    first = number_of(said_in([(7, 11)], {})[0])
     monkeypatch.setattr(arguments, "_KNOWN", set())
     monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
-    assert number_of(said_in([(7, 11)], {})) == first and not arguments._KNOWN
+    assert number_of(said_in([(7, 11)], {})[0]) == first and not arguments._KNOWN
 
 
 def test_numbers_go_on_from_those_before():
