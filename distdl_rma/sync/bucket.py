@@ -60,13 +60,15 @@ class GradientSlot:
         self.handles: list[Any] = []
         # What shows hooks of the user the gradient, if there are any.
         self.hooks: Any = None
+        # Hooks of the user that want what was accumulated, kept from it until all ranks have it.
+        self.later: dict[int, Callable[[torch.Tensor], object]] = {}
         # Whether this rank contributes what all have alike; None until somebody has asked.
         self.speaks: bool | None = None
 
     def anew(self) -> GradientSlot:
         """The same parameter, for another bucket."""
         twin = copy(self)
-        twin.handles, twin.hooks, twin.in_segment, twin.local = [], None, None, False
+        twin.handles, twin.hooks, twin.in_segment, twin.local, twin.later = [], None, None, False, {}
         return twin
 
     @property

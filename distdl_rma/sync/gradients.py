@@ -22,7 +22,7 @@ from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets, profiled
 from distdl_rma.sync.claims import GRADIENT_SYNC, Owner, synchronised
 from distdl_rma.sync.clipping import GradientNorms
-from distdl_rma.sync.parameter_hooks import contribution, run_first
+from distdl_rma.sync.parameter_hooks import contribution, keep_back, run_first, run_kept_back
 from distdl_rma.sync.plain_modules import warn_of_pitfalls
 from distdl_rma.sync.registry import Registry, SyncOptions
 
@@ -100,6 +100,8 @@ class GradientSync(Uncopyable):
         self._ending: Callable[[], object] = lambda: None
         # Gradients of the running backward that were computed, and have not come to .grad yet.
         self._on_the_way = 0
+        # Whose hooks run when the gradients are summed.
+        self._waiting: list[GradientSlot] = []
         # The gradients must leave the segment before it goes.
         self._machine.segments.before_close(self)
         try:
@@ -341,7 +343,10 @@ class GradientSync(Uncopyable):
         elif not self._prepare(slot, parameter):
             return None
         self._on_the_way += not self._paused
-        return contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
+        found = contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            keep_back(slot, self._label(slot), self._paused)
+        return found
 
     def _prepare(self, slot: GradientSlot, parameter: Any) -> bool:
         # Whether it is to be summed, for all others; those that accumulate come by here in every step.
@@ -377,6 +382,9 @@ class GradientSync(Uncopyable):
             return apart(self._accumulated, bucket, slot, parameter)
         if slot.hooks is not None and slot.hooks.seen:
             slot.hooks.contribute(slot)
+        if slot.later:
+            parameter._post_accumulate_grad_hooks.update(slot.later)
+            self._waiting.append(slot)
         if self._paused:
             return None
         self._on_the_way -= 1
@@ -407,8 +415,11 @@ class GradientSync(Uncopyable):
             raise
         finally:
             self._in_backward, self._on_the_way = False, 0
+            waiting, self._waiting = self._waiting, []
             for bucket in self._buckets:
                 bucket.reset()
+        for slot in waiting:
+            run_kept_back(slot)
 
     def _sum(self) -> None:
         for bucket in self._buckets:

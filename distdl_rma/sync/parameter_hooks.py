@@ -73,17 +73,30 @@ def contribution(
             AlikeGradients.of(machine, alike_on).note(slot.name, computed)
         if not slot.speaks:
             found = torch.zeros_like(computed) if alike else own_part(parameter)
-    if len(parameter._post_accumulate_grad_hooks) > 1:
-        label = machine.labels.readable(slot.name)
-        raise UnsupportedError(
-            f"{label!r}: a hook of register_post_accumulate_grad_hook would see a gradient that the ranks"
-            " have not summed yet; do that after backward(), or change the gradient in one of register_hook"
-        )
     if len(parameter._backward_hooks) > 1:
         if slot.hooks is None:
             slot.hooks = ParameterHooks(machine, slot, f"hooks of {slot.name}")
         found = slot.hooks.whole(slot, computed if found is None else found)
     return found
+
+
+def keep_back(slot: GradientSlot, label: str, paused: bool) -> None:
+    """Have the user's hooks that want what was accumulated wait for the sum over the ranks."""
+    if paused:
+        raise UnsupportedError(
+            f"{label!r}: within no_sync() a hook of register_post_accumulate_grad_hook would see a gradient"
+            " that the ranks have not summed; change it in one of register_hook, or do without no_sync()"
+        )
+    hooks, own = slot.parameter()._post_accumulate_grad_hooks, {each.id for each in slot.handles}
+    slot.later = {key: hooks.pop(key) for key in [*hooks] if key not in own}
+
+
+@torch.no_grad()
+def run_kept_back(slot: GradientSlot) -> None:
+    """Call those hooks."""
+    hooks, slot.later = slot.later, {}
+    for hook in hooks.values():
+        hook(slot.parameter())
 
 
 def run_first(parameter: Any, number: int) -> None:

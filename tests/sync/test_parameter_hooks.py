@@ -80,11 +80,44 @@ class Spectral(nn.Module):
         return torch.fft.irfft2(torch.fft.rfft2(x) * self.weight, s=x.shape[-2:])
 
 
-def test_hooks_behind_accumulation_are_refused(comm):
+def test_hooks_behind_accumulation_see_what_is_summed_and_accumulated(comm):
+    def act(model):
+        norms, optimizers = [], {}
+        for p in [p for p in model.parameters() if p.requires_grad]:
+            optimizers[p] = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+
+            def noted(p):
+                assert not torch.is_grad_enabled()
+                norms.append(p.grad.norm())
+
+            def step(p):
+                # Of two backwards together.
+                if len(norms) % (2 * len(optimizers)) > len(optimizers):
+                    optimizers[p].step()
+                    optimizers[p].zero_grad()
+
+            p.register_post_accumulate_grad_hook(noted)
+            p.register_post_accumulate_grad_hook(step)
+        model.stem.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+        def twice(p):
+            p.grad.mul_(2)
+            once.remove()
+
+        once = model.head.weight.register_post_accumulate_grad_hook(twice)
+        for at in range(6):
+            loss_of(model(inputs(at))).backward()
+        return torch.stack(sorted(norms) + [p.norm() for p in model.parameters()]).detach()
+
+    both(act)
+
+
+def test_hooks_behind_accumulation_are_refused_where_nothing_is_summed(comm):
     split = distribute(made(), {"H": -1})
     handle = split.stem.weight.register_post_accumulate_grad_hook(lambda _: None)
     loss = loss_of(split(inputs()))
-    with pytest.raises(UnsupportedError, match=r"stem\.weight.*not summed yet"):
+    with split.distributed.no_sync(), pytest.raises(UnsupportedError, match=r"stem\.weight.*have not summed"):
         loss.backward()
     handle.remove()
+    split.zero_grad()
     split.distributed.close()
