@@ -44,6 +44,8 @@ _NOTHING: dict[str, Any] = {}
 # What torch asks a tensor of its shape within its own code.
 _ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
 _ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
+# Why nobody gets the values of a tensor that is cut.
+ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
 # What autograd itself does with the gradients that a function returns.
@@ -276,6 +278,15 @@ class SplitTensor(torch.Tensor):
         if name in _OF_GRADIENTS and inside:
             return composed(_OF_GRADIENTS[name], *args, **kwargs)
         raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What numpy calls instead of its functions, which ask for an array or call a method."""
+        try:
+            return func._implementation(*args, **kwargs)
+        except (TypeError, UnsupportedError):
+            if not any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+                raise
+        raise refused(func, ON_MANY_RANKS)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, type and grid, not the elements."""

@@ -18,7 +18,16 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
 from distdl_rma.split.plain import beside, contributes
-from distdl_rma.split.tensor import SplitTensor, composed, into_graph, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import (
+    ON_MANY_RANKS,
+    SplitTensor,
+    composed,
+    into_graph,
+    local_of,
+    mapped,
+    refused,
+    tensors_in,
+)
 
 _T: Any = torch.Tensor
 
@@ -181,10 +190,7 @@ _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values of a tensor that every rank has all of; of a split one refused."""
     if args[0].is_split:
-        raise refused(
-            func,
-            "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here",
-        )
+        raise refused(func, ON_MANY_RANKS)
     return func(args[0]._local, *args[1:], **kwargs)
 
 

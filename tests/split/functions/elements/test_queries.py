@@ -1,5 +1,6 @@
 """What a program asks of a split tensor."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,3 +62,23 @@ def test_gradients_hooks_and_values(P_world):
         bool(x > 0)
     x.grad = None
     assert x.grad is None
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_numpy_gets_no_values_of_what_is_cut_and_those_of_copies(P_world):
+    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.randn(3, 5))
+    for function in (np.mean, np.sum, np.max, np.std, np.prod, np.argmax, np.ravel, np.vstack):
+        with pytest.raises(
+            UnsupportedError, match=rf"numpy\.{function.__name__} at test_queries.* full_tensor"
+        ):
+            function(x)
+    for function in (np.asarray, np.abs, np.float64):
+        with pytest.raises(UnsupportedError, match=r"Tensor\.\w+ at test_queries.* full_tensor"):
+            function(x)
+    assert (np.shape(x), np.ndim(x)) == ((3, 5), 2)
+    copies = x.redistribute()
+    assert np.array_equal(np.vstack([copies, copies]), np.vstack([x.full_tensor()] * 2))
+    with pytest.raises(TypeError):
+        np.concatenate(copies, axis="no axis")
