@@ -126,3 +126,33 @@ def test_leaving_without_close_is_clean(ending):
 def test_leaving_in_the_middle_of_an_exchange_does_not_hang():
     code, _, _ = run(2, CONV + "if comm.rank == 0: layer(x)\n")
     assert code != 0
+
+
+def _printed(ranks, body, **changes):
+    # Lines of this library, and tracebacks, in standard error.
+    code, _, err = run(ranks, body, **changes)
+    assert code != 0
+    ours = sorted(line for line in err.splitlines() if line.startswith("distdl_rma: rank"))
+    return ours, err.count("Traceback (most recent call last)"), err
+
+
+def test_an_error_of_one_rank_is_one_traceback_and_a_line_on_each_other():
+    body = CONV + "if comm.rank == 1:\n    raise ValueError('wrong')\nlayer(x)\n"
+    lines, tracebacks, err = _printed(3, body)
+    assert tracebacks == 1 and "runpy" not in err and "mpi4py/" not in err
+    assert len(lines) == 2, err
+    for rank, line in zip((0, 2), lines, strict=True):
+        assert line.startswith(f"distdl_rma: rank {rank} ended at <string>:")
+        assert "PeerFailedError: rank 1 failed: ValueError: wrong; rank" in line
+
+
+def test_an_error_of_all_ranks_is_one_traceback_and_the_same_on_each_other():
+    lines, tracebacks, err = _printed(3, "comm.Barrier()\n" + CONV + "layer(torch.ones(1, 2, 4))\n")
+    assert tracebacks == 1 and len(lines) == 2, err
+    assert all(" by the same ShapeError as rank " in line for line in lines), err
+
+
+def test_all_tracebacks_are_there_for_who_wants_them():
+    body = CONV + "if comm.rank == 1:\n    raise ValueError('wrong')\nlayer(x)\n"
+    lines, tracebacks, err = _printed(3, body, DISTDL_RMA_FULL_TRACEBACKS="1")
+    assert tracebacks == 3 and not lines and "runpy" in err

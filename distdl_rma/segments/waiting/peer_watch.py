@@ -61,6 +61,11 @@ class FailureNotices:
         """Whether this rank or another one has failed, so that nothing collective can work any more."""
         return self.failed or bool(self.failures)
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The ranks before this one, in the order of M."""
+        return self._ranks[: self._comm.rank]
+
     def poll(self) -> None:
         """Take in notices of failed ranks, and let MPI look at the network. Does not block."""
         # Also without remote peers: a handshake's message may still sit in this rank's MPI.
