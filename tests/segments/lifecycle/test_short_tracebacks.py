@@ -12,7 +12,7 @@ from distdl_rma.segments.lifecycle.short_tracebacks import place_of, short_trace
 
 
 def raised(act):
-    with pytest.raises(Exception, match=".") as caught:
+    with pytest.raises(Exception, match=r".") as caught:
         act()
     return caught.value
 
