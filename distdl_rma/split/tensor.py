@@ -21,7 +21,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
-from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block
+from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block, warn_of_mean
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
@@ -181,14 +181,17 @@ class SplitTensor(torch.Tensor):
     def to_local(self) -> torch.Tensor:
         """This rank's block, in the graph; not a copy.
 
-        A backward from what is computed of it is that of this rank's own loss.
+        A backward from what is computed of it is that of this rank's own loss, and the gradient that of the
+        sum of all ranks' losses.
         """
         local = into_graph(self)._local
-        show_block(local)
+        show_block(local, self.is_split)
         if local.grad_fn is not None and not self._shown:
             self._shown = True
             with _NO_SUBCLASS():
-                local.register_hook(come_by_blocks)
+                # One rank warns for all.
+                warns = self.is_split and self.partition.me == self.partition.ranks[0]
+                local.register_hook(warn_of_mean if warns else come_by_blocks)
         return local
 
     def full_tensor(self) -> torch.Tensor:

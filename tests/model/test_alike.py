@@ -44,6 +44,36 @@ def test_parameters_behind_a_block_without_a_graph(model, x):
     model(x)
 
 
+LOCAL = {
+    "mse": (F.mse_loss, True),
+    "l1 and a penalty": (lambda y, t: 0.5 * F.l1_loss(y, t) + (y - t).square().sum() / 192, True),
+    "all dimensions": (lambda y, t: (y - t).abs().mean((0, 1, 2, 3)), True),
+    "classes": (lambda y, t: F.cross_entropy(y, t[:, 0].long()), True),
+    "sum": (lambda y, t: F.mse_loss(y, t, reduction="sum") / 192, False),
+    "one dimension": (lambda y, t: (y - t).square().mean(3).sum() / 24, False),
+}
+
+
+@pytest.mark.parametrize("loss", LOCAL)
+def test_a_local_mean_is_warned_of_and_a_local_sum_is_not(model, x, comm, loss):
+    loss, is_mean = LOCAL[loss]
+    y = model(x)
+    mine = shard({"H": -1}, torch.zeros(1, 2, 12, 8)).to_local()
+    value = loss(y.to_local(), mine)
+    if is_mean and comm.rank == 0:
+        with pytest.warns(UserWarning, match="begins at a mean over this rank's part") as found:
+            value.backward()
+        assert found[0].filename == __file__
+    else:
+        value.backward()
+    # Of what all ranks have, of all of it, and of the split tensor itself.
+    y = model(x)
+    _ = y.to_local()
+    F.mse_loss(model(x).redistribute().to_local(), torch.zeros(1, 2, 12, 8)).backward()
+    (F.mse_loss(y.full_tensor(), torch.zeros(1, 2, 12, 8)) + y.to_local().square().sum() / 192).backward()
+    F.mse_loss(model(x), torch.zeros(1, 2, 12, 8)).backward()
+
+
 def test_penalties_are_alike(model, x):
     for _ in range(2):
         (model(x).sum() + model.head.weight.square().sum()).backward()

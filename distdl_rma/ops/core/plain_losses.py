@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from math import isfinite, isnan
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from zlib import crc32
@@ -49,6 +51,14 @@ RUNNING = _Backward()
 _SHOWN = "distdl_rma block"
 # Of so many gradients so many elements are kept, and by so much of the largest they may differ.
 _KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
+_ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
+_MEAN = (
+    "a backward begins at a mean over this rank's part of a split tensor, as F.mse_loss(y.to_local(), mine)"
+    " is: gradients are summed over the ranks, so they become as many times too large. Take the loss of the"
+    " split tensor, F.mse_loss(y, target), or a sum divided by y.numel(), which is that of the whole."
+    " A mean that is weighted by the share of its part, or by reduction='mean' where parts are equal, is"
+    " right: warnings.filterwarnings('ignore', \"a backward begins at a mean over this rank's part\")"
+)
 # Names of nodes at which blocks end, and what is plain begins.
 ENDS_OF_BLOCKS: set[str] = set()
 
@@ -69,11 +79,50 @@ def come_by_blocks(_gradient: torch.Tensor | None = None) -> None:
         RUNNING.number, RUNNING.behind = number_of_backward(), None
 
 
-def show_block(block: torch.Tensor) -> None:
+def show_block(block: torch.Tensor, is_part: bool) -> None:
     """Note in its graph that what is computed of a block is the loss of this rank alone."""
     if block.grad_fn is not None:
         node: Any = block.grad_fn
-        _Backward.shown, node.metadata[_SHOWN] = True, True
+        _Backward.shown, node.metadata[_SHOWN] = True, is_part
+
+
+def warn_of_mean(gradient: torch.Tensor) -> None:
+    """As ``come_by_blocks``; warn if the backward began at a mean over this rank's part of a tensor."""
+    come_by_blocks(gradient)
+    if RUNNING.depth or not _begins_at_mean():
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_ROOMS):
+        frame = frame.f_back
+    if frame is not None:
+        known = frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(_MEAN, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=known)
+
+
+def _begins_at_mean() -> bool:
+    # Whether a mean over all of something lies between the loss and a part that was shown.
+    try:
+        ahead = [(node, False) for node in _roots()]
+    except UnsupportedError:
+        return False
+    seen = set[Any]()
+    while ahead:
+        node, mean = ahead.pop()
+        if node is None or (node, mean) in seen or node.name() in ENDS_OF_BLOCKS:
+            continue
+        if mean and node.metadata.get(_SHOWN):
+            return True
+        seen.add((node, mean))
+        mean = mean or _is_mean(node)
+        ahead += [(each, mean) for each, _ in node.next_functions if _SHOWN not in node.metadata]
+    return False
+
+
+def _is_mean(node: Any) -> bool:
+    # Over all dimensions, or a loss of torch's with reduction="mean".
+    if node.name() == "MeanBackward1":
+        return len(node._saved_dim) == len(node._saved_self_sym_sizes)
+    return node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1
 
 
 def _is_own() -> bool:
