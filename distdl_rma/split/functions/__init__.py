@@ -18,6 +18,8 @@ from distdl_rma.split.functions.places import writing as writing
 from distdl_rma.split.functions.products import attention as attention
 from distdl_rma.split.functions.products import contractions as contractions
 from distdl_rma.split.functions.products import fourier as fourier
+from distdl_rma.split.functions.products import matrices as matrices
+from distdl_rma.split.functions.products import recurrent as recurrent
 from distdl_rma.split.functions.totals import along as along
 from distdl_rma.split.functions.totals import distances as distances
 from distdl_rma.split.functions.totals import extremes as extremes

@@ -20,6 +20,7 @@ from distdl_rma.split.functions.places.shapes import (
     whole_along,
 )
 from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.reducing import positive
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 _T: Any = torch.Tensor
@@ -52,6 +53,25 @@ def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
     inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
     found: torch.Tensor = torch.cat([first, inner, last], dim) / h
     return found
+
+
+@rule("reduction", "trapezoid", "trapz")
+def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums over the ranks of the means of neighbours."""
+    return composed(_trapezoid, *args, **kwargs)
+
+
+def _trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
+    n = y.shape[dim]
+    if not n:
+        return y.sum(dim)
+    if x is None:
+        return (y.sum(dim) * 2 - y.select(dim, 0) - y.select(dim, n - 1)) * ((1 if dx is None else dx) / 2)
+    # Dimensions go together from the last one on; a vector lies along the one that is summed.
+    at = positive(dim, y.dim()) - y.dim()
+    x = x.reshape(-1, *(1,) * (-1 - at)) if x.dim() == 1 else x
+    steps = x.narrow(at, 1, n - 1) - x.narrow(at, 0, n - 1)
+    return ((y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)) * steps).sum(dim) / 2
 
 
 @rule("movement", "diag", "diag_embed", "diagflat")

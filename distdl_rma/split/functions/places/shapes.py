@@ -232,6 +232,25 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+@rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
+def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``expand`` of each vector along its dimension of the grid; plain ones stay plain."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    shapes = [frozen(x) for x in tensors]
+    if max(map(len, shapes)) > 1:
+        raise RuntimeError(f"torch.meshgrid: expected scalars or vectors, got shapes {shapes}")
+    places = list(range(len(tensors)))
+    if kwargs.get("indexing") == "xy" and len(tensors) > 1:
+        places[:2] = 1, 0
+    grid = [shapes[at][0] if shapes[at] else 1 for at in places]
+
+    def spread(x: torch.Tensor, place: int) -> Any:
+        column = composed(torch.reshape, x, (-1, *(1,) * (len(grid) - place - 1)))
+        return composed(_T.expand, column, grid)
+
+    return tuple(spread(x, place) for x, place in zip(tensors, places, strict=True))
+
+
 @rule("movement", "repeat", "tile")
 def repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank repeats its block; along repeated dimensions tensors are not cut."""

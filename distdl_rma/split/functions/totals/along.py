@@ -11,9 +11,10 @@ from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
+from distdl_rma.split.functions.places.shapes import argument, frozen
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
-from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
 from distdl_rma.split.reducing import (
     Along,
     arguments,
@@ -23,7 +24,7 @@ from distdl_rma.split.reducing import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
 
 @rule("reduction", "cumsum")
@@ -129,6 +130,26 @@ def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list
     # Which dimension of the input each one of a result is; None where it is new, or has another extent.
     rest: list[int | None] = [None if d in dims else d for d in range(before) if keepdim or d not in dims]
     return [None] * (ndim - len(rest)) + rest
+
+
+@rule("movement", "searchsorted")
+def place_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Places of each rank's values, along whole dimensions of the sequences."""
+    names = "sorted_sequence", "input"
+    sequence, x = (argument(at, name, args, kwargs, None) for at, name in enumerate(names))
+    options = {key: each for key, each in kwargs.items() if key not in names}
+    if not isinstance(x, SplitTensor) or not x.is_split:
+        return on_copies(func, args, kwargs)
+    if options.get("sorter") is not None:
+        raise refused(func, "with a sorter")
+    site, count = site_of(machine_of(x), func), len(frozen(sequence))
+    if count == 1:
+        sequence = as_whole(site, sequence, x._layout, "sequence")
+        return SplitTensor(func(sequence, local_of(x), **options), x._layout)
+    last = len(x._layout.shape) - 1
+    local, layout = with_whole(site, x, [last])
+    part = lay.with_splits(layout, {last: Balanced(frozen(sequence)[-1], 1)})
+    return SplitTensor(func(as_part(site, sequence, part, layout, 1), local, **options), layout)
 
 
 @rule("movement", *"unique unique_consecutive histc histogram bincount corrcoef cov".split())

@@ -37,3 +37,13 @@ def test_coordinates_are_refused(P_world):
     x = block(P_x, numbers(4, 3))
     with pytest.raises(UnsupportedError, match="coordinates"):
         torch.gradient(x, spacing=(torch.arange(4.0), torch.arange(3.0)))
+
+
+@pytest.mark.mpi
+def test_integrals(P_world):
+    for dim in range(-1, 3):
+        check(P_world, lambda y, d=dim: torch.trapezoid(y, dx=0.5, dim=d), [numbers(4, 5, 3)])
+        check(P_world, lambda y, x, d=dim: torch.trapz(y, x, dim=d), [numbers(4, 5, 3), numbers(4, 5, 3)])
+        x = numbers((4, 5, 3)[dim])
+        check(P_world, lambda y, x, d=dim: torch.trapezoid(y, x, dim=d), [numbers(4, 5, 3)], [x])
+    check(P_world, torch.trapezoid, [numbers(4, 1)])

@@ -174,3 +174,11 @@ def test_whether_a_reshaped_copy_may_change_is_alike_on_all_ranks(P_world):
         return
     with pytest.raises(UnsupportedError, match="view of another"):
         x.view(-1).sub_(1.0)
+
+
+@pytest.mark.mpi
+def test_grids_of_coordinates(P_world):
+    for indexing in ("ij", "xy"):
+        operands = [torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        check(P_world, lambda x, y, i=indexing: torch.meshgrid(x, y, 2 * x, indexing=i), operands)
+        check(P_world, lambda x, y, i=indexing: torch.meshgrid([x, y], indexing=i)[1] * 2, operands)

@@ -71,3 +71,13 @@ def test_of_all_elements(P_world):
 def test_along_a_dimension_without_elements(P_world):
     check(P_world, lambda x: torch.logcumsumexp(x, 1), [numbers((4, 0, 3))])
     check(P_world, lambda x: x.sort(1)[0], [numbers((4, 0, 3))])
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:.*non-contiguous")
+def test_places_in_order(P_world):
+    x, y = numbers((4, 5)).detach(), numbers((4, 5)).detach()
+    check(P_world, lambda x, s: torch.searchsorted(s, x, right=True), [x], [y[0].sort().values])
+    check(P_world, lambda x, s: torch.searchsorted(s.sort().values, x, out_int32=True), [x, y])
+    check(P_world, lambda x, s: torch.searchsorted(s, x[:, :3]), [x], [y.sort().values])
+    check(P_world, lambda s: torch.searchsorted(s.sort().values, 0.1), [x[0]])

@@ -1,0 +1,94 @@
+"""Decompositions and inverses of matrices, systems of equations, cross and Kronecker products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl_rma.split import cuts
+from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.table import rule
+from distdl_rma.split.functions.places.shapes import argument, frozen, tensor_and_rest, uncut
+from distdl_rma.split.functions.products.contractions import Labels, prepared
+from distdl_rma.split.operands import as_whole, machine_of, on_copies
+from distdl_rma.split.reducing import positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
+
+
+@rule(
+    "contraction",
+    *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
+    *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
+)
+def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the matrices of each rank's block; where the last two dimensions are cut, another one is instead."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    if not isinstance(x, SplitTensor) or any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
+        raise refused(func, "a tensor stands beside the matrices")
+    count = len(x._layout.shape)
+    if not x.is_split or count < 2:
+        return on_copies(func, args, kwargs)
+    local, layout = with_whole(site_of(machine_of(x), func), x, (count - 2, count - 1), "matrices made whole")
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        longer = lay.reordered(layout, [*range(count - 2), *(None,) * (y.dim() - count + 2)])
+        return SplitTensor(y, uncut(longer, {d: y.shape[d] for d in range(count - 2, y.dim())}))
+
+    return mapped(split, func(local, *rest, **kwargs))
+
+
+@rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
+def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank solves for its samples and right-hand sides, by matrices that are whole."""
+    (a, b), options = args[:2], kwargs
+    if func.__name__ == "cholesky_solve":
+        a, b, options = b, a, {"upper": argument(2, "upper", args, kwargs, False)}
+    elif len(args) > 2:
+        raise refused(func, "it takes two tensors, and options by name")
+    one, two = frozen(a), frozen(b)
+    vectors = func is torch.linalg.solve and (len(two) == 1 or two == one[:-1])
+    left = options.get("left", True)
+    rows, sides = list(range(2 - len(one), 0)), list(range((1 if vectors else 2) - len(two), 0))
+    mine: Labels = [*sides, *(("m",) if vectors else ("m", "k") if left else ("k", "m"))]
+    batch = max(rows, sides, key=len)
+    out = [*batch, *(("n",) if vectors else ("n", "k") if left else ("k", "n"))]
+    _, work, (matrix, right) = prepared(func, [a, b], [[*rows, "m", "n"], mine], out, ("m", "n"))
+    if func.__name__ == "cholesky_solve":
+        matrix, right = right, matrix
+    return SplitTensor(func(matrix, right, **options), work.result)
+
+
+@rule("contraction", "cross")
+def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its vectors, whose three elements are whole."""
+    a, b = argument(0, "input", args, kwargs, None), argument(1, "other", args, kwargs, None)
+    dim = argument(2, "dim", args, kwargs, -1 if func is torch.linalg.cross else None)
+    shape = frozen(a)
+    if dim is None:
+        if 3 not in shape:
+            raise RuntimeError("no dimension of size 3 in input")
+        dim = shape.index(3)
+    names = list(range(-len(shape), 0))
+    if len(frozen(b)) != len(shape):
+        raise RuntimeError(f"cross: inputs must have the same number of dimensions, got {shape}, {frozen(b)}")
+    dim = positive(dim, len(shape))
+    _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
+    return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
+
+
+@rule("contraction", "kron")
+def kron(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first factor stays cut, every rank gets all of the second; where that alone is split, of both."""
+    a, b = argument(0, "input", args, kwargs, None), argument(1, "other", args, kwargs, None)
+    if not isinstance(a, SplitTensor) or not a.is_split:
+        return on_copies(func, args, kwargs)
+    site, ours, theirs = site_of(machine_of(a), func), len(a._layout.shape), frozen(b)
+    count = max(ours, len(theirs))
+    base = lay.reordered(a._layout, [*(None,) * (count - ours), *range(ours)])
+    extents = (1,) * (count - len(theirs)) + theirs
+    result = lay.with_splits(
+        base, {d: cuts.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
+    )
+    return SplitTensor(func(local_of(a), as_whole(site, b, result, "second factor")), result)
