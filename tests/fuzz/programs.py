@@ -367,6 +367,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, rounding: float) ->
     if not (found.is_floating_point() or found.is_complex()):
         return "" if found.equal(expected) else f"{found.tolist()}, not {expected.tolist()}"
     wide = torch.complex128 if found.is_complex() else torch.float64
+    rounding = max(rounding, ROUNDING.get(expected.dtype, 0.0))
     found, expected = found.to(wide), expected.to(wide)
     most = expected.abs().nan_to_num(0, 0, 0).max().item()
     atol = rounding * max(1.0, most)
