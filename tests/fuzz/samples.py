@@ -49,7 +49,7 @@ def operations() -> list[Any]:
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     # The import takes the right to switch kernels off, which the library does around some of torch's.
-    torch.backends.__allow_nonbracketed_mutation_flag = True  # type: ignore[attr-defined]
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     named = {getattr(function, "__name__", "") for function in RULES}
     found = []
     for op in op_db:

@@ -11,11 +11,13 @@ from tests.split.against_whole import check
 
 pytestmark = pytest.mark.mpi
 LABELS = torch.zeros(1, 3, 4, dtype=torch.long)
+THIRDS = torch.full((4, 2), 1 / 3)
 FUNCTIONS = {
     "matmul": lambda x: x @ torch.ones(4, 2),
     "matmul of rows": lambda x: torch.ones(2, 3) @ x,
     "linear": lambda x: F.linear(x, torch.ones(2, 4), torch.ones(2)),
     "addmm": lambda x: torch.addmm(torch.ones(2), x[0, 0], torch.ones(4, 2)),
+    "addmm in place": lambda x: x[0, 0, :, :2].clone().addmm_(x[0, 0], THIRDS.to(x.dtype)),
     "addmv": lambda x: torch.addmv(torch.ones(3, dtype=x.dtype), x[0, 0], torch.ones(4, dtype=x.dtype)),
     "baddbmm": lambda x: torch.baddbmm(torch.ones(2, 1, 1), x[0], x[0].mT),
     "dot": lambda x: torch.dot(x.flatten(), x.flatten()),

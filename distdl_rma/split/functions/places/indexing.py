@@ -85,7 +85,7 @@ def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__.startswith("select"):
         on_shape(x).select(dim, 0)
         return _one(func, x, dim % len(x._layout.shape), int(argument(1, "index", rest, kwargs, 0)))
-    found = func(on_shape(x), *(int(each) for each in rest), **kwargs)
+    found = func(on_shape(x), *(int(n) if isinstance(n, SplitTensor) else n for n in rest), **kwargs)
     dim %= len(x._layout.shape)
     start = int(argument(1, "start", rest, kwargs, 0))
     return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, found.shape[dim])

@@ -11,6 +11,7 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, name_of, rule
@@ -178,7 +179,9 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What the gradient needs of the tensor is not to change.
     kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
     before = SplitTensor(local_of(x).clone(), x._layout) if kept else x
-    y = RULES[without].handler(without, (before, *args[1:]), kwargs)
+    # Autocast leaves the forms in place alone.
+    with no_autocast():
+        y = RULES[without].handler(without, (before, *args[1:]), kwargs)
     if not torch.can_cast(y._local.dtype, x.dtype):
         raise RuntimeError(f"result type {y._local.dtype} can't be cast to the desired output type {x.dtype}")
     if not isinstance(x, SplitTensor):

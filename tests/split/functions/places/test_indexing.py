@@ -122,3 +122,12 @@ def test_a_value_that_fills_has_the_gradient_of_all_ranks(P_world):
     value, index = torch.tensor(2.0, dtype=torch.float64).requires_grad_(), torch.tensor([0, 2])
     for dim in (0, 1):
         check(P_world, lambda x, value, dim=dim: x.index_fill(dim, index, value), [x], [value])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("start", [torch.tensor(True), 1.5])
+def test_an_interval_begins_at_a_whole_number(P_world, start):
+    x = torch.randn(4, 3)
+    for y in (x, block(P_world.create_cartesian_topology_partition((P_world.size, 1)), x)):
+        with pytest.raises((RuntimeError, TypeError)):
+            y.narrow(0, start, 2)
