@@ -147,6 +147,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "distdl_rma needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	         "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(VENV), once: torch and an MPI are downloaded, which takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	    --editable '.[$(MPI),demo,test,bench]'

@@ -22,6 +22,7 @@ from demo_terminal import (
     CONSOLE,
     Mistake,
     Step,
+    announce_proof,
     difference,
     leave,
     measured,
@@ -187,6 +188,7 @@ class State:
 
 def proved(state: State, image: torch.Tensor, machine: Machine) -> bool:
     """Whether rank 0 alone comes to the same weights, losses and picture as all ranks together."""
+    announce_proof(state.steps, COMM)
     twin = sequential(image, len(state.steps), machine) if COMM.rank == 0 else None
     wait_asleep()
     steps, weights = COMM.bcast((twin.steps, twin.weights) if twin else None)
@@ -196,7 +198,7 @@ def proved(state: State, image: torch.Tensor, machine: Machine) -> bool:
         "weights": max(map(difference, state.weights, weights)),
         "output picture": difference(state.output, twin.output) if twin else 0.0,
     }
-    return prove(differences, PROOF_LIMIT, steps, COMM)
+    return prove(differences, PROOF_LIMIT, len(steps), COMM)
 
 
 def sequential(image: torch.Tensor, steps: int, machine: Machine) -> State:

@@ -21,6 +21,7 @@ from demo_terminal import (
     COMM,
     CONSOLE,
     Step,
+    announce_proof,
     difference,
     leave,
     measured,
@@ -130,6 +131,7 @@ def proved(chosen: Options, team: MPI.Intracomm) -> bool:
     lessons, (exam,) = (photographs(names, chosen.size) for names in (LESSONS, TESTS))
     with Machine(COMM, chosen.ranks) as machine:
         ours = run(chosen, lessons, exam, machine, team)
+        announce_proof(ours.steps, team)
         twin = alone(chosen, lessons, exam, len(ours.steps), machine) if team.rank == 0 else None
         wait_asleep()
         return agree(ours, twin, team)
@@ -154,7 +156,7 @@ def agree(ours: State, twin: State | None, team: MPI.Intracomm) -> bool:
         "weights": max(difference(ours.weights[key], weights[key]) for key in weights),
         "output": difference(ours.output, twin.output) if twin else 0.0,
     }
-    return prove(differences, PROOF_LIMIT, steps, team)
+    return prove(differences, PROOF_LIMIT, len(steps), team)
 
 
 # ------------------------------------------------------------------------------------------------ the program

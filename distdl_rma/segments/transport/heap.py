@@ -8,6 +8,7 @@ from distdl_rma.errors import SegmentError
 
 # A cache line: two buffers never share one, and every numpy dtype is aligned.
 ALIGNMENT = 64
+_MEBIBYTE = 1 << 20
 
 
 def aligned(nbytes: int) -> int:
@@ -51,10 +52,13 @@ class Heap:
         size = aligned(max(nbytes, 1))
         fitting = [gap for gap in self._gaps if gap[1] >= size]
         if not fitting:
+            # A larger segment is larger at its end.
+            last = next((gap for at, gap in self._gaps if at + gap == self.nbytes), 0)
+            enough = -(-(self.nbytes + size - last) // _MEBIBYTE)
             raise SegmentError(
                 f"segment exhausted: asked for {nbytes} bytes, {self.free_bytes} of {self.nbytes} are free,"
-                f" largest block {self.largest_gap};"
-                " raise DISTDL_RMA_SEGMENT_SIZE or Machine(segment_size=...)"
+                f" largest block {self.largest_gap}; DISTDL_RMA_SEGMENT_SIZE={enough}MiB or"
+                f" Machine(segment_size='{enough}MiB') is enough for this, and for more take more"
             )
         offset, available = min(fitting, key=lambda gap: gap[1])
         self._gaps.remove((offset, available))

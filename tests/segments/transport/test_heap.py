@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,9 +128,32 @@ def test_an_exhausted_heap_says_asked_free_and_largest_and_what_to_set():
         heap.allocate(100)
     assert str(caught.value) == (
         "segment exhausted: asked for 100 bytes, 128 of 256 are free, largest block 64;"
-        " raise DISTDL_RMA_SEGMENT_SIZE or Machine(segment_size=...)"
+        " DISTDL_RMA_SEGMENT_SIZE=1MiB or Machine(segment_size='1MiB') is enough for this, and for more take"
+        " more"
     )
     assert isinstance(caught.value, MemoryError)
+
+
+@some
+@given(st.lists(st.integers(1, 3 << 20), max_size=6), st.data())
+def test_the_size_that_an_exhausted_heap_names_is_enough_and_a_mebibyte_less_is_not(sizes, data):
+    nbytes, freed = 4 << 20, data.draw(st.sets(st.integers(0, 5)))
+
+    def last_of(heap):
+        blocks = [heap.allocate(size) for size in sizes[:-1]]
+        for at in sorted(freed & {*range(len(blocks))}):
+            heap.free(blocks[at])
+        return heap.allocate(sizes[-1]) if sizes else None
+
+    try:
+        last_of(Heap(nbytes))
+    except SegmentError as error:
+        enough = int(re.search(r"SIZE=(\d+)MiB", str(error))[1]) << 20
+        asked = int(re.search(r"asked for (\d+)", str(error))[1])
+        if asked == sizes[-1]:
+            last_of(Heap(enough))
+        with pytest.raises(SegmentError):
+            last_of(Heap(max(nbytes, enough - (1 << 20))))
 
 
 def test_a_request_that_fails_changes_nothing():
