@@ -17,7 +17,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_words
 from distdl_rma.segments.collectives.assembly import gather_words
-from distdl_rma.split.tensor import SplitTensor, tensors_in
+from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 
 # What is equal up to rounding: a power of the resolution of the type, relative to the largest element, or to
 # what counts as that where all are small.
@@ -113,7 +113,7 @@ def compare(
     split
         The model that ``distribute`` made.
     inputs
-        A tensor, or a tuple of arguments; whole, alike on all ranks.
+        A tensor, or a tuple of arguments; whole, alike on all ranks. Gradients are compared of what is cut.
     targets, loss_fn
         The loss is ``loss_fn(output, targets)``, or without targets ``loss_fn(output)``. Without a function
         the mean square of all outputs.
@@ -150,7 +150,7 @@ def compare(
             mine = _step(split, arguments, targets, loss_fn, seed)
         found.differences.append(_difference("loss", "the step", mine[0], given[0]))
         for at, (x, other) in enumerate(zip(mine[1], given[1], strict=True)):
-            if other.grad is not None:
+            if other.grad is not None and isinstance(x, SplitTensor):
                 found.differences.append(_difference("input gradient", f"input {at}", x.grad, other.grad))
         gradients = {name: p.grad for name, p in split.named_parameters()}
         scales = _scales(alone)
@@ -188,8 +188,8 @@ def _step(
     given = tuple(leaf(x) for x in arguments)
     handle = vars(model).get("distributed")
     if handle is not None:
-        given = handle.cut(given)
-        leaves = [x for x in tensors_in(given) if x.requires_grad]
+        given = mapped(lambda x: x if isinstance(x, SplitTensor) else x.detach(), handle.cut(given))
+        leaves = [x for x in tensors_in(given) if x.is_floating_point() or x.is_complex()]
     y = model(*given)
     if loss_fn is None:
         squares = [each.abs().square().mean() for each in tensors_in(y) if each.is_floating_point()]

@@ -107,6 +107,26 @@ def test_versions_of_modules_are_kept():
     split.distributed.close()
 
 
+class Modulated(nn.Module):
+    """An image, scaled by what a layer makes of words."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(5, 3)
+
+    def forward(self, x, words):
+        return x * self.scale(words)[:, :, None, None]
+
+
+@pytest.mark.mpi
+def test_inputs_that_are_not_cut_are_data():
+    split = distribute(Modulated(), {"H": -1})
+    found = compare(Modulated(), split, (torch.randn(SHAPE), torch.randn(2, 5)))
+    assert found.equal, str(found)
+    assert [each.name for each in found.differences if each.what == "input gradient"] == ["input 0"]
+    split.distributed.close()
+
+
 class Tokens(nn.Module):
     """Pixels in a row, channels last."""
 
