@@ -36,6 +36,7 @@ from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, t
 from distdl_rma.ops.core.tensors import DTYPES, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.calls import site
+from distdl_rma.split.calls.arguments import hold
 from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.site import TRAILS, Trail, thread_inside
 from distdl_rma.split.entry import grid_for
@@ -112,8 +113,9 @@ class Distributed:
             ]
         if not self._synchronises:
             for parameter in model.parameters():
-                # By torch's, in a loss as well.
+                # By torch's, in a loss as well; who sums them also looks whether they are alike.
                 synchronise(parameter, True)
+                hold(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
         self._watch = watch = ModuleWatch()
         watch.add(model, "", model.parameters())
@@ -196,6 +198,7 @@ class Distributed:
         if model is not None:
             for parameter in () if self._synchronises else model.parameters():
                 synchronise(parameter, False)
+                hold(parameter, False)
             vars(model).pop(_KEY, None)
 
     def cut(self, arguments: Any, in_graph: bool = False) -> Any:

@@ -165,18 +165,22 @@ def test_plain_tensors_in_a_checkpoint_and_a_model_within_a_model(x, odd):
     outer.distributed.close()
 
 
-def test_what_a_model_holds_is_compared_by_it_alone(P_world, x, monkeypatch):
+@pytest.mark.parametrize("norm", [[nn.BatchNorm2d(2)], []])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_what_a_model_holds_is_compared_by_it_alone(x, monkeypatch, norm, reduction):
     given = []
     monkeypatch.setattr(Trail, "note_plain", lambda *args: given.append(args))
     torch.manual_seed(1)
-    model = distribute(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.PReLU()), {"H": -1})
+    layers = nn.Conv2d(1, 2, 1), *copy.deepcopy(norm), nn.PReLU()
+    model = distribute(nn.Sequential(*layers), {"H": -1}, reduction=reduction)
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
     for _ in range(2):
         model(x).sum().backward()
-    assert not given
+    # Buffers too, but where others sum, who look after the parameters alone.
+    assert bool(given) == (reduction == "none" and bool(norm))
     model.distributed.close()
-    assert not any(vars(each) for each in model.buffers())
+    assert not any(vars(each) for each in (*model.parameters(), *model.buffers()))
 
 
 def test_plain_tensors_are_left_out_with_the_rest(x, odd):

@@ -153,10 +153,12 @@ def some_of(x: torch.Tensor, at: int = 0) -> bytes:
     if not dims or total <= _SAMPLED or x.is_contiguous():
         flat = x.detach().reshape(-1)
         stride = max(1, total // _SAMPLED)
-        return as_words(flat[at % stride :: stride]).tobytes()
+        # Numpy takes a copy: memory that it has shown is not resizable any more.
+        return as_words(flat[at % stride :: stride].clone()).tobytes()
     # All of it would be copied.
     steps = [ceil(n / _SAMPLED ** (1 / dims)) for n in x.shape]
-    return as_words(x.detach()[tuple(slice(at % step, None, step) for step in steps)]).tobytes()
+    some = x.detach()[tuple(slice(at % step, None, step) for step in steps)]
+    return as_words(some.clone()).tobytes()
 
 
 def all_of(x: torch.Tensor) -> tuple[str, bytes]:
@@ -168,7 +170,7 @@ def all_of(x: torch.Tensor) -> tuple[str, bytes]:
         return str(x.dtype), some_of(x)
     flat = x.detach().reshape(-1)
     if not (x.is_floating_point() or x.is_complex()):
-        return "torch.int64", crc32(as_words(flat).tobytes()).to_bytes(8, sys.byteorder)
+        return "torch.int64", crc32(as_words(flat.clone()).tobytes()).to_bytes(8, sys.byteorder)
     if x.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     sums = torch.zeros(_SAMPLED, dtype=torch.float64, device="cpu")

@@ -74,6 +74,15 @@ def test_sums_and_elements_that_are_rounded_otherwise_are_alike(dtype):
     assert not torch.equal(x, y) and not _apart(x, y) and not _apart(x[::100], y[::100])
 
 
+@pytest.mark.parametrize("shape", [(3,), (40, 40), (1000, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_memory_that_was_compared_can_still_be_resized(shape, dtype):
+    # As fully_shard does with that of weights.
+    x = torch.zeros(shape, dtype=dtype)
+    all_of(x), some_of(x, 1), some_of(x[:, :1] if x.dim() > 1 else x)
+    assert x.untyped_storage().resizable()
+
+
 def test_values_of_few_elements_are_the_elements():
     for x in (torch.tensor([1.5, float("nan"), float("inf")]), torch.tensor([True]), torch.tensor(1 + 2j)):
         form, data = all_of(x)
