@@ -10,7 +10,7 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.operands import as_part, machine_of, on_copies, wholes
 from distdl_rma.split.reducing import with_whole
-from distdl_rma.split.tensor import SplitTensor, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, mapped, refused, tensors_in
 
 
 @rule("contraction", "lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -38,3 +38,21 @@ def recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     y, *after = func(local, before if several else before[0], weights, *others)
     found = SplitTensor(y, uncut(layout, {2: y.shape[2]}))
     return found, *(SplitTensor(h, part) for h, part in zip(after, parts, strict=True))
+
+
+@rule("contraction", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Samples stay cut, features are made whole."""
+    x, states, *weights = args
+    if not isinstance(x, SplitTensor) or kwargs:
+        raise refused(func, "its states are split, its input is not")
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    site = site_of(machine_of(x), func)
+    local, layout = with_whole(site, x, [1], "features made whole")
+    several = isinstance(states, (list, tuple))
+    given = states if several else (states,)
+    part = uncut(layout, {1: frozen(given[0])[1]})
+    before = [as_part(site, h, part, part, at) for at, h in enumerate(given)]
+    weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
+    return mapped(lambda h: SplitTensor(h, part), func(local, before if several else before[0], *weights))

@@ -36,6 +36,24 @@ def test_states_are_cut_as_samples_are(P_world):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_cells(P_world, kind):
+    layer = kind(3, 4).double()
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x, *weights):
+        before = None
+        for _ in range(2):
+            found = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, before))
+            before = found
+        return found
+
+    for shape in ((5, 3), (1, 3)):
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        check(P_world, run, [x], [w.detach().requires_grad_() for w in layer.parameters()])
+
+
+@pytest.mark.mpi
 @pytest.mark.sizes(2)
 def test_refused(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), torch.randn(5, 6, 3))
