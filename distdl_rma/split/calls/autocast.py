@@ -23,12 +23,18 @@ cross_entropy nll_loss multi_margin_loss multilabel_margin_loss cosine_embedding
 """.split()
 _LONGER += [f"fft_{name}{dims}" for name in ("fft", "ifft", "rfft", "irfft") for dims in ("", "2", "n")]
 _LONGER += ["fft_hfft", "fft_ihfft"]
+# Of matrices; then what is refused where a tensor is cut.
+_LONGER += """
+cholesky cholesky_inverse cholesky_solve inverse pinverse qr svd linalg_cholesky linalg_cholesky_ex
+linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_matrix_rank
+linalg_qr linalg_solve linalg_svd linalg_svdvals ctc_loss fractional_max_pool2d fractional_max_pool3d
+""".split()
 # What joins tensors takes the longest of their types.
 _JOINING = frozenset({"cat", "stack", "index_copy"})
 _CAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def is_cast(name: str) -> bool:
+def is_cast(name: object) -> bool:
     """Whether autocast changes the types of what a function of this name is given."""
     return name in (*_SHORTER, *_LONGER, *_JOINING)
 

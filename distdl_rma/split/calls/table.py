@@ -62,10 +62,10 @@ def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]
 
     def enter(handler: Handler) -> Handler:
         for name in names:
-            casts = name if isinstance(name, str) else getattr(name, "__name__", "")
-            entry = Rule(kind, handler, says, casts if is_cast(casts) else "")
             for function in functions_named(name) if isinstance(name, str) else (name,):
-                RULES[function] = entry
+                # The name in torch's lists: that of ATen, or of the function of Python around it.
+                known = [each for each in (getattr(function, "__name__", ""), name) if is_cast(each)]
+                RULES[function] = Rule(kind, handler, says, *known[:1])
         return handler
 
     return enter

@@ -71,7 +71,5 @@ def test_the_lists_are_torchs():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
     }
-    here = {getattr(function, "__name__", "") for function in RULES} - {"ctc_loss"}
-    # Refused, and so cast by torch alone.
-    here -= {"fractional_max_pool2d", "fractional_max_pool3d"}
+    here = {getattr(function, "__name__", "") for function in RULES}
     assert {name for name in names & here if not is_cast(name)} == set()
