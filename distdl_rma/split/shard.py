@@ -11,7 +11,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.shards import shard as block_of
 from distdl_rma.split.entry import grid_for
-from distdl_rma.split.tensor import SplitTensor
+from distdl_rma.split.tensor import SplitTensor, refuse_tangents
 
 # What a user gives for a partition.
 Grid = Partition | str | Mapping[str, int] | Sequence[int]
@@ -41,6 +41,7 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     """
     machine = None if isinstance(grid, Partition) else Machine.on()
     partition = grid_for(grid, machine, len(x.shape))
+    refuse_tangents(shard, [x])
     local = block_of(partition, x)
     if isinstance(x, torch.Tensor) and x.requires_grad:
         local.requires_grad_()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from distdl_rma.errors import (
     ExchangeTimeout,
@@ -28,7 +30,7 @@ from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
-from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, name_of
+from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
 from distdl_rma.split.entry import told_layout
 from distdl_rma.split.function_nodes import enter_graph, runs
 from distdl_rma.split.moves import redistributed
@@ -114,6 +116,7 @@ class SplitTensor(torch.Tensor):
         ShapeError
             If the blocks form no grid, or this one is not the balanced block of ``shape``.
         """
+        refuse_tangents("SplitTensor.from_local", [local])
         problem = trouble_with(local, "a block")
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
@@ -256,7 +259,10 @@ class SplitTensor(torch.Tensor):
                 else:
                     if kwargs is not None and kwargs.get("out") is not None and rule.kind not in _WITH_OUT:
                         raise refused(func, "out= is not supported; what it returns is to be assigned")
-                    found = rule.handler(func, args, kwargs or {})
+                    handler = (
+                        rule.handler if forward_ad._current_level < 0 else partial(_without_tangents, rule)
+                    )
+                    found = handler(func, args, kwargs or {})
                     if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
                         _recompute_alike(found)
                 if LINEAGE.on and not TRAILS:
@@ -433,6 +439,24 @@ def mapped(change: Any, argument: Any) -> Any:
     if isinstance(argument, dict):
         return {key: mapped(change, one) for key, one in argument.items()}
     return argument
+
+
+def _without_tangents(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    given = tensors_in(args, kwargs)
+    if any(x.is_split for x in given if isinstance(x, SplitTensor)):
+        refuse_tangents(func, given)
+    return rule.handler(func, args, kwargs)
+
+
+def refuse_tangents(func: Any, tensors: Sequence[Any]) -> None:
+    """Refuse dual tensors, whose tangents what moves data would lose; nobody asks outside of a dual level."""
+    if forward_ad._current_level < 0:
+        return
+    with _NO_SUBCLASS():
+        for x in tensors:
+            block = x._local if isinstance(x, SplitTensor) else x
+            if isinstance(block, torch.Tensor) and forward_ad.unpack_dual(block).tangent is not None:
+                raise refused(func, "forward-mode derivatives are of tensors that every rank has all of")
 
 
 def refused(func: Any, why: str) -> UnsupportedError:

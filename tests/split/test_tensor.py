@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MPIPartition, PartitionError, ShapeError, SplitTensor, UnsupportedError, shard
@@ -189,3 +190,27 @@ def test_what_a_graph_keeps_does_not_become_split(P_x, whole):
 def test_torch_gets_no_pointer_to_a_block_as_to_the_whole(P_x, whole):
     with pytest.raises(UnsupportedError, match="memory that is not all here"):
         torch.utils.dlpack.to_dlpack(shard(P_x, whole))
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_tangents_of_cut_tensors_are_refused_and_those_of_copies_exact(P_x, whole):
+    x, tangent = shard(P_x, whole), torch.randn(SHAPE, dtype=torch.float64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(whole, tangent)
+        for use in (
+            lambda: forward_ad.make_dual(x, x),
+            lambda: forward_ad.unpack_dual(x),
+            lambda: shard(P_x, dual),
+            lambda: SplitTensor.from_local(dual[x.decomposition.slices()], P_x),
+            lambda: x * dual,
+            lambda: torch.where(x > 0, x, other=dual),
+        ):
+            with pytest.raises(UnsupportedError, match=r"forward-mode derivatives|_dual at"):
+                use()
+        torch.testing.assert_close((x * 2).sum().full_tensor(), 2 * whole.sum())
+        copies = forward_ad.make_dual(x.redistribute(), shard(P_x, tangent).redistribute())
+        found = forward_ad.unpack_dual((copies.sin() * dual).sum(1)).tangent
+        expected = forward_ad.unpack_dual((dual.sin() * dual).sum(1)).tangent
+        torch.testing.assert_close(found.full_tensor(), expected)
