@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import sqrt
 from types import FunctionType
 from typing import Any
@@ -11,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import argument, frozen
-from distdl_rma.split.functions.products.contractions import prepared
+from distdl_rma.split.functions.products.contractions import prepared, product_of
 from distdl_rma.split.operands import on_copies
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
@@ -46,7 +47,8 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise refused(func, "attn_mask and is_causal do not go together, as in torch")
         # Of the triangle these rows.
         blocks, causal = [*blocks, torch.ones(stop - first, keys, dtype=torch.bool).tril(first)], False
-    return SplitTensor(func(*blocks, is_causal=bool(causal), scale=scale), work.result)
+    compute = partial(func, is_causal=bool(causal), scale=scale)
+    return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
 
 
 def _with_dropout(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: Any, scale: Any) -> Any:

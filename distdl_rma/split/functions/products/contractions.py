@@ -101,16 +101,16 @@ def contracted(
 ) -> SplitTensor:
     """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
-    y = _computed(compute, operands, blocks, work.result)
+    y = product_of(compute, operands, blocks, work.result)
     if work.summed:
         y = all_sum(site, y, work.all, work.summed)
     return SplitTensor(y, work.result)
 
 
-def _computed(
+def product_of(
     compute: Any, operands: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor], result: Decomposition
 ) -> torch.Tensor:
-    # What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can.
+    """What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can."""
     y: torch.Tensor
     autocasts = torch.is_autocast_enabled("cpu")
     if not autocasts and all(x.numel() for x in blocks):

@@ -77,3 +77,12 @@ def test_a_vision_transformer_block(P_world):
         [numbers(2, 6, 5, 4)],
         [numbers(1, 1, 6), numbers(18, 6), numbers(6, 6), numbers(1, 21, 6)],
     )
+
+
+@pytest.mark.mpi
+def test_gradients_of_plain_operands_meet_where_a_rank_has_no_heads(P_world):
+    q, k, v = (torch.randn(2, 1, n, 4, dtype=torch.float64).requires_grad_() for n in (3, 5, 5))
+    mask = torch.randn(3, 5, dtype=torch.float64).requires_grad_()
+    attend = F.scaled_dot_product_attention
+    heads = (1, P_world.size, 1, 1)
+    check(P_world, lambda v, q, k, mask: attend(q, k, v, mask), [v], [q, k, mask], only=[heads])
