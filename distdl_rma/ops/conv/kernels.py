@@ -232,11 +232,11 @@ class _Convolution(OperatorFunction):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    # Not by torch's own context, which also sets, and warns of, what it is not asked for.
-    switch: Any = torch.backends.mkldnn
-    before = switch.enabled
-    switch.enabled = False
+    # Not by torch's context, which also sets, and warns of, what it is not asked for, nor by its attribute,
+    # which torch freezes as soon as its own tests are imported.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        switch.enabled = before
+        torch._C._set_mkldnn_enabled(before)

@@ -241,3 +241,15 @@ def test_blocks_of_one_output_are_convolved_as_the_whole(P_world, comm, dtype, d
     near(inputs.grad, sequential.shard(P_x, whole.grad), dtype, "input gradient")
     for name, parameter in layer.named_parameters():
         near(parameter.grad, module.get_parameter(name).grad, dtype, name)
+
+
+def test_onednn_is_left_out_also_where_torch_has_frozen_its_flags():
+    # As torch's own tests do when they are imported.
+    torch.backends.disable_global_flags()
+    try:
+        before = torch.backends.mkldnn.enabled
+        with kernels._without_onednn():
+            assert not torch.backends.mkldnn.enabled
+        assert torch.backends.mkldnn.enabled == before
+    finally:
+        torch.backends.__allow_nonbracketed_mutation_flag = True
