@@ -131,7 +131,13 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     if plain.dtype.is_complex or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     word = _WORDS[plain.dtype.itemsize][0]
-    return (plain if plain.dtype == word else plain.view(word)).numpy()
+    try:
+        return (plain if plain.dtype == word else plain.view(word)).numpy()
+    except RuntimeError:
+        if not plain._is_zerotensor():
+            raise
+    # A gradient of zeros that torch has no memory for.
+    return as_words(torch.zeros(plain.shape, dtype=plain.dtype))
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

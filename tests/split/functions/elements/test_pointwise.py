@@ -97,3 +97,8 @@ def test_elements_are_compared_with_all_of_others(P_world):
         check(P_world, function, [x], [bounds], gradients=False)
     check(P_world, lambda x, y: torch.isin(x, y[:1] * 1.0), [x, x.clone()], gradients=False)
     check(P_world, lambda x: torch.isin(x, 0.0), [x], gradients=False)
+
+
+@pytest.mark.mpi
+def test_a_gradient_that_torch_has_no_memory_for_is_zeros(P_world):
+    check(P_world, torch.sgn, [torch.randn(4, 3, dtype=torch.float64).requires_grad_()])
