@@ -13,8 +13,8 @@ class ArgumentError(DistdlError, ValueError):
     """An argument has a value that is none: unknown, out of range, or against another one."""
 
 
-class ShapeError(DistdlError, ValueError):
-    """The shape or the dtype of a tensor does not fit what it is used with."""
+class ShapeError(DistdlError, ValueError, RuntimeError):
+    """The shape or the dtype of a tensor does not fit what it is used with; torch raises either error."""
 
 
 class UnsupportedError(DistdlError, NotImplementedError):

@@ -131,6 +131,12 @@ class Decomposition:
         return tuple(g for g, (axis, n) in enumerate(places) if axis is None and n > 1)
 
     @cached_property
+    def leaves_out(self) -> bool:
+        """Whether some rank has no element of a tensor that has elements."""
+        lengths = (split.interval(part) for split in self.splits for part in range(split.parts))
+        return 0 not in self.shape and any(start == stop for start, stop in lengths)
+
+    @cached_property
     def _grid_dims(self) -> tuple[int | None, ...]:
         return tuple(self.axes.index(d) if d in self.axes else None for d in range(len(self.splits)))
 

@@ -20,6 +20,8 @@ from distdl_rma.machine import Machine
 T = TypeVar("T")
 # So many layouts are remembered.
 _MOST = 1 << 14
+# Not empty once there was a layout of which some rank has no element.
+LEAVING_OUT: list[bool] = []
 # Which tensor dimension each grid dimension cuts, None where it makes copies.
 Axes = tuple[int | None, ...]
 
@@ -34,7 +36,13 @@ def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decompo
         simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)
     )
     found = Decomposition(partition, simple, normal)
-    return kept(partition, "layout", found, lambda: found)
+
+    def make() -> Decomposition:
+        if found.leaves_out and not LEAVING_OUT:
+            LEAVING_OUT.append(True)
+        return found
+
+    return kept(partition, "layout", found, make)
 
 
 def kept(partition: Partition, what: str, key: Hashable, make: Callable[[], T]) -> T:

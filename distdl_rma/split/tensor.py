@@ -29,6 +29,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.refusals import raise_as_torch
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
 from distdl_rma.split.entry import told_layout
@@ -48,6 +49,8 @@ _ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_
 _ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
 # Why nobody gets the values of a tensor that is cut.
 ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
+# What is no function of elements, or refused, or has the same elements on all ranks.
+_OF_EVERY_BLOCK = frozenset({"query", "value", "gradient", "creation", "refused", "copies", "registered"})
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
 # What autograd itself does with the gradients that a function returns.
@@ -254,11 +257,11 @@ class SplitTensor(torch.Tensor):
             if TRAILS:
                 note(func, rule.kind, args, kwargs or _NOTHING)
             try:
+                if lay.LEAVING_OUT or (kwargs is not None and "out" in kwargs):
+                    _check(rule.kind, func, args, kwargs or _NOTHING)
                 if OBSERVERS:
                     found = OBSERVERS[-1](rule, func, args, kwargs or {})
                 else:
-                    if kwargs is not None and kwargs.get("out") is not None and rule.kind not in _WITH_OUT:
-                        raise refused(func, "out= is not supported; what it returns is to be assigned")
                     handler = (
                         rule.handler if forward_ad._current_level < 0 else partial(_without_tangents, rule)
                     )
@@ -325,6 +328,16 @@ def _cast(name: str, given: Any) -> Any:
         return found
 
     return mapped(cast, given)
+
+
+def _check(kind: str, func: Any, args: Any, kwargs: Any) -> None:
+    if kwargs.get("out") is not None and kind not in _WITH_OUT:
+        raise refused(func, "out= is not supported; what it returns is to be assigned")
+    if kind in _OF_EVERY_BLOCK:
+        return
+    # Ranks without elements find nothing wrong in their blocks.
+    if any(isinstance(x, SplitTensor) and x._layout.leaves_out for x in tensors_in(args, kwargs)):
+        raise_as_torch(func, args, kwargs)
 
 
 def _recompute_alike(found: Any) -> None:

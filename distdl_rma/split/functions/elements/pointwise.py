@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
@@ -95,8 +96,9 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return _changed_alike(func, args, kwargs)
         become_split(func, first, part_for(first.shape, common_layout(func, operands)))
-    into = [first] if in_place else operands
-    result = common_layout(func, into)
+    result = common_layout(func, [first] if in_place else operands)
+    if in_place or result.leaves_out:
+        raise_as_torch(func, args, kwargs)
     site = site_of(machine_of(next(x for x in operands if isinstance(x, SplitTensor))), func)
     number = 0
 
@@ -145,6 +147,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("pointwise", "prelu", "_prelu_kernel")
+@refusing
 def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
     """As every function of single elements; the weights are those of the block's channels."""
     x, weight = (*args, *kwargs.values())
@@ -156,6 +159,7 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTens
 
 
 @rule("pointwise", "bucketize", "isin")
+@refusing
 def compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of each element; every rank gets all of those that it is compared with."""
     names = ("input", "boundaries") if func is torch.bucketize else ("elements", "test_elements")

@@ -28,6 +28,7 @@ from distdl_rma.ops.conv.worker_grid import (
 )
 from distdl_rma.ops.core.autograd import tracer
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.operands import cut_site, needs_of, on_copies, wholes
@@ -100,20 +101,21 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if len(layout.shape) == dims + 1:
         return _of_one_sample(func, *arguments)
     if x._local.is_complex() and weight.is_complex():
+        raise_as_torch(func, args, kwargs)
         return composed(_of_complex, func, *arguments)
     weights: Any = wholes(site, (weight, bias), layout, _WEIGHTS)
     local, (weight, bias) = local_of(x), weights
     if list in map(type, others):
         # Lists have no hash.
         others = [tuple(n) if isinstance(n, list) else n for n in others]
-    key = layout, local.dtype, weight.shape, *others
+    of_bias = None if bias is None else (bias.shape, bias.dtype)
+    key = layout, local.dtype, weight.shape, weight.dtype, of_bias, *others
 
     def make() -> tuple[Any, Decomposition]:
+        raise_as_torch(func, args, kwargs)
         operation = _operation(site, layout, tuple(weight.shape), local.dtype, transposed, *others)
         return operation, lay.with_splits(layout, dict(enumerate(operation.output.splits)))
 
-    if weight.dtype != local.dtype:
-        raise ShapeError(f"{site.name}: input is {local.dtype}, the weight {weight.dtype}")
     operation, output = site.kept(key, make)
     y = operation(needs_of(local, weight, bias), local, weight=weight, bias=bias)
     return SplitTensor(y, output)

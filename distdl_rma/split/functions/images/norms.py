@@ -16,6 +16,7 @@ from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import is_taken, raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.planes import by_whole_dims
@@ -28,9 +29,12 @@ _RUNNING = "running_mean", "running_var"
 _WEIGHTS = "weight", "bias"
 # What kind of normalisation one of a layout is, by eps and whether it tracks; made once for each.
 _Options = Callable[[Decomposition, Any, bool], NormOptions]
+# A function and its arguments, as the user called it.
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def _normalised(
+    call: _Call,
     site: Site,
     x: SplitTensor,
     options: _Options,
@@ -46,12 +50,13 @@ def _normalised(
         layout,
         local.dtype,
         eps,
-        running is None,
+        None if running is None else (running["running_mean"].shape, running["running_var"].shape),
         None if weight is None else (weight.shape, weight.dtype),
         None if bias is None else (bias.shape, bias.dtype),
     )
 
     def make() -> Normalisation:
+        raise_as_torch(*call)
         given = {key: w for key, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
         kind = options(layout, eps, running is not None)
         return _operation(site, layout, local.dtype, kind, given, running)
@@ -124,10 +129,10 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_copies(func, args, kwargs)
     running = _buffers(func, mean, variance)
     if training:
-        return _normalised(site, x, _of_batch, (weight, bias), eps, running, momentum)
+        return _normalised((func, args, kwargs), site, x, _of_batch, (weight, bias), eps, running, momentum)
     if running is None:
         raise ShapeError(f"{site.name}: running_mean and running_var are needed when training is False")
-    return _by_constants(site, x, running, (weight, bias), eps)
+    return _by_constants((func, args, kwargs), site, x, running, (weight, bias), eps)
 
 
 def _in_order_of_functional(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -139,6 +144,7 @@ def _in_order_of_functional(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _by_constants(
+    call: _Call,
     site: Site,
     x: SplitTensor,
     running: dict[str, torch.Tensor],
@@ -149,6 +155,8 @@ def _by_constants(
     local = local_of(x)
     channels = x._layout.slices()[1]
     given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
+    said = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
+    site.kept(("checked", x._layout, local.dtype, said), lambda: is_taken(*call))
     parts: dict[str, Any] = {key: w[channels] for key, w in given.items() if w is not None}
     if local.numel():
         y = F.batch_norm(local, **parts, training=False, eps=eps)
@@ -193,10 +201,12 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return on_copies(func, args, kwargs)
     running = _buffers(func, mean, variance)
     if by_input:
-        return _normalised(site, x, _of_instances, (weight, bias), eps, running, momentum)
+        return _normalised(
+            (func, args, kwargs), site, x, _of_instances, (weight, bias), eps, running, momentum
+        )
     if running is None:
         raise ShapeError(f"{site.name}: running statistics are needed when use_input_stats is False")
-    return _by_constants(site, x, running, (weight, bias), eps)
+    return _by_constants((func, args, kwargs), site, x, running, (weight, bias), eps)
 
 
 @dataclass(frozen=True)
@@ -229,7 +239,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = x._layout.shape
     if len(shape) < 2 or groups < 1 or shape[1] % groups:
         raise ShapeError(f"{site.name}: the channels of {shape} do not form {groups} groups")
-    return _normalised(site, x, _OfGroups(groups), (weight, bias), eps)
+    return _normalised((func, args, kwargs), site, x, _OfGroups(groups), (weight, bias), eps)
 
 
 @rule("norm", F.layer_norm, torch.layer_norm)
@@ -250,7 +260,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     site = cut_site(func, x)
     if site is None:
         return on_copies(func, args, kwargs)
-    return _over_last(site, x, shape, weight, bias, eps, True)
+    return _over_last((func, args, kwargs), site, x, shape, weight, bias, eps, True)
 
 
 @rule("norm", F.rms_norm, torch.rms_norm)
@@ -266,7 +276,7 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     site = cut_site(func, x)
     if site is None:
         return on_copies(func, args, kwargs)
-    return _over_last(site, x, shape, weight, None, eps, False)
+    return _over_last((func, args, kwargs), site, x, shape, weight, None, eps, False)
 
 
 @dataclass(frozen=True)
@@ -281,6 +291,7 @@ class _OverLast:
 
 
 def _over_last(
+    call: _Call,
     site: Site,
     x: SplitTensor,
     normalized_shape: int | Sequence[int],
@@ -295,7 +306,7 @@ def _over_last(
     if not shape or len(shape) > dims or layout.shape[dims - len(shape) :] != shape:
         raise ShapeError(f"{site.name}: normalized_shape {shape} is not the end of {layout.shape}")
     if any(d >= dims - len(shape) for d in layout.cut_dims):
-        return _normalised(site, x, _OverLast(len(shape), centred), (weight, bias), eps)
+        return _normalised(call, site, x, _OverLast(len(shape), centred), (weight, bias), eps)
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
     local = local_of(x)
     if centred:
@@ -304,6 +315,7 @@ def _over_last(
 
 
 @rule("norm", F.local_response_norm)
+@refusing
 def local_response_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By neighbouring channels; where channels are cut all of them come to every rank that has any."""
     x = args[0] if args else kwargs["input"]
@@ -314,6 +326,7 @@ def local_response_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @rule("norm", F.normalize)
+@refusing
 def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By the norm along dimensions; where these are cut, by that of the ranks' norms."""
 

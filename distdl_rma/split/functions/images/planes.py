@@ -13,6 +13,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.convolutions import each_dim
@@ -50,6 +51,7 @@ def by_whole_dims(
 
 
 @rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
+@refusing
 def max_unpool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indices may be anywhere in the plane: of all of it, cut again behind."""
 
@@ -83,6 +85,7 @@ def max_unpool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("window", F.unfold)
+@refusing
 def unfold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The patches of whole planes; they are cut along their row, channels and batch stay cut."""
     x = args[0] if args else kwargs["input"]
@@ -119,6 +122,7 @@ def unfold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("window", F.fold)
+@refusing
 def fold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Patches meet anywhere in the plane: of all of them, cut again behind."""
 
@@ -130,7 +134,6 @@ def fold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_copies(func, args, kwargs)
     others = {key: value for key, value in kwargs.items() if key != "input"}
     site, layout = site_of(machine_of(x), func), x._layout
-    func(torch.empty(layout.shape, device="meta"), *args[1:], **others)
     rows, patches = len(layout.shape) - 2, len(layout.shape) - 1
     whole = lay.whole(layout, (rows, patches))
     local = redistributed(site, local_of(x), layout, whole, "whole planes")
@@ -160,6 +163,7 @@ def _lengths(split: Split) -> list[int]:
 
 
 @rule("window", "grid_sample", "grid_sampler")
+@refusing
 def grid_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Points may be anywhere in the plane: every rank gets all of it, for the points of its block."""
 

@@ -19,6 +19,7 @@ from distdl_rma.ops.windows.pad import Padding, PadOptions
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, MaxWindows
 from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.convolutions import each_dim
@@ -134,17 +135,11 @@ def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims, indices, local = dims_of(func), indices or func.__name__.endswith("_with_indices"), local_of(x)
 
     def make() -> MaxPoolOptions:
-        _torch_agrees(torch.nn.functional, f"max_pool{dims}d", x, args[1:], kwargs)
+        raise_as_torch(func, args, kwargs)
         return MaxPoolOptions(_stencil(kernel, stride, padding, dilation, ceil_mode, dims), bool(indices))
 
     key = str((kernel, stride, padding, dilation, ceil_mode, indices))
     return _largest(site, local, x._layout, dims, MaxPooling, key, make, bool(indices))
-
-
-def _torch_agrees(place: Any, name: str, x: SplitTensor, args: Any, kwargs: dict[str, Any]) -> Any:
-    # torch's own errors about arguments, from the global shape.
-    others = {key: value for key, value in kwargs.items() if key != "input"}
-    return on_meta(getattr(place, name), x._layout.shape, x._local.dtype, *args, **others)
 
 
 def _largest(
@@ -177,7 +172,7 @@ def avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims, local = dims_of(func), local_of(x)
 
     def make() -> AvgPoolOptions:
-        _torch_agrees(torch.nn.functional, f"avg_pool{dims}d", x, args[1:], kwargs)
+        raise_as_torch(func, args, kwargs)
         return AvgPoolOptions(_stencil(kernel, stride, padding, 1, ceil_mode, dims), bool(count_pad), divisor)
 
     key = str((kernel, stride, padding, ceil_mode, count_pad, divisor))
@@ -201,7 +196,7 @@ def lp_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     key, largest = str((kernel, stride, ceil_mode)), abs(norm) == float("inf")
 
     def make() -> Any:
-        _torch_agrees(torch.nn.functional, func.__name__, x, args[1:], kwargs)
+        raise_as_torch(func, args, kwargs)
         stencil = _stencil(kernel, stride, 0, 1, ceil_mode, dims)
         return MaxPoolOptions(stencil) if largest else AvgPoolOptions(stencil)
 
@@ -236,11 +231,11 @@ def averaged(
     local = _widened(local_of(x)) if dims == _DIMS[-1] else local_of(x)
 
     def check() -> bool:
+        raise_as_torch(func, args, kwargs)
         if 0 in layout.shape[-dims:]:
             raise ShapeError(f"{site.name}: the global input {layout.shape} has no elements to pool")
         if not local.dtype.is_floating_point:
             raise refused(func, f"the input is {local.dtype}; only floating point numbers are averaged")
-        _torch_agrees(torch.nn.functional, f"adaptive_avg_pool{dims}d", x, (list(size),), {})
         return True
 
     site.kept(("checked", size, layout, local.dtype), check)
@@ -282,7 +277,7 @@ def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     options = AdaptiveOptions(_sizes(size, dims), bool(indices or both))
 
     def make() -> AdaptiveOptions:
-        _torch_agrees(torch.nn.functional, f"adaptive_max_pool{dims}d", x, args[1:], kwargs)
+        raise_as_torch(func, args, kwargs)
         return options
 
     where = options.return_indices
@@ -308,16 +303,17 @@ def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
     dims, site = x._local.dim() - _LEADING, site_of(machine_of(x), func)
+    others = {key: value for key, value in kwargs.items() if key != "input"}
     said = str((size, factor, mode, corners, recompute, antialias)), x._layout, x._local.dtype
 
     def make() -> tuple[int, ...]:
-        return tuple(_torch_agrees(torch.nn.functional, "interpolate", x, args[1:], kwargs).shape[_LEADING:])
+        raise_as_torch(func, args, kwargs)
+        return tuple(on_meta(func, x._layout.shape, x._local.dtype, *args[1:], **others).shape[_LEADING:])
 
     # What torch makes of it decides how large the result is.
     outputs = site.kept(("outputs", *said), make)
     if mode == "area":
         return averaged(func, x, outputs, args, kwargs)
-    others = {key: value for key, value in kwargs.items() if key != "input"}
     if antialias or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
         return by_whole_dims(func, x, spatial, lambda local: func(local, *args[1:], **others))
@@ -332,6 +328,7 @@ def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @rule("window", "pad")
+@refusing
 def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Padding of the whole in every mode, and cropping: a rank fetches what its part of the result shows."""
 
@@ -341,12 +338,8 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, sides, mode, value = arguments(*args, **kwargs)
     if not x.is_split or not x.numel():
         return on_copies(func, args, kwargs)
-    site, layout = site_of(machine_of(x), func), x._layout
+    site = site_of(machine_of(x), func)
     value = 0.0 if value is None or mode != "constant" else value
-    site.kept(
-        ("checked", sides, mode, layout),
-        lambda: _torch_agrees(torch.nn.functional, "pad", x, (list(sides), mode), {}),
-    )
     if mode == "circular" and any(
         min(pair) < 0 < max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)
     ):

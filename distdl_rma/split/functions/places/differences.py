@@ -8,6 +8,7 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import (
@@ -27,6 +28,7 @@ _T: Any = torch.Tensor
 
 
 @rule("window", torch.gradient)
+@refusing
 def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
     x, _, kwargs = tensor_and_rest(args, kwargs)
@@ -39,7 +41,6 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
     if any(isinstance(h, torch.Tensor) and h.dim() for h in steps):
         raise refused(func, "it is given coordinates; spacing is to be numbers")
-    func(on_shape(x), **kwargs)
     return tuple(composed(_along, x, d % count, h, order) for d, h in zip(dims, steps, strict=True))
 
 
@@ -75,6 +76,7 @@ def _trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
 
 
 @rule("movement", "diag", "diag_embed", "diagflat")
+@refusing
 def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Diagonals to and from dimensions that are whole on each rank: another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)

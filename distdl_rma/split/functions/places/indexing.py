@@ -14,6 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.masks import by_mask, is_mask
@@ -299,6 +300,7 @@ def of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @rule("movement", *"index_select index_add index_copy index_fill".split())
+@refusing
 def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
@@ -332,6 +334,7 @@ def _dims(x: torch.Tensor) -> int:
 
 
 @rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
+@refusing
 def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
     if not any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):

@@ -9,6 +9,7 @@ import torch
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import broadcast, frozen, reshape, uncut
@@ -57,6 +58,7 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
 
 
 @rule("movement", "masked_select")
+@refusing
 def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements where a mask says so, cut in their order: ranks tell each other how many they have."""
     x, mask = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["mask"]

@@ -9,6 +9,7 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import (
@@ -127,6 +128,7 @@ def _shuffled(func: Any, local: torch.Tensor, factor: int, result: Decomposition
 
 
 @rule("movement", "triu", "tril")
+@refusing
 def triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank keeps what its block has of the triangle."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
@@ -138,6 +140,7 @@ def triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", _T.unfold)
+@refusing
 def unfolded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Windows along a dimension that must not be cut: another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
@@ -151,6 +154,7 @@ def unfolded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", "diagonal")
+@refusing
 def diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Diagonals over two dimensions that must not be cut: another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)

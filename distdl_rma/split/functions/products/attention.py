@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import argument, frozen
 from distdl_rma.split.functions.products.contractions import prepared, product_of
@@ -20,6 +21,7 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 
 
 @rule("contraction", "scaled_dot_product_attention")
+@refusing
 def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank attends from its queries, heads and samples to all keys; masks are those of its rows."""
     q, k, v, mask, dropout, causal, scale, grouped = (

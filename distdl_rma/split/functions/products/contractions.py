@@ -15,6 +15,7 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.shapes import argument, derived, frozen
@@ -206,6 +207,7 @@ _ADDED = {
 
 
 @rule("contraction", *"addmm addmv addbmm baddbmm addr".split())
+@refusing
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The product by its own rule, added by that of sums."""
     product, one, two = _ADDED.get(func.__name__, (torch.bmm, "batch1", "batch2"))
@@ -229,6 +231,7 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 @rule("contraction", "outer", "ger")
+@refusing
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks of both vectors; cut alike, the second is whole on all ranks."""
     a, b = (*args, *kwargs.values())
@@ -236,6 +239,7 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("contraction", "bilinear")
+@refusing
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks, whose features are whole."""
     names = ("input1", "input2", "weight", "bias")
@@ -247,6 +251,7 @@ def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("contraction", torch.einsum)
+@refusing
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks; sums over a cut index are added over the ranks."""
     equation, *operands = args
@@ -278,6 +283,7 @@ def _named(names: str, dims: int) -> list[Any]:
 
 
 @rule("contraction", torch.tensordot)
+@refusing
 def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks; sums over a cut dimension are added over the ranks."""
     a, b = argument(0, "a", args, kwargs, None), argument(1, "b", args, kwargs, None)
@@ -302,6 +308,7 @@ def _embedding(
 
 
 @rule("contraction", "embedding")
+@refusing
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank looks its own indices up in the whole table; vectors are cut as the indices are."""
     if func is torch.embedding:

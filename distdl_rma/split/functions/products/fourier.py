@@ -9,6 +9,7 @@ import torch
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.operands import machine_of, on_copies
@@ -21,6 +22,7 @@ _MANY = [f"{name}n" for name in _ONE]
 
 
 @rule("movement", *(getattr(torch.fft, name) for name in (*_ONE, *_TWO, *_MANY)))
+@refusing
 def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where a transformed dimension is split, another one is cut meanwhile, and the result goes back.
 
@@ -47,6 +49,7 @@ def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
+@refusing
 def shift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As the transforms."""
     given = arguments(func, args, kwargs, dim=None)
@@ -67,6 +70,7 @@ def part_of_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @rule("pointwise", "view_as_real")
+@refusing
 def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
     """Of each block; the last dimension is new, and whole."""
     x = arguments(func, args, kwargs)["input"]
@@ -76,12 +80,11 @@ def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
 
 
 @rule("pointwise", "view_as_complex")
+@refusing
 def view_as_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
     """Of each block; the last dimension, if it is split, is made whole first."""
     x = arguments(func, args, kwargs)["input"]
     last = x.dim() - 1
-    if x.shape[last] != 2:
-        return func(torch.empty(tuple(x.shape), dtype=x.dtype))  # type: ignore[no-any-return]  # an error
     local, layout = with_whole(site_of(machine_of(x), func), x, (last,))
     moved = layout is not x._layout
     y = func(local.contiguous() if moved else local)

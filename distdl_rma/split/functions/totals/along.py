@@ -9,6 +9,7 @@ import torch
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import argument, frozen
@@ -28,6 +29,7 @@ from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, ref
 
 
 @rule("reduction", "cumsum")
+@refusing
 def running_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of the block, and onto it the sums of the blocks before it."""
     given = arguments(func, args, kwargs, dim=None, dtype=None)
@@ -71,6 +73,7 @@ _ALONG: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @rule("movement", *_ALONG)
+@refusing
 def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The dimension is made whole and another one cut; results of the same shape go back to the cut before.
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.totals.losses import finished
@@ -42,6 +43,7 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any
 
 
 @rule("norm", F.cosine_similarity)
+@refusing
 def cosine_similarity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms and a sum, over the ranks where the dimension is split."""
     return _composition(func, _cosine_similarity, args, kwargs)
@@ -52,6 +54,7 @@ def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keep
 
 
 @rule("norm", F.pairwise_distance)
+@refusing
 def pairwise_distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms of differences, over the ranks where the last dimension is split."""
     return _composition(func, _pairwise_distance, args, kwargs)
@@ -80,6 +83,7 @@ def _cosine_embedding_loss(
 
 
 @rule("loss", F.cosine_embedding_loss)
+@refusing
 def cosine_embedding_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums over the vectors, then as losses of single elements."""
     return _composition(func, _cosine_embedding_loss, args, kwargs)
@@ -126,6 +130,7 @@ def _triplet_margin_loss(
 
 
 @rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
+@refusing
 def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Distances, then as losses of single elements."""
     with_distance = func is F.triplet_margin_with_distance_loss
@@ -133,6 +138,7 @@ def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @rule("contraction", torch.cdist)
+@refusing
 def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of the first stay split, every rank gets all of those of the second that they meet."""
     given = _CDIST.bind(*args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
@@ -121,6 +122,7 @@ def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool) -> Split
 
 
 @rule("reduction", "amax", "amin", "aminmax")
+@refusing
 def extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of the blocks, then over the ranks; equal elements share the gradient, on whatever rank they are."""
     given = arguments(func, args, kwargs, dim=None, keepdim=False)
@@ -134,6 +136,7 @@ def extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("reduction", "max", "min")
+@refusing
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of all elements; along a dimension with the first of the indices; of two tensors for each element."""
     if len(tensors_in(args, kwargs)) > 1:
@@ -182,6 +185,7 @@ def _first(
 
 
 @rule("reduction", "argmax", "argmin")
+@refusing
 def index_of_largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Index in the whole, of the first of equal elements; without a dimension that among all elements."""
     given = arguments(func, args, kwargs, dim=None, keepdim=False)

@@ -18,6 +18,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.moves import all_sum
@@ -96,6 +97,7 @@ _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
 
 
 @rule("loss", *_POINTWISE)
+@refusing
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank takes the terms of its block; sums and numbers of terms are those of the whole."""
     if func is F.l1_loss and kwargs.get("weight") is None:
@@ -137,6 +139,7 @@ def _weight_not_handed_on() -> torch.Tensor | None:
 
 
 @rule("loss", F.gaussian_nll_loss)
+@refusing
 def gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As losses of single elements; negative variances are an error on all ranks."""
     if not _any_split(args, kwargs):
@@ -164,6 +167,7 @@ def gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @rule("loss", F.cross_entropy, F.nll_loss)
+@refusing
 def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank takes the terms of its block; where classes are split by a softmax over ranks.
 
@@ -270,6 +274,7 @@ def _over_split_classes(
 
 
 @rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
+@refusing
 def margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank takes the terms of its rows, whose classes are made whole where they are split."""
     if not _any_split(args, kwargs):
@@ -291,6 +296,7 @@ def margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @rule("loss", F.multilabel_soft_margin_loss)
+@refusing
 def multilabel_soft_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of functions of single elements, a mean over the classes and one over the rows."""
     if not _any_split(args, kwargs):

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import Along, arguments, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -24,6 +25,7 @@ def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 @rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
+@refusing
 def sums(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank sums its block, in a longer type if that is short; the sums are summed over the ranks."""
     name = func.__name__
@@ -38,8 +40,6 @@ def sums(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, dims, dtype = along.local, along.dims, given["dtype"]
     if name == "count_nonzero":
         return along.result(along.summed((local != 0).sum(dims, keepdim=True)), keepdim)
-    if name == "mean" and dtype is None and not (local.is_floating_point() or local.is_complex()):
-        return func(local, dims)  # which is an error
     dtype = summed_dtype(local, dtype)
     wide = sum_dtype(dtype)
     values = local if given["dtype"] is None else local.to(dtype)
@@ -52,12 +52,16 @@ def sums(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("reduction", "any", "all")
+@refusing
 def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of the blocks, then over the ranks."""
     given = arguments(func, args, kwargs, dim=None, keepdim=False)
     x = given["input"]
     if not x.is_split:
         return on_copies(func, args, kwargs)
+    if isinstance(given["dim"], (tuple, list)) and not given["dim"]:
+        # Unlike sums, of each element.
+        return SplitTensor(func(local_of(x), ()), x._layout)
     along = Along.of(func, x, given["dim"])
     y = func(along.local, along.dims, keepdim=True)
     if along.cut:
@@ -66,6 +70,7 @@ def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("reduction", "prod", "logsumexp")
+@refusing
 def of_partial_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of the blocks; then the same function of the ranks' results, which all of them get."""
     is_prod = func.__name__ == "prod"
@@ -104,6 +109,7 @@ def _twice(
 
 
 @rule("reduction", "var", "std", "var_mean", "std_mean")
+@refusing
 def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Squares of the distances from the mean of the whole, which is summed first."""
     # The second one is the dimensions, or whether to divide by one less.
@@ -121,8 +127,6 @@ def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if correction is None:
         correction = 1 if "correction" in kwargs or given["unbiased"] else 0
     along = Along.of(func, x, given["dim"])
-    if not (along.local.is_floating_point() or along.local.is_complex()):
-        return func(along.local)  # which is an error
     dtype, dims = along.local.dtype, along.dims
     if correction >= along.count:
         # Infinite, or not a number, and so are gradients, as torch has it.
@@ -160,14 +164,13 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 @rule("norm", "vector_norm")
+@refusing
 def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norm of the norms of the ranks; of order inf the largest, 0 a count."""
     given = arguments(func, args, kwargs, ord=2, dim=None, keepdim=False, dtype=None)
     x, order, keepdim, dtype = (given[name] for name in ("input", "ord", "keepdim", "dtype"))
     if not x.is_split:
         return on_copies(func, args, kwargs)
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
-        return func(x._local)  # which is an error
     x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
     order, found = float(order), x.dtype.to_real()
     if abs(order) == torch.inf:
@@ -184,6 +187,7 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
+@refusing
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Vector norms of any order, Frobenius norms and largest sums; singular values only of whole tensors."""
     split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]
@@ -230,6 +234,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("reduction", "equal", "allclose")
+@refusing
 def comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of the blocks; true on all ranks if it is on every one."""
     given = arguments(func, args, kwargs, other=None, rtol=1e-05, atol=1e-08, equal_nan=False)

@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import on_copies
@@ -50,6 +51,7 @@ class _Softmax(OperatorFunction):
 
 
 @rule("reduction", "softmax", "log_softmax", "softmin")
+@refusing
 def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over a split dimension with the largest elements and sums of all ranks, in one message."""
     names = {"_stacklevel": 3} if func in (F.softmax, F.log_softmax, F.softmin) else {}

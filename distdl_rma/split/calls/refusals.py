@@ -1,0 +1,127 @@
+"""What torch refuses of a call, whatever values its split tensors have: raised on every rank.
+
+A rank whose block is empty computes nothing, and a rule that sums over ranks may not call torch's function at
+all. So torch's function is called here on stand-ins for the whole tensors, once for each kind of arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+
+# What was asked before, with the answer.
+_KNOWN: dict[Any, Exception | None] = {}
+_MOST = 1 << 12
+# Elements of all tensors of a call up to which torch computes it, to see whether it does.
+_FEW = 1 << 14
+# What kernels say of types, of which torch knows nothing without elements.
+_OF_DTYPES = "not implemented for"
+
+
+def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what torch raises of such arguments, whatever the values of split tensors are; local."""
+    if kwargs.get("out") is not None or any(map(callable, (*args, *kwargs.values()))):
+        return
+    key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
+    if key not in _KNOWN:
+        if len(_KNOWN) > _MOST:
+            _KNOWN.clear()
+        _KNOWN[key] = _error(func, args, kwargs)
+    error = _KNOWN[key]
+    if error is not None:
+        raise type(error)(*error.args)
+
+
+def is_taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True, if torch refuses nothing; what sites keep of a check."""
+    raise_as_torch(func, args, kwargs)
+    return True
+
+
+def refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Handler of a rule that refuses first what torch does."""
+
+    @wraps(handler)
+    def refuses_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise_as_torch(func, args, kwargs)
+        return handler(func, args, kwargs)
+
+    return refuses_first
+
+
+def _kind(argument: Any) -> Any:
+    # Arguments, hashable; of indices that every rank has the values as well.
+    if isinstance(argument, torch.Tensor):
+        values = None
+        if not (_is_split(argument) or argument.is_floating_point() or argument.is_complex()):
+            values = argument.numpy().tobytes()
+        return tuple(_shape(argument)), argument.dtype, _is_split(argument), values
+    if isinstance(argument, (list, tuple)):
+        return type(argument), *map(_kind, argument)
+    if isinstance(argument, dict):
+        return tuple((name, _kind(each)) for name, each in argument.items())
+    if isinstance(argument, slice):
+        return "slice", _kind((argument.start, argument.stop, argument.step))
+    # A number and a truth may be equal.
+    return type(argument), argument if isinstance(argument, Hashable) else repr(argument)
+
+
+def _is_split(x: torch.Tensor) -> bool:
+    return hasattr(x, "_layout")
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x._layout.shape if _is_split(x) else tuple(x.shape)
+
+
+def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    tensors: list[torch.Tensor] = []
+    _mapped(tensors.append, (args, kwargs))
+
+    def filled(value: int) -> Callable[[Any], torch.Tensor]:
+        return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else x.clone()
+
+    if sum(prod(_shape(x)) for x in tensors) <= _FEW:
+        # Of some values torch may refuse what it computes of others.
+        return _tried(func, args, kwargs, filled(0)) and _tried(func, args, kwargs, filled(1))
+    found = _tried(func, args, kwargs, lambda x: torch.empty(_shape(x), dtype=x.dtype, device="meta"))
+    # Without elements torch knows no values and no autocast.
+    unsure = (
+        isinstance(found, NotImplementedError) or "meta" in str(found) or torch.is_autocast_enabled("cpu")
+    )
+    if found is None or unsure:
+        found = _tried(func, args, kwargs, lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype))
+        return found if _OF_DTYPES in str(found) else None
+    return found
+
+
+def _tried(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Callable[[Any], torch.Tensor]
+) -> Exception | None:
+    # The error of a call of stand-ins, which draws no random number that another call would get.
+    state = torch.default_generator.get_state()
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # The call itself gives them.
+            warnings.simplefilter("ignore")
+            func(*_mapped(stand_in, args), **_mapped(stand_in, kwargs))
+    except Exception as error:  # noqa: BLE001
+        return error.with_traceback(None)
+    finally:
+        torch.default_generator.set_state(state)
+    return None
+
+
+def _mapped(change: Callable[[Any], Any], argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return change(argument)
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([_mapped(change, each) for each in argument])
+    if isinstance(argument, dict):
+        return {name: _mapped(change, each) for name, each in argument.items()}
+    return argument
