@@ -51,6 +51,8 @@ _ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
 ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
 # What is no function of elements, or refused, or has the same elements on all ranks.
 _OF_EVERY_BLOCK = frozenset({"query", "value", "gradient", "creation", "refused", "copies", "registered"})
+_LISTS: frozenset[Any] = frozenset({list, tuple})
+_UNKNOWN: tuple[Any, ...] = ((),)
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
 # What autograd itself does with the gradients that a function returns.
@@ -241,7 +243,7 @@ class SplitTensor(torch.Tensor):
 
     @classmethod
     @breaks_graph
-    def __torch_function__(
+    def __torch_function__(  # noqa: C901, PLR0912 - each function of a program comes by here
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What torch calls instead of its functions."""
@@ -257,8 +259,14 @@ class SplitTensor(torch.Tensor):
             if TRAILS:
                 note(func, rule.kind, args, kwargs or _NOTHING)
             try:
-                if lay.LEAVING_OUT or (kwargs is not None and "out" in kwargs):
-                    _check(rule.kind, func, args, kwargs or _NOTHING)
+                if kwargs is not None and "out" in kwargs:
+                    _check_out(rule.kind, func, kwargs)
+                if lay.LEAVING_OUT:
+                    # Without a call, where all ranks have elements.
+                    x: Any
+                    for x in args or _UNKNOWN:
+                        if x.__class__ in _LISTS or (x.__class__ is cls and x._layout.leaves_out):
+                            _check_alike(rule.kind, func, args, kwargs or _NOTHING)
                 if OBSERVERS:
                     found = OBSERVERS[-1](rule, func, args, kwargs or {})
                 else:
@@ -330,12 +338,15 @@ def _cast(name: str, given: Any) -> Any:
     return mapped(cast, given)
 
 
-def _check(kind: str, func: Any, args: Any, kwargs: Any) -> None:
-    if kwargs.get("out") is not None and kind not in _WITH_OUT:
+def _check_out(kind: str, func: Any, kwargs: Any) -> None:
+    if kwargs["out"] is not None and kind not in _WITH_OUT:
         raise refused(func, "out= is not supported; what it returns is to be assigned")
-    if kind in _OF_EVERY_BLOCK:
-        return
+
+
+def _check_alike(kind: str, func: Any, args: Any, kwargs: Any) -> None:
     # Ranks without elements find nothing wrong in their blocks.
+    if kind in _OF_EVERY_BLOCK or not (getattr(func, "__module__", None) or "torch").startswith("torch"):
+        return
     if any(isinstance(x, SplitTensor) and x._layout.leaves_out for x in tensors_in(args, kwargs)):
         raise_as_torch(func, args, kwargs)
 

@@ -132,7 +132,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             return backward(ctx, *gradients) if compiles() is None else apart(backward, ctx, *gradients)
         except Exception as error:
             # Those operations that wait for peers, or are waited for, know their machine.
-            _report(getattr(ctx, "machine", None), error)
+            _report(getattr(ctx, "machine", None), error, of_all=True)
             raise
 
     return breaks_graph(checked)
@@ -165,13 +165,18 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
 
 
 @uncompiled
-def _report(machine: Machine | None, error: Exception) -> None:
-    # What not all ranks refuse alike is a failure of this one, which others must not wait for.
+def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> None:
+    # What not all ranks refuse alike is a failure of this one, which others must not wait for. Of what all
+    # ranks call, such as a backward, torch's errors may come to all: those wait in vain to whom they do not.
     if machine is None:
         return
     machine.labels.make_readable(error)
     refused = isinstance(error, DistdlError) and not isinstance(error, _FAILURES)
-    if not refused and not machine.closed:
+    if refused or machine.closed:
+        return
+    if of_all and not isinstance(error, _FAILURES):
+        machine.segments.raised(error)
+    else:
         machine.fail(error)
 
 

@@ -18,14 +18,21 @@ import torch
 _KNOWN: dict[Any, Exception | None] = {}
 _MOST = 1 << 12
 # Elements of all tensors of a call up to which torch computes it, to see whether it does.
-_FEW = 1 << 14
+_FEW = 1 << 16
+_INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_HINT = (
+    "This is torch's error for whole tensors. A plain tensor that is a block of this rank becomes a split one"
+    " by SplitTensor.from_local."
+)
 # What kernels say of types, of which torch knows nothing without elements.
 _OF_DTYPES = "not implemented for"
 
 
 def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise what torch raises of such arguments, whatever the values of split tensors are; local."""
-    if kwargs.get("out") is not None or any(map(callable, (*args, *kwargs.values()))):
+    given = (*args, *kwargs.values())
+    # A function of the user is called once, and a generator of the user draws once.
+    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
         return
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
     if key not in _KNOWN:
@@ -34,7 +41,9 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _KNOWN[key] = _error(func, args, kwargs)
     error = _KNOWN[key]
     if error is not None:
-        raise type(error)(*error.args)
+        raised = type(error)(*error.args)
+        raised.add_note(_HINT)
+        raise raised
 
 
 def is_taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -55,12 +64,12 @@ def refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(argument: Any) -> Any:
-    # Arguments, hashable; of indices that every rank has the values as well.
+    # Arguments, hashable; of indices that every rank has the first and the last as well.
     if isinstance(argument, torch.Tensor):
-        values = None
-        if not (_is_split(argument) or argument.is_floating_point() or argument.is_complex()):
-            values = argument.numpy().tobytes()
-        return tuple(_shape(argument)), argument.dtype, _is_split(argument), values
+        ends: tuple[float, ...] = ()
+        if argument.dtype in _INDICES and not _is_split(argument) and argument.numel():
+            ends = tuple(float(each) for each in argument.aminmax()) if argument.device.type == "cpu" else ()
+        return _shape(argument), argument.dtype, _is_split(argument), ends
     if isinstance(argument, (list, tuple)):
         return type(argument), *map(_kind, argument)
     if isinstance(argument, dict):

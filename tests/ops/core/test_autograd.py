@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import ShapeError, UnsupportedError
+from distdl_rma.errors import ExchangeTimeout
 from distdl_rma.ops.core.autograd import (
     GradientNeeds,
     anchor,
@@ -22,10 +23,13 @@ class Machine:
     closed = False
 
     def __init__(self):
-        self.failures, self.labels = [], self
+        self.failures, self.errors_of_all, self.labels, self.segments = [], [], self, self
 
     def fail(self, error):
         self.failures.append(error)
+
+    def raised(self, error):
+        self.errors_of_all.append(error)
 
     def make_readable(self, error):
         error.args = (error.args[0].replace("Kind#1", "down.0"),)
@@ -53,7 +57,7 @@ def test_peers_are_told_of_what_not_all_ranks_refuse(kind, told):
 
 
 class Double(torch.autograd.Function):
-    machine = None
+    machine, error = None, ValueError("negative")
 
     @staticmethod
     def forward(ctx, x):
@@ -64,21 +68,29 @@ class Double(torch.autograd.Function):
     @first_derivative
     def backward(ctx, gradient):
         if gradient.sum() < 0:
-            raise ValueError("negative")
+            raise Double.error
         return 2 * gradient
 
 
-def test_a_backward_is_refused_in_a_graph_and_fails_for_all():
+def test_a_backward_is_refused_in_a_graph():
     Double.machine = Machine()
     x = torch.ones(2, requires_grad=True)
     Double.apply(x).sum().backward()
     assert x.grad.tolist() == [2, 2]
     with pytest.raises(UnsupportedError, match="no second derivatives"):
         torch.autograd.grad(Double.apply(x).sum(), x, create_graph=True)
-    assert not Double.machine.failures
-    with pytest.raises(ValueError, match="negative"):
+    assert not (Double.machine.failures or Double.machine.errors_of_all)
+
+
+@pytest.mark.parametrize(("kind", "fails"), [(ValueError, False), (ExchangeTimeout, True)])
+def test_an_error_of_a_backward_that_may_come_to_all_leaves_the_machine_usable(monkeypatch, kind, fails):
+    machine, error = Machine(), kind("negative")
+    monkeypatch.setattr(Double, "machine", machine)
+    monkeypatch.setattr(Double, "error", error)
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(kind, match="negative"):
         (-Double.apply(x)).sum().backward()
-    assert len(Double.machine.failures) == 1
+    assert (machine.failures, machine.errors_of_all) == (([error], []) if fails else ([], [error]))
 
 
 def test_a_result_is_in_a_graph_where_any_rank_needs_a_gradient():

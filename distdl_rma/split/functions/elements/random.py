@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
@@ -112,6 +113,7 @@ _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ 
 
 
 @rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
+@refusing
 def drawn_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every block is filled by a generator of its own; parameters of the distribution are cut."""
     x = args[0]
@@ -155,6 +157,7 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
+@refusing
 def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every block by its parameters of the distribution and a generator of its own."""
     operands = tensors_in(args, kwargs)
@@ -179,6 +182,7 @@ def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("random", "rrelu", "rrelu_")
+@refusing
 def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In training a slope for every element below zero, by a generator of the block; else one for all."""
 
@@ -209,6 +213,7 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("random", F.gumbel_softmax)
+@refusing
 def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Noise for every block, then a softmax of the whole; ``hard`` only where the dimension is whole."""
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
@@ -179,8 +178,6 @@ def _operation(
     stride, padding, dilation, groups, extra = others
     kernel = weight[2:]
     stride, dilation, extra = (each_dim(value, len(kernel)) for value in (stride, dilation, extra))
-    if transposed and any(n >= max(most) for n, *most in zip(extra, stride, dilation, strict=True)):
-        raise ShapeError(f"{site.name}: output padding {extra} must be smaller than stride or dilation")
     stencil = Stencil.of(kernel, stride, dilation, _sides(padding, kernel, dilation))
     source, rows = lay.on_grid(layout), IN if transposed else OUT
     batch, channels, *space = source.partition.shape

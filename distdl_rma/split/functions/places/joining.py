@@ -14,6 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
@@ -88,6 +89,7 @@ def stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", *"hstack vstack dstack row_stack column_stack".split())
+@refusing
 def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``cat`` of tensors with more dimensions."""
     tensors = args[0] if args else kwargs["tensors"]
@@ -122,6 +124,7 @@ def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @rule("movement", "glu")
+@refusing
 def gated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One half of a dimension times the sigmoid of the other; where that is cut, one of them moves."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)

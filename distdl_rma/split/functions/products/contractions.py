@@ -15,7 +15,7 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.shapes import argument, derived, frozen
@@ -174,6 +174,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if not work.summed:
         return SplitTensor(func(block, matrix, added), work.result)
+    raise_as_torch(func, args, kwargs)
     y = SplitTensor(all_sum(site, func(block, matrix), work.all, work.summed), work.result)
     return composed(torch.add, y, bias)
 

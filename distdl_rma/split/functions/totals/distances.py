@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
@@ -99,6 +100,8 @@ def _triplet_with_distance(
     swap: bool = False,
     reduction: str = "mean",
 ) -> Any:
+    if not anchor.dim() == positive.dim() == negative.dim():
+        raise ShapeError("triplet_margin_loss: anchor, positive and negative must have as many dimensions")
     distance = distance_function or F.pairwise_distance
     near, far = distance(anchor, positive), distance(anchor, negative)
     if swap:

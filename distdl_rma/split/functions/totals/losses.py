@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.tensors import sum_dtype
@@ -90,8 +89,6 @@ _POINTWISE = {
     F.hinge_embedding_loss: ("input", "target"),
     F.margin_ranking_loss: ("input1", "input2", "target"),
 }
-# Those that torch does not broadcast.
-_OF_ONE_SHAPE = F.binary_cross_entropy, F.binary_cross_entropy_with_logits
 # Weights of these have the shape of the input; a mean of the first two is divided by their sum.
 _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
 
@@ -107,18 +104,9 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given = _arguments(func, args, kwargs)
     reduction = given.pop("reduction")
     tensors = {name: given[name] for name in _POINTWISE[func] if isinstance(given.get(name), torch.Tensor)}
-    if func in _OF_ONE_SHAPE and tuple(given["input"].shape) != tuple(given["target"].shape):
-        raise ShapeError(
-            f"{name_of(func)}: input has shape {tuple(given['input'].shape)}, target"
-            f" {tuple(given['target'].shape)}; they must be the same"
-        )
-    if func is F.margin_ranking_loss and len({x.dim() for x in tensors.values()}) > 1:
-        raise ShapeError(f"{name_of(func)}: input1, input2 and target must have as many dimensions")
     result = common_layout(func, list(tensors.values()))
     site = _site(func, tensors)
     weighted = func in _OF_WEIGHTED_MEAN and "weight" in tensors
-    if weighted and tuple(tensors["weight"].shape) != tuple(result.shape):
-        raise ShapeError(f"{name_of(func)}: weight and input must have the same shape")
     for at, (name, x) in enumerate(tensors.items()):
         given[name] = as_part(site, x, part_for(x.shape, result), result, at)
     y = func(**given, reduction=_on_block(reduction, given["input" if "input" in given else "input1"]))
@@ -178,14 +166,7 @@ def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _arguments(func, args, kwargs)
     x, target, weight, reduction = (given.pop(name) for name in ("input", "target", "weight", "reduction"))
     dim = 0 if len(x.shape) == 1 else 1
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
     of_indices = not (target.is_floating_point() and func is F.cross_entropy)
-    if tuple(target.shape) != tuple(rest if of_indices else x.shape):
-        raise ShapeError(
-            f"{name_of(func)}: input has shape {tuple(x.shape)}, target {tuple(target.shape)}; indices of"
-            f" classes have shape {tuple(rest)}"
-            + (", probabilities that of the input" if func is F.cross_entropy else "")
-        )
     site = _site(func, {"input": x, "target": target})
     if not isinstance(x, SplitTensor):
         layout = (

@@ -1,0 +1,198 @@
+"""What torch refuses whatever the values are is refused on every rank, in an error that its users catch."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from distdl_rma import SplitTensor, UnsupportedError
+from distdl_rma.geometry.intervals import Listed
+from distdl_rma.machine import Machine
+from distdl_rma.split import layout as lay
+from distdl_rma.split.calls import refusals
+from distdl_rma.split.calls.refusals import raise_as_torch
+from tests.matrix import check_each, over_seeds
+from tests.split.wrong_calls import functions, is_usable, wrong_calls
+
+D = {"dtype": torch.float64}
+_SEEDS = 60
+
+
+def cut(P_x, whole, dim, uneven=False):
+    """A whole tensor in blocks along a dimension, all of it on the first rank if uneven."""
+    if not whole.dim():
+        return SplitTensor(whole.clone(), lay.replicated(P_x, ()))
+    dim %= whole.dim()
+    layout = lay.balanced(P_x, whole.shape, (dim,))
+    if uneven and layout.cut_dims:
+        parts = Listed((whole.shape[dim], *(0,) * (P_x.size - 1)))
+        layout = lay.with_splits(layout, {dim: parts})
+    return SplitTensor(whole[layout.slices()].clone(), layout)
+
+
+def refusal(call, args, kwargs):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def check_function(P_world, comm, seed):
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    known = functions()
+    for name, forms, op in known[seed::_SEEDS]:
+        rng = random.Random(f"{name} {comm.size}")
+        found = []
+        for what, given in wrong_calls(op, rng, 4):
+            call, dim, which, uneven = (
+                rng.choice(forms),
+                rng.randrange(4),
+                rng.randrange(3),
+                rng.random() < 0.6,
+            )
+            if not is_usable(given):
+                continue
+            wrong = refusal(call, *tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given))
+            # Whether a divisor is zero is known where it is.
+            if wrong is None or "ZeroDivision" in str(wrong):
+                continue
+            leaves, spec = tree_flatten(given)
+            places = [at for at, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+            if not places:
+                continue
+            for at in places[:1] if which == 0 else places:
+                leaves[at] = cut(P_x, leaves[at], dim if which < 2 else rng.randrange(4), uneven)
+            args, kwargs = tree_unflatten(leaves, spec)
+            mine = refusal(call, args, kwargs)
+            if not isinstance(mine, (type(wrong), UnsupportedError)):
+                found.append(f"{what}: {type(wrong).__name__} {wrong}, but here {mine!r}")
+        assert not any(everywhere := comm.allgather(found)), f"{name}: {everywhere}"
+        whole = torch.arange(6.0, **D)
+        assert float(cut(P_x, whole, 0).sum().full_tensor()) == float(whole.sum()), name
+
+
+@pytest.mark.mpi
+@over_seeds(_SEEDS, each=6)
+def test_what_torch_refuses_is_refused_on_every_rank(P_world, comm, seeds):
+    check_each(check_function, P_world, comm, seeds)
+
+
+_ALIKE = {
+    "softmax of integers": lambda x: F.softmax((x * 5).long(), 2),
+    "softmax of integers along another dimension": lambda x: F.softmax((x * 5).long(), 1),
+    "a reduction that is none": lambda x: F.mse_loss(x, x * 2, reduction="nope"),
+    "a bias too long": lambda x: F.conv2d(x, torch.ones(2, 4, 1, 1, **D), torch.ones(3, **D)),
+    "a bias of one": lambda x: F.conv2d(x, torch.ones(2, 4, 1, 1, **D), torch.ones(1, **D)),
+    "a bias of another type": lambda x: F.conv2d(x, torch.ones(2, 4, 1, 1, **D), torch.ones(2)),
+    "three sizes for two dimensions": lambda x: F.adaptive_avg_pool2d(x, (2, 2, 2)),
+    "a product of other types": lambda x: x @ torch.rand(3, 2),
+    "a linear map of another type": lambda x: F.linear(x, torch.rand(2, 3)),
+    "a contraction of other types": lambda x: torch.einsum("nchw,wo->ncho", x, torch.rand(3, 2)),
+    "largest complex numbers": lambda x: torch.complex(x, x).amax(1),
+    "sums over too many dimensions": lambda x: torch.tensordot(x, x, dims=9),
+    "an index out of range": lambda x: x[:, [0, 9]],
+    "a plain index out of range": lambda x: x.gather(1, torch.full((1, 1, 1, 3), 9)),
+    "complex numbers in order": lambda x: torch.complex(x, x).sort(1)[0],
+    "bits of numbers": lambda x: x & 1,
+    "a mean of integers": lambda x: (x * 5).long().mean(),
+    "a variance of integers": lambda x: (x * 5).long().var(0),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", _ALIKE)
+def test_the_same_error_comes_to_ranks_with_and_without_elements(P_world, comm, name):
+    call = _ALIKE[name]
+    whole = torch.linspace(0, 1, 24, **D).view(2, 4, 1, 3)
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    wrong = refusal(call, (whole,), {})
+    for dim in range(4):
+        for uneven in (False, True):
+            x = cut(P_x, whole, dim, uneven)
+            with pytest.raises(type(wrong)):
+                call(x)
+            assert float(x.sum().full_tensor()) == pytest.approx(float(whole.sum()))
+    assert not Machine.of(P_world).segments.notices.failed
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "call",
+    [
+        F.instance_norm,
+        lambda x: F.layer_norm(x, x.shape[2:]),
+        lambda x: F.conv2d(x, torch.ones(3, 3, 3, 3, **D), padding=1),
+        lambda x: F.softmax(x, 2),
+    ],
+    ids=["instance_norm", "layer_norm", "conv2d", "softmax"],
+)
+def test_an_error_of_a_backward_on_all_ranks_leaves_the_machine_usable(P_world, comm, call):
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    x = cut(P_x, torch.linspace(0, 1, 216, **D).view(2, 3, 6, 6), 2)
+    x.to_local().requires_grad_()
+    y = call(x)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+    assert float(x.detach().sum().full_tensor()) == pytest.approx(108)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("call", [torch.any, torch.all, torch.Tensor.any])
+def test_any_and_all_over_no_dimension_are_the_truth_of_each_element(P_world, comm, call):
+    whole = torch.arange(8).view(2, 4) % 3
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    for given in ((), []):
+        found = call(cut(P_x, whole, 0), given)
+        assert torch.equal(found.full_tensor(), call(whole, given))
+
+
+def test_a_call_is_asked_of_torch_once_for_each_kind(monkeypatch):
+    monkeypatch.setattr(refusals, "_KNOWN", {})
+    calls = []
+
+    def function(x, n):
+        calls.append(n)
+        if n > 2:
+            raise RuntimeError("too many")
+
+    x = torch.rand(3)
+    for n in (1, True, 1, 3):
+        if n > 2:
+            with pytest.raises(RuntimeError, match="too many"):
+                raise_as_torch(function, (x, n), {})
+        else:
+            raise_as_torch(function, (x, n), {})
+    assert calls == [1, True, 3, 3]
+    with pytest.raises(RuntimeError, match="too many"):
+        raise_as_torch(function, (x + 1, 3), {})
+    assert len(calls) == 4
+
+
+def test_asking_torch_draws_no_random_number():
+    x, state = torch.rand(3), torch.get_rng_state()
+    raise_as_torch(F.dropout, (x, 0.5), {})
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_torch_refuses_of_some_values_only_is_not_refused(monkeypatch):
+    monkeypatch.setattr(refusals, "_KNOWN", {})
+
+    def function(x):
+        if not x.sum():
+            raise RuntimeError("zeros")
+
+    class Split(torch.Tensor):
+        pass
+
+    x = torch.rand(3).as_subclass(Split)
+    x._layout = type("Layout", (), {"shape": (3,)})
+    raise_as_torch(function, (x,), {})
