@@ -54,6 +54,7 @@ def within_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @rule("movement", "roll")
+@refusing
 def rolled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank rolls its block; along cut dimensions what leaves a block moves to where it enters."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
@@ -63,7 +64,6 @@ def rolled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
     if not dims:
         return reshape(rolled(func, (reshape(x, (-1,)), shifts[0], 0), {}), x._layout.shape)
-    torch.roll(on_shape(x), shifts, dims)
     site, cut, count = site_of(machine_of(x), func), lay.cut_dims(x._layout), len(x._layout.shape)
     here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
     y = SplitTensor(
