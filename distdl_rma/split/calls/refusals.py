@@ -119,6 +119,9 @@ def _tried(
             # The call itself gives them.
             warnings.simplefilter("ignore")
             func(*_mapped(stand_in, args), **_mapped(stand_in, kwargs))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # Of the values of a matrix.
+        return None
     except Exception as error:  # noqa: BLE001
         return error.with_traceback(None)
     finally:
