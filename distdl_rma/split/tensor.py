@@ -52,7 +52,8 @@ ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them,
 # What is no function of elements, or refused, or has the same elements on all ranks.
 _OF_EVERY_BLOCK = frozenset({"query", "value", "gradient", "creation", "refused", "copies", "registered"})
 _LISTS: frozenset[Any] = frozenset({list, tuple})
-_UNKNOWN: tuple[Any, ...] = ((),)
+# What is looked through where all arguments are named.
+_UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
 # What may write into a tensor that is given.
 _WITH_OUT = frozenset({"copies", "registered"})
 # What autograd itself does with the gradients that a function returns.
@@ -265,7 +266,8 @@ class SplitTensor(torch.Tensor):
                     # Without a call, where all ranks have elements.
                     x: Any
                     for x in args or _UNKNOWN:
-                        if x.__class__ in _LISTS or (x.__class__ is cls and x._layout.leaves_out):
+                        listed = x.__class__ in _LISTS and x and x[0].__class__ in TENSORS
+                        if listed or (x.__class__ is cls and x._layout.leaves_out):
                             _check_alike(rule.kind, func, args, kwargs or _NOTHING)
                 if OBSERVERS:
                     found = OBSERVERS[-1](rule, func, args, kwargs or {})
