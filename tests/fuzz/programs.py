@@ -277,10 +277,10 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
     layouts = {name: random_layout(rng, P, tuple(x.shape)) for name, x in program.split.items()}
     cuts = {name: (lay.described(each), each.splits) for name, each in layouts.items()}
     what = f"{program}\n    {cuts} of {P.shape}"
-    function, alone = program.compiled(), replace(program, checkpoint=False)
+    function = program.compiled()
     for time in range(rng.randint(1, 2)):
         wholes = [x.detach().clone().requires_grad_(x.requires_grad) for x in _inputs(program)]
-        expected, theirs = _outcome(lambda wholes=wholes: alone.run(function, wholes))
+        expected, theirs = _outcome(lambda wholes=wholes: program.run(function, wholes))
         given: list[torch.Tensor] = []
         for name, x in (*program.split.items(), *program.plain.items()):
             layout = layouts.get(name)
