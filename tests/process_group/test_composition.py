@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
-from distdl_rma import ConfigurationError, GradientSync, MPIPartition, UnsupportedError, distribute, shard
+from distdl_rma import ConfigurationError, GradientSync, MPIPartition, distribute, shard
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from tests.process_group.backends import BACKEND, process_group
 
@@ -99,13 +99,12 @@ def test_gradient_sync_and_both_of_torchs_give_the_numbers_of_one_process(mesh, 
         torch.testing.assert_close(train(model, replica), by_sync)
 
 
-def test_modules_of_a_split_model_are_not_sharded_one_by_one(mesh, P_world):
+def test_modules_of_a_split_model_are_sharded_one_by_one(mesh, P_world):
     model = distribute(network(), blocks(P_world, mesh), reduction="none")
-    fully_shard(model[2], mesh=mesh)
-    fully_shard(model, mesh=mesh)
     # torch marks where the backward of a module ends by a function of its own on what goes into it.
-    with pytest.raises(UnsupportedError, match=r"autograd\.Function in module '2'"):
-        model(samples(mesh["replicas"].get_local_rank(), 0)[0])
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh).set_gradient_divide_factor(REPLICAS)
+    torch.testing.assert_close(train(model, mesh["replicas"].get_local_rank()), alone())
 
 
 def test_no_sync_is_torchs_where_torch_sums(mesh, P_world):

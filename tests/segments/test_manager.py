@@ -6,9 +6,13 @@ import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from distdl_rma import Machine, SegmentError
 from distdl_rma.errors import ExchangeTimeout
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.transport import node_memory
+from distdl_rma.segments.transport.node_memory import NodeMemory
 
 pytestmark = pytest.mark.mpi
 
@@ -65,6 +69,21 @@ def test_the_segment_has_the_size_of_the_argument_else_of_the_environment(
         whole = machine.segments.get_segment_buffer(machine.segments.stats().largest_free)
         whole.array[:] = 1
         assert machine.segments.stats().largest_free == 0
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("options", [{}, {"reserve": True}, {"node_size": 1}])
+def test_without_a_size_ranks_of_one_node_have_room_to_grow(comm, monkeypatch, options):
+    monkeypatch.delenv("DISTDL_RMA_SEGMENT_SIZE", raising=False)
+    monkeypatch.setattr(node_memory, "_LARGEST_DEFAULT", 32 << 20)
+    monkeypatch.setattr(NodeMemory, "_room", lambda memory: memory.node.size * (128 << 20))
+    own, node = comm.Dup(), comm.Split_type(MPI.COMM_TYPE_SHARED)
+    grows = not options and node.size == comm.size
+    manager = SegmentManager(own, None, None, 15, **options)
+    assert manager.stats().reserved == (64 << 20 if grows else 32 << 20)
+    manager.close()
+    own.Free()
+    node.Free()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -65,7 +65,7 @@ class NodeMemory:
         size, problem, room = 0, "", self._room()
         try:
             options.check()
-            size = aligned(options.size() or self._default_size(room))
+            size = aligned(options.size() or self._default_size(room, options.reserve))
             if size < _SMALLEST:
                 raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {options.nbytes!r}")
         except ConfigurationError as error:
@@ -174,10 +174,14 @@ class NodeMemory:
             return None
         return max(0, int(shutil.disk_usage(SHARED_MEMORY).free) - promised)
 
-    def _default_size(self, free: int | None) -> int:
+    def _default_size(self, free: int | None, reserve: bool) -> int:
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
+        # Ranks of one node consume pages when they touch them: the segment has room to grow. A network
+        # registers all pages at once, and so does who reserves them; of a rank alone nobody reads any.
+        if reserve or not 1 < self.node.size == self._comm.size:
+            share = min(share, _LARGEST_DEFAULT)
         # Too little for the smallest default is found by the check of the room that follows.
-        return max(_SMALLEST_DEFAULT, min(_LARGEST_DEFAULT, share, sys.maxsize // 4))
+        return max(_SMALLEST_DEFAULT, min(share, sys.maxsize // 4))
 
     def _first_problem(self, problem: str) -> tuple[int, str] | None:
         # Of all ranks, the first that has one.
