@@ -307,7 +307,8 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
     if isinstance(index, SplitTensor) and index.is_split:
         if func.__name__ == "index_select" and dim in (0, -_dims(x)):
-            return by_rows(func, x, index)
+            # Of a number there is one element, for all ranks.
+            return by_rows(func, x, index) if _dims(x) else on_copies(func, args, kwargs)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)

@@ -21,7 +21,7 @@ from distdl_rma.split.functions.places.indexing import narrowed
 from distdl_rma.split.functions.places.shapes import argument, derived, on_shape, tensor_and_rest
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.tensor import SplitTensor, composed
+from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 
 def _shape(x: torch.Tensor) -> tuple[int, ...]:
@@ -36,8 +36,9 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(x.is_split for x in tensors if isinstance(x, SplitTensor)):
         return on_copies(func, args, kwargs)
     common_partition(func, tensors)
-    # As in torch, empty vectors go with anything.
-    tensors = [x for x in tensors if _shape(x) != (0,)] or list(tensors)
+    # As in torch, empty vectors go with anything: the result has their type, and is in their graph.
+    empty = [x for x in tensors if _shape(x) == (0,)]
+    tensors = [x for x in tensors if _shape(x) != (0,)] if empty else tensors
     if not any(isinstance(x, SplitTensor) for x in tensors):
         return on_copies(func, args, kwargs)
     shapes = [_shape(x) for x in tensors]
@@ -55,6 +56,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     pieces = [
         as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
     ]
+    pieces += [local_of(x) if isinstance(x, SplitTensor) else x for x in empty]
     return SplitTensor(torch.cat(pieces, dim), result)
 
 

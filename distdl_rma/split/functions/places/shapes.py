@@ -234,6 +234,7 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
+@refusing
 def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``expand`` of each vector along its dimension of the grid; plain ones stay plain."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
@@ -296,7 +297,10 @@ def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
 
 
-@rule("refused", *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_".split())
+@rule(
+    "refused",
+    *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_".split(),
+)
 def shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Changes the shape of the tensor itself."""
     raise refused(func, "it changes the shape of the tensor itself; use the form without the underscore")

@@ -223,7 +223,7 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     beta, alpha = factors.get("beta", 1), factors.get("alpha", 1)
     y = composed(product, a, b)
     if func.__name__ == "addbmm":
-        y = composed(torch.sum, y, 0)
+        y = composed(torch.sum, y, 0, dtype=y.dtype)
     if alpha != 1:
         y = composed(torch.mul, y, alpha)
     if beta == 0:

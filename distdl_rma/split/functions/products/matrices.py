@@ -33,6 +33,9 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     local, layout = with_whole(site_of(machine_of(x), func), x, (count - 2, count - 1), "matrices made whole")
 
     def split(y: torch.Tensor) -> SplitTensor:
+        if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
+            # Torch leaves what some functions make of nothing out of the graph, where other ranks are in it.
+            y = y + local.sum().abs().to(y.dtype)
         longer = lay.reordered(layout, [*range(count - 2), *(None,) * (y.dim() - count + 2)])
         return SplitTensor(y, uncut(longer, {d: y.shape[d] for d in range(count - 2, y.dim())}))
 

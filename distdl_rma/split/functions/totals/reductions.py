@@ -80,8 +80,11 @@ def of_partial_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return on_copies(func, args, kwargs)
     along = Along.of(func, x, given["dim"])
     if not is_prod:
-        dtype = along.local.dtype if along.local.is_floating_point() else torch.get_default_dtype()
-        return _twice(along, lambda y: torch.logsumexp(y, along.dims, True), dtype, given["keepdim"])
+        exact = along.local.dtype.is_floating_point or along.local.dtype.is_complex
+        dtype = along.local.dtype if exact else torch.get_default_dtype()
+        # In a short type it would be rounded twice, and its gradient is an exponential of what is rounded.
+        along.local = along.local.to(wide := sum_dtype(dtype))
+        return _twice(along, lambda y: torch.logsumexp(y, along.dims, True), wide, given["keepdim"], dtype)
     dtype = summed_dtype(along.local, given["dtype"])
 
     def product(y: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,7 @@ def test_by_split_indices(P_world):
     at = torch.randint(0, 6, (4, 5))
     check(P_world, lambda i, table: table[i], [at], [numbers(6, 3)])
     check(P_world, lambda i, table: table.index_select(0, i.flatten()), [at], [numbers(6, 3)])
+    check(P_world, lambda i, table: table.index_select(0, i), [torch.tensor([0])], [numbers()])
     check(P_world, F.one_hot, [at])
     check(P_world, lambda i: F.one_hot(i, num_classes=8), [at])
     check(P_world, lambda x, y: x.gather(1, (y > 0).long()), [numbers(4, 5), numbers(4, 5)])

@@ -99,6 +99,13 @@ def test_an_empty_split_vector_goes_with_a_plain_tensor(P_world):
 
 
 @pytest.mark.mpi
+def test_an_empty_vector_gives_its_type_and_its_graph(P_world):
+    x, empty = torch.randn(3, 4), numbers(0)
+    check(P_world, lambda x, e: torch.cat([e, x], -1), [x], [empty])
+    check(P_world, lambda x, e: torch.hstack([x, e]), [x[0].clone(), empty])
+
+
+@pytest.mark.mpi
 def test_gates(P_world):
     for dim in (1, 2, -1):
         check(P_world, lambda x, d=dim: F.glu(x, dim=d), [numbers(2, 4, 6, 8)])

@@ -148,6 +148,8 @@ def test_views_that_moved_are_not_changed_in_place(P_world):
         moved + 1
     with pytest.raises(UnsupportedError, match="without the underscore"):
         x.squeeze_(0)
+    with pytest.raises(UnsupportedError, match="without the underscore"):
+        x.redistribute().as_strided_((2, 2), (1, 2))
 
 
 @pytest.mark.mpi
@@ -182,3 +184,6 @@ def test_grids_of_coordinates(P_world):
         operands = [torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
         check(P_world, lambda x, y, i=indexing: torch.meshgrid(x, y, 2 * x, indexing=i), operands)
         check(P_world, lambda x, y, i=indexing: torch.meshgrid([x, y], indexing=i)[1] * 2, operands)
+    x = block(P_world.create_cartesian_topology_partition((P_world.size,)), operands[0])
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.meshgrid(x, torch.tensor(3), indexing="ij")

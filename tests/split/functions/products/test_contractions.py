@@ -92,6 +92,8 @@ def test_vectors_and_sums(P_world):
         [numbers(5, 4), numbers(4, 6)],
     )
     check(P_world, torch.baddbmm, [numbers(3, 5, 6), numbers(3, 5, 4)], [numbers(3, 4, 6)])
+    short = [(4 * numbers(*n).detach()).to(torch.int16) for n in ((5, 4), (3, 5, 6), (3, 6, 4))]
+    check(P_world, torch.addbmm, short[:1], short[1:])
     check(P_world, F.bilinear, [numbers(3, 5, 4), numbers(3, 5, 2)], [numbers(6, 4, 2), numbers(6)])
 
 

@@ -41,6 +41,13 @@ def test_functions_of_matrices(P_world, function):
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("order", [None, -2])
+def test_a_rank_without_matrices_is_in_the_graph_of_the_others(P_world, order):
+    check(P_world, lambda x: torch.linalg.cond(x, order), [numbers(1, 3, 3)], atol=1e-8)
+
+
+@pytest.mark.mpi
 def test_systems_of_equations(P_world):
     for a, b in (((5, 3, 3), (5, 3, 2)), ((3, 3), (5, 3, 2)), ((1, 3, 3), (5, 3, 2)), ((5, 3, 3), (5, 3))):
         check(P_world, lambda x, y: torch.linalg.solve(definite(x), y), [numbers(*a)], [numbers(*b)])

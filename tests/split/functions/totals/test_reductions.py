@@ -85,6 +85,22 @@ def test_products_and_logarithms_of_sums(P_world):
         check(P_world, lambda x, dim=dim: x.prod(dim, keepdim=True), [x])
         check(P_world, lambda x, dim=dim: x.logsumexp(dim), [x])
     check(P_world, lambda x: torch.logsumexp(x, (0, -1), keepdim=True), [x])
+    check(P_world, lambda x: torch.logsumexp(torch.complex(x, 2 * x), (0, 1)), [numbers()])
+    check(P_world, lambda x: torch.logsumexp((4 * x).int(), (0, 1)), [numbers().detach()], atol=1e-5)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_the_gradient_of_a_logarithm_of_sums_is_rounded_once(P_world):
+    whole = (numbers((8, 4)).detach() * 4).to(torch.bfloat16)
+    for grid in grids(2, P_world.size):
+        x = block(P_world.create_cartesian_topology_partition(grid), whole.requires_grad_())
+        y = x.logsumexp((0, 1))
+        assert y.dtype is torch.bfloat16
+        y.backward()
+        wide = whole.detach().double().requires_grad_()
+        wide.logsumexp((0, 1)).backward()
+        torch.testing.assert_close(x.grad.full_tensor(), wide.grad.to(torch.bfloat16), rtol=1e-2, atol=0)
 
 
 @pytest.mark.mpi
