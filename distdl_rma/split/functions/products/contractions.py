@@ -12,7 +12,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
-from distdl_rma.ops.core.tensors import no_autocast
+from distdl_rma.ops.core.tensors import no_autocast, sum_dtype
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
@@ -187,7 +187,12 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
     if func.__name__ in ("dot", "vdot"):
-        return contracted(func, func, [a, b], [["k"], ["k"]], [])
+        dtype, wide = a.dtype, sum_dtype(a.dtype)
+        if wide is dtype or b.dtype is not dtype:
+            return contracted(func, func, [a, b], [["k"], ["k"]], [])
+        # One number, which may be small beside the ranks' parts: rounded once, as torch has it.
+        both = [composed(_T.to, x, wide) for x in (a, b)]
+        return composed(_T.to, contracted(func, func, both, [["k"], ["k"]], []), dtype)
     if func.__name__ == "inner":
         if not (_dims(a) and _dims(b)):
             return composed(torch.mul, a, b)

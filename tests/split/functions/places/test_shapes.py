@@ -160,6 +160,9 @@ def test_errors_are_those_of_torch(P_world):
         x.view(5, -1)
     with pytest.raises(IndexError):
         x.transpose(0, 4)
+    times = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.tensor([1, 1, 2, 2]))
+    with pytest.raises(UnsupportedError, match="how often"):
+        torch.repeat_interleave(torch.ones(4, 1), times, dim=0, output_size=6)
 
 
 @pytest.mark.mpi
