@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import raise_as_torch
 from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import RULES, name_of, rule
+from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.indexing import (
     basic,
@@ -184,8 +184,9 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         y = RULES[without].handler(without, (before, *args[1:]), kwargs)
     if not torch.can_cast(y._local.dtype, x.dtype):
         raise RuntimeError(f"result type {y._local.dtype} can't be cast to the desired output type {x.dtype}")
+    if frozen(x) != y._layout.shape:
+        raise_as_torch(func, args, kwargs)
+        raise refused(func, f"it changes the shape of the tensor itself to {y._layout.shape}")
     if not isinstance(x, SplitTensor):
         become_split(func, x, y._layout)
-    if x._layout.shape != y._layout.shape:
-        raise ShapeError(f"{name_of(func)}: the result is {y._layout.shape}, the tensor {x._layout.shape}")
     return pointwise(_T.copy_, (x, y), {})

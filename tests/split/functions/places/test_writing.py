@@ -231,6 +231,10 @@ def test_functions_in_place_do_what_those_without_the_underscore_do(P_world):
     x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.ones(5, 6).long())
     with pytest.raises(RuntimeError, match="cast"):
         x.cumsum_(0, dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="shape of the tensor itself"):
+        torch.tensor(1).addbmm_(x[None], x.T[None])
+    with pytest.raises(RuntimeError, match="Bad in-place"):
+        torch.ones(1).long().addmm_(x, x.T)
 
 
 def test_every_function_that_has_a_rule_has_it_in_place():
