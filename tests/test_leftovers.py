@@ -1,5 +1,6 @@
 """No run leaves processes behind, nor files in shared memory beyond what the MPI leaves of an aborted job."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -63,7 +64,8 @@ from mpi4py import MPI
 MPI.COMM_WORLD.recv()
 """
 DEAF = "trap '' TERM; while true; do sleep 0.1; done"
-MARK = "[test of leftovers]"
+# Of this worker alone: tests run side by side.
+MARK = f"[test of leftovers {os.getpid()}]"
 
 
 def run_plainly(ranks, script, limit, **changes):
@@ -82,9 +84,11 @@ def test_job_past_its_limit_is_ended_with_all_ranks(run):
 def test_what_a_job_leaves_is_ended_with_it_and_what_is_not_its_own_is_left_alone():
     leave = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     with subprocess.Popen(["sleep", "600"], env=environment(MARKED=MARK)) as other:
-        assert completed([sys.executable, "-c", leave], MARKED=MARK).returncode == 0
-        assert [*processes(f"MARKED={MARK}")] == [other.pid]
-        other.kill()
+        try:
+            assert completed([sys.executable, "-c", leave], MARKED=MARK).returncode == 0
+            assert [*processes(f"MARKED={MARK}")] == [other.pid]
+        finally:
+            other.kill()
 
 
 @needs_proc

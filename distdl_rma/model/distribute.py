@@ -32,7 +32,7 @@ from distdl_rma.model.alike import Alike
 from distdl_rma.model.calls import Calls, Drawn, modes
 from distdl_rma.model.entering import Enter
 from distdl_rma.model.start import warn_of_start
-from distdl_rma.ops.core.autograd import ENOUGH, refuse_compiled, synchronise, tracer, uncompiled
+from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, synchronise, tracer, uncompiled
 from distdl_rma.ops.core.tensors import DTYPES, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.calls import site
@@ -77,8 +77,8 @@ class Distributed:
         self._root = Enter("", model, fallback == "move", not self._synchronises)
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            model.register_forward_pre_hook(_NOT_COMPILED, prepend=True),
             model.register_forward_pre_hook(self._root, prepend=True),
+            model.register_forward_pre_hook(_refuse_graph, prepend=True),
             model.register_forward_hook(site.leave, always_call=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
@@ -227,8 +227,6 @@ class Distributed:
 
     @uncompiled
     def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
-        if found := tracer():
-            raise UnsupportedError(f"{found}: {_NO_GRAPH}")
         if other := thread_inside():
             raise ProtocolError(
                 f"{self._name}: called while thread {other!r} is in a call of a distributed model; what the"
@@ -368,7 +366,15 @@ _NO_GRAPH = (
     "a distributed model computes on split tensors, which are in no graph; compile what is called with plain"
     " tensors, or run it as it is"
 )
-_NOT_COMPILED = refuse_compiled(_NO_GRAPH)
+
+
+@breaks_graph
+def _refuse_graph(*_arguments: Any) -> None:
+    # First of all: what follows a call of a model may not end modules that have begun.
+    if found := "torch.compile" if compiles() is not None else tracer():
+        raise UnsupportedError(f"{found}: {_NO_GRAPH}")
+
+
 _IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
 
 

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 from distdl_rma import MismatchError, UnsupportedError, distribute
 from distdl_rma.split import SplitTensor
+from distdl_rma.split.calls.site import module_path
 from tests.model.against_alone import whole
 from tests.model.training import STEPS, alike, both, inputs, loop, loss_of, made, split_as
 
@@ -232,6 +233,7 @@ def test_compiled_models_are_refused(comm):
     split = distribute(made(), {"H": -1})
     with pytest.raises(UnsupportedError, match=r"torch\.compile: a distributed model"):
         torch.compile(split, backend="eager")(inputs())
+    assert module_path() == ""
     loss_of(split(inputs())).backward()
     split.distributed.close()
 
@@ -248,6 +250,7 @@ def test_traced_models_are_refused(comm):
     ):
         with pytest.raises(UnsupportedError, match=rf"torch\.{name}: a distributed model"):
             trace()
+        assert module_path() == ""
     loss_of(split(x)).backward()
     split.distributed.close()
 

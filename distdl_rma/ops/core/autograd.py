@@ -90,16 +90,6 @@ def tracer() -> str:
     return "torch.export" if _fake() is not None else ""
 
 
-def refuse_compiled(what: str) -> Callable[..., None]:
-    """Hook ahead of a module's forward that refuses to be compiled, with a sentence."""
-
-    def hook(*_arguments: Any) -> None:
-        if compiles() is not None:
-            raise UnsupportedError(f"torch.compile: {what}")
-
-    return breaks_graph(hook)
-
-
 class OperatorFunction(torch.autograd.Function):
     """An autograd function whose ``apply`` leaves out what torch does for transforms, where there are none.
 
