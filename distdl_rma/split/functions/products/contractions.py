@@ -186,7 +186,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b = (*args, *kwargs.values())
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
-    if func.__name__ in ("dot", "vdot"):
+    if func.__name__ in ("dot", "vdot") or _dims(a) == _dims(b) == 1:
         dtype, wide = a.dtype, sum_dtype(a.dtype)
         if wide is dtype or b.dtype is not dtype:
             return contracted(func, func, [a, b], [["k"], ["k"]], [])

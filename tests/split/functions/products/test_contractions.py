@@ -95,7 +95,8 @@ def test_vectors_and_sums(P_world):
     short = [(4 * numbers(*n).detach()).to(torch.int16) for n in ((5, 4), (3, 5, 6), (3, 6, 4))]
     check(P_world, torch.addbmm, short[:1], short[1:])
     large = torch.tensor([100.0, -100.4, 3.3, 50.5, -50.2, 7.7], dtype=torch.bfloat16, requires_grad=True)
-    check(P_world, lambda x: x.dot(torch.linspace(1, 1.2, 6).bfloat16()), [large])
+    for product in (torch.dot, torch.matmul, torch.inner):
+        check(P_world, lambda x, f=product: f(x, torch.linspace(1, 1.2, 6).bfloat16()), [large])
     check(P_world, F.bilinear, [numbers(3, 5, 4), numbers(3, 5, 2)], [numbers(6, 4, 2), numbers(6)])
 
 
