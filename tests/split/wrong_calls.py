@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.fuzz.samples import operations
+from tests.fuzz.samples import drawn_errors, drawn_samples, operations
 
 # What torch itself survives only with right arguments, or has no samples for a processor.
 EXCLUDED = {
@@ -40,14 +40,14 @@ def functions() -> list[tuple[str, list[Any], Any]]:
 
 def wrong_calls(op: Any, rng: random.Random, most: int) -> Iterator[tuple[str, Arguments]]:
     """Arguments that torch may refuse, alike on all ranks, and what is wrong with them."""
-    for n, found in enumerate(_taken(lambda: op.error_inputs("cpu"), 60)):
+    for n, found in enumerate(_taken(lambda: drawn_errors(op), 60)):
         sample = found.sample_input
         yield f"error input {n}", ((sample.input, *sample.args), dict(sample.kwargs))
     dtypes = [
         dtype for dtype in (torch.float64, torch.int64, torch.bool) if dtype in op.supported_dtypes("cpu")
     ]
     if dtypes:
-        samples = _taken(lambda: op.sample_inputs("cpu", dtypes[0], requires_grad=False), 12)
+        samples = _taken(lambda: drawn_samples(op, dtypes[0], False), 12)
         changed = [
             (f"sample {n}, {what}", given)
             for n, sample in enumerate(samples)

@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
@@ -171,6 +171,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ triu_ tril_".split(),
     *"cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
 )
+@refusing
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computed as without the underscore, and copied into each rank's block; a plain tensor becomes split."""
     x, without = args[0], getattr(_T, func.__name__[:-1])
@@ -182,10 +183,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Autocast leaves the forms in place alone.
     with no_autocast():
         y = RULES[without].handler(without, (before, *args[1:]), kwargs)
-    if not torch.can_cast(y._local.dtype, x.dtype):
-        raise RuntimeError(f"result type {y._local.dtype} can't be cast to the desired output type {x.dtype}")
     if frozen(x) != y._layout.shape:
-        raise_as_torch(func, args, kwargs)
         raise refused(func, f"it changes the shape of the tensor itself to {y._layout.shape}")
     if not isinstance(x, SplitTensor):
         become_split(func, x, y._layout)
