@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-# What was asked before, with the answer.
-_KNOWN: dict[Any, Exception | None] = {}
+# Kinds of calls that torch takes. What it refuses it is asked again: it may be for values, as of a mask.
+_TAKEN: set[Any] = set()
 _MOST = 1 << 12
 # Elements of all tensors of a call up to which torch computes it, to see whether it does.
 _FEW = 1 << 16
@@ -35,15 +35,15 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
         return
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
-    if key not in _KNOWN:
-        if len(_KNOWN) > _MOST:
-            _KNOWN.clear()
-        _KNOWN[key] = _error(func, args, kwargs)
-    error = _KNOWN[key]
+    if key in _TAKEN:
+        return
+    error = _error(func, args, kwargs)
     if error is not None:
-        raised = type(error)(*error.args)
-        raised.add_note(_HINT)
-        raise raised
+        error.add_note(_HINT)
+        raise error
+    if len(_TAKEN) > _MOST:
+        _TAKEN.clear()
+    _TAKEN.add(key)
 
 
 def is_taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
