@@ -166,7 +166,7 @@ def test_any_and_all_over_no_dimension_are_the_truth_of_each_element(P_world, co
 
 
 def test_a_call_is_asked_of_torch_once_for_each_kind(monkeypatch):
-    monkeypatch.setattr(refusals, "_KNOWN", {})
+    monkeypatch.setattr(refusals, "_TAKEN", set())
     calls = []
 
     def function(x, n):
@@ -194,7 +194,7 @@ def test_asking_torch_draws_no_random_number():
 
 
 def test_what_torch_refuses_of_some_values_only_is_not_refused(monkeypatch):
-    monkeypatch.setattr(refusals, "_KNOWN", {})
+    monkeypatch.setattr(refusals, "_TAKEN", set())
 
     def function(x):
         if not x.sum():
