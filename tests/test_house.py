@@ -20,6 +20,7 @@ FLOORS = [
     "split",
     "ops",
     "process_group",
+    "dtypes",
     "machine",
     "segments",
     "geometry",

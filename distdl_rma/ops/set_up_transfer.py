@@ -8,6 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from distdl_rma.dtypes import word_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Listed, meeting
@@ -15,7 +16,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
-from distdl_rma.ops.core.tensors import as_tensor, as_words, numpy_dtype
+from distdl_rma.ops.core.tensors import as_tensor, as_words
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.assembly import Assembly
 from distdl_rma.segments.collectives.broadcast import Bcast
@@ -38,7 +39,7 @@ def broadcast_from_first(
     """
     kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     for _, dtype in kinds:
-        numpy_dtype(dtype, name)
+        word_dtype(dtype, name)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     # The tensors themselves, unless their elements do not lie one behind the other as they are.
     plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in filled]
@@ -169,7 +170,7 @@ def _to_all(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _
     ranks = tuple(dict.fromkeys((*givers, *takers.ranks)))
     counts = [*passes.runs.lengths, *[0] * (len(ranks) - len(givers))]
     machine, name = site
-    gathered = Allgather(machine.segments, ranks, counts, numpy_dtype(passes.dtype, name), name)
+    gathered = Allgather(machine.segments, ranks, counts, word_dtype(passes.dtype, name), name)
     try:
         for run in sent:
             gathered.active[...] = as_words(run.contiguous())

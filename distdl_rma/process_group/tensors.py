@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl_rma.dtypes import WORDS
 from distdl_rma.errors import ShapeError, UnsupportedError
 
 Array = NDArray[Any]
 
-# What numpy has no type for is seen as words of this size.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FOREIGN = {torch.bfloat16, torch.float16}
-_FOREIGN |= {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and "float8" in str(kind)}
+# These move as words of their size: numpy has no type for them, or is slow with it.
+_AS_WORDS = {torch.float16, torch.bfloat16}
+_AS_WORDS |= {
+    kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and "float8" in str(kind)
+}
 
 
 class Flat:
@@ -34,8 +36,8 @@ class Flat:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             self._copied = tensor.resolve_conj().resolve_neg().contiguous()
         words = self._copied
-        if words.dtype in _FOREIGN:
-            words = words.view(_WORDS[words.itemsize])
+        if words.dtype in _AS_WORDS:
+            words = words.view(WORDS[words.itemsize][0])
         try:
             self.elements = _array_of(words)
         except (RuntimeError, TypeError) as error:

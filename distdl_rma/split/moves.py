@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
+from distdl_rma.dtypes import reduction_dtype, sum_dtype
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.staged import Moves, movement_between
-from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
+from distdl_rma.ops.core.tensors import as_array, as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site, may_move

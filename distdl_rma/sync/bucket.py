@@ -13,11 +13,12 @@ import torch
 from torch.autograd import profiler
 
 from distdl_rma import errors
+from distdl_rma.dtypes import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import synchronise
-from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
+from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.sync.claims import ParameterEntry, synchronised

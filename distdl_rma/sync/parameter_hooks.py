@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from distdl_rma.dtypes import reduction_dtype, sum_dtype
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.plain_losses import RUNNING, AlikeGradients, all_alike, own_part
-from distdl_rma.ops.core.tensors import as_array, as_tensor, reduction_dtype, sum_dtype
+from distdl_rma.ops.core.tensors import as_array, as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.bucket import GradientSlot
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import (
     DistdlError,
     ExchangeTimeout,
@@ -30,7 +31,7 @@ from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange
 from distdl_rma.layers.core.static_shapes import Promise, promise_on
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS, trouble_with
+from distdl_rma.ops.core.tensors import MAX_DIMS, trouble_with
 from distdl_rma.segments.collectives.assembly import Assembly
 
 _DTYPE_CODES = list(DTYPES)

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from distdl_rma.dtypes import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.placement import Placement
@@ -18,7 +19,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import first_derivative
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import Moves, movement_between
-from distdl_rma.ops.core.tensors import as_tensor, reduction_dtype
+from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.segments.collectives.allreduce import Allreduce
 

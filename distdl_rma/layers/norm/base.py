@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ArgumentError, MismatchError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
@@ -23,7 +24,6 @@ from distdl_rma.layers.core.placement import Placement, register
 from distdl_rma.layers.norm.sharing import StatisticsAnswer, agreed_sharing, answer_of_user
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.ops.core.operation import Agreement
-from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 

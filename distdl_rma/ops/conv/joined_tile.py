@@ -14,7 +14,8 @@ from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convo
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Slices
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.movement import CallSite, Movement
-from distdl_rma.ops.core.tensors import SMALLEST_NBYTES, as_tensor, as_words, result
+from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES, result
+from distdl_rma.ops.core.tensors import as_tensor, as_words
 
 
 @dataclass(frozen=True)

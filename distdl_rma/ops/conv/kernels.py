@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.core.autograd import OperatorFunction, uncompiled
-from distdl_rma.ops.core.tensors import sum_dtype
 
 # Types that oneDNN computes in.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distdl_rma.dtypes import sum_dtype, word_dtype
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
-from distdl_rma.ops.core.tensors import as_tensor, as_words, landing, numpy_dtype, result, sum_dtype
+from distdl_rma.ops.core.result_memory import landing, result
+from distdl_rma.ops.core.tensors import as_tensor, as_words
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
 
@@ -314,7 +316,7 @@ def _sent_and_kept(channel: Channel) -> list[Piece]:
 
 def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:
     make_result = partial(landing, exchange.need.shape, dtype)
-    return Channel(machine.segments, exchange, numpy_dtype(dtype, name), name, make_result)
+    return Channel(machine.segments, exchange, word_dtype(dtype, name), name, make_result)
 
 
 def _close_all(channels: list[Channel]) -> None:

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.gathering import FlatStages, Step, steps
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.movement import CallSite, Movement, Request
-from distdl_rma.ops.core.tensors import sum_dtype
 
 # A part of a movement in stages: a local result of a local tensor, and whether any rank needs a gradient.
 Part = Callable[[torch.Tensor, bool], torch.Tensor]

@@ -7,6 +7,7 @@ from zlib import crc32
 
 import torch
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
@@ -22,7 +23,6 @@ from distdl_rma.ops.loss.global_loss import (
     Totals,
     Weights,
     each_once,
-    wide_dtype,
 )
 
 
@@ -77,7 +77,7 @@ class ClassLoss(GlobalLoss):
         exchange = Exchange(machine.rank, blocks, whole_classes(blocks, self.dim))
         self._sends, self._counts = self._counts, machine.rank in exchange.target.partition
         self._gathers = tuple(
-            Movement(machine, exchange, wide_dtype(dtype), f"{name} ({what})")
+            Movement(machine, exchange, sum_dtype(dtype), f"{name} ({what})")
             for what, dtype in zip(("input", "target"), dtypes[: 1 + floating], strict=False)
         )
         if self.target is not None and not floating:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
@@ -22,8 +23,6 @@ from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 
-# Sums of 16-bit floats are taken in float32.
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
 # Sum of the terms, what they count in a mean, ranks that complain, sum and sum of squares of the codes; sum
@@ -296,14 +295,9 @@ def _divided(total: float, count: float) -> tuple[float, float]:
         return float(np.float64(total) / count), float(np.float64(1.0) / count)
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which sums of another one are taken."""
-    return _WIDE.get(dtype, dtype)
-
-
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Dtype in which torch would take the loss of a tensor: losses are in float32 under autocast."""
-    return wide_dtype(tensor.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
+    return sum_dtype(tensor.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
 
 
 def result_dtype(input: torch.Tensor) -> torch.dtype:
@@ -313,4 +307,4 @@ def result_dtype(input: torch.Tensor) -> torch.dtype:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(wide_dtype(tensor.dtype))
+    return tensor.to(sum_dtype(tensor.dtype))

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry import trees
 from distdl_rma.geometry.decomposition import Decomposition
@@ -16,7 +17,6 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.geometry.rank_groups import Groups, groups_along, groups_onto
 from distdl_rma.geometry.trees import NodeOf, Stage
 from distdl_rma.ops.core.movement import CallSite, movements_through
-from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.moves.redistribute import StagedMove
 
 # Who has what of a tensor, where what is summed are copies; or the local shapes of subtensors that are no

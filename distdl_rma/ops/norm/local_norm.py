@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.ops.core.tensors import result_like
+from distdl_rma.ops.core.result_memory import result_like
 from distdl_rma.ops.norm.rows import Array, without_fp_errors
 from distdl_rma.ops.norm.statistics import LocalRun, Shift, Statistics, as_type
 

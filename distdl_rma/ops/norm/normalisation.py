@@ -13,17 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds, anchor, idle
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.staged import Moves, movement_or_none
-from distdl_rma.ops.core.tensors import as_array, as_tensor, sum_dtype
+from distdl_rma.ops.core.tensors import as_array, as_tensor
 from distdl_rma.ops.norm.local_norm import Fill, LocalNorm, NormPlan, Pair
 from distdl_rma.ops.norm.rows import Array
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
-from distdl_rma.ops.norm.statistics import NUMPY, Statistics
+from distdl_rma.ops.norm.statistics import FLOATS, Statistics
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 RUNNING = ("running_mean", "running_var")
@@ -205,7 +206,7 @@ class RunningStatistics:
 
 def _mix(running: Tensor, new: Array, momentum: float) -> None:
     # As torch's lerp, in float64.
-    old = running.numpy() if running.dtype in NUMPY else as_array(running.to(torch.float64))
+    old = running.numpy() if running.dtype in FLOATS else as_array(running.to(torch.float64))
     apart = new - old
     mixed = old + momentum * apart if momentum < 0.5 else new - (1 - momentum) * apart
     # By torch, which counts the versions of what a graph may have saved.

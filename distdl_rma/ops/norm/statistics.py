@@ -6,23 +6,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distdl_rma.dtypes import NUMPY
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import result_like
+from distdl_rma.ops.core.result_memory import result_like
 from distdl_rma.ops.norm.rows import Array, Rows
 from distdl_rma.ops.norm.statistic_groups import PAIR, ChannelRun, NormAxes, StatisticGroups
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
-NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}
+# Numbers of other types are rounded by torch, and go on as float64.
+FLOATS = (torch.float32, torch.float64)
 # Up to so many ranks, and bytes that each of them receives, everyone's vector goes to everyone.
 _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
 # What so many tell each other is put together one after the other, that of more in steps for all of them.
@@ -37,7 +35,7 @@ Moments = tuple[Array, Array, Tensor | None, Sequence[Shift]]
 
 def as_type(values: Array, dtype: torch.dtype) -> Tensor:
     """Values in a type of torch, rounded; those given themselves if they have it."""
-    if dtype not in NUMPY:
+    if dtype not in FLOATS:
         return torch.from_numpy(values).to(dtype)
     # Of as few as these, in a quarter of the time that torch takes.
     kind = NUMPY[dtype]
@@ -85,7 +83,7 @@ class LocalRun:
         """That as an array."""
         values = parameter.data
         # Of types that numpy does not know, too.
-        if values.dtype not in NUMPY:
+        if values.dtype not in FLOATS:
             values = values.to(torch.float64)
         if not self.whole:
             values = self._run.of(values, 0)

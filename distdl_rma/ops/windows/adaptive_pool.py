@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import ReadersSplit, TableWindow
 from distdl_rma.ops.core.staged import movement_or_none
-from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.windows.pool import Coordinates, MaxWindows, argmax_windows, outer_product
 from distdl_rma.ops.windows.window_operation import WindowOperation, extents_to_pool
 

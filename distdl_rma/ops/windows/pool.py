@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil, Window
-from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.window_gather import WindowGather
 from distdl_rma.ops.windows.window_operation import T, WindowOperation, extents_to_pool
 

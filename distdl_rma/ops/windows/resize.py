@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import TableWindow
 from distdl_rma.ops.core.staged import movement_or_none
-from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.windows.window_operation import WindowOperation
 
 # Mode to the number of spatial dimensions that it is for.

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import ReduceOp
 
+from distdl_rma.dtypes import NUMPY, WORDS
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.segments.collectives.engine.reduction import without_fp_errors
+from distdl_rma.segments.collectives.engine.reduction import Fold, without_fp_errors
 
 Array = NDArray[Any]
 
@@ -30,24 +31,6 @@ OPERATIONS: dict[_Kind, tuple[str, Callable[..., Any], Callable[..., Any] | None
     ReduceOp.BXOR: ("bxor", np.bitwise_xor, None),
 }
 _SHORT_FLOATS = (torch.bfloat16, torch.float16)
-# As arrays. Floats of 16 bits are words here, and tensors where they are reduced.
-_STORAGE = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.bfloat16: np.int16,
-    torch.float16: np.int16,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.uint8: np.uint8,
-    torch.uint16: np.uint16,
-    torch.uint32: np.uint32,
-    torch.uint64: np.uint64,
-    torch.bool: np.bool_,
-    torch.complex64: np.complex64,
-    torch.complex128: np.complex128,
-}
 
 
 class Reducer:
@@ -58,14 +41,15 @@ class Reducer:
     """
 
     def __init__(self, op: _Kind, dtype: torch.dtype, ranks: int) -> None:
-        self.name, self._ufunc, self._function = OPERATIONS[op]
+        self.name, ufunc, self._function = OPERATIONS[op]
         self._op = op
-        self.dtype, self.storage = dtype, np.dtype(_STORAGE[dtype])
-        self._divisor = ranks if self.name == "avg" and ranks > 1 else 0
         self._short = dtype in _SHORT_FLOATS
-        self._scratch = np.empty(0, self.storage)
+        # Floats of 16 bits are words as arrays, and tensors where they are reduced.
+        self.dtype, self.storage = dtype, WORDS[2][1] if self._short else NUMPY[dtype]
+        self._fold = Fold(ufunc, np.dtype(np.float32) if self._short else self.storage, _BLOCK)
+        self._divisor = ranks if self.name == "avg" and ranks > 1 else 0
         self._quietly = without_fp_errors(self._reduce)
-        self._two = without_fp_errors(self._ufunc)
+        self._two = without_fp_errors(self._fold.function)
         self._plain = not (self._short or self._divisor)
 
     @cached_property
@@ -111,39 +95,18 @@ class Reducer:
             if self._short:
                 self._reduce_short(part, out[begin:end])
             else:
-                self._reduce_exact(part, out[begin:end])
-
-    def _reduce_exact(self, rows: list[Array], out: Array) -> None:
-        if len(rows) == 1:
-            out[...] = rows[0]
-        elif len(rows) == 2:
-            self._ufunc(rows[0], rows[1], out=out)
-        else:
-            if self._scratch.size < out.size:
-                self._scratch = np.empty(_BLOCK, self.storage)
-            total, scratch = rows[0], self._scratch[: out.size]
-            for row in rows[1:-1]:
-                total = self._ufunc(total, row, out=scratch)
-            self._ufunc(total, rows[-1], out=out)
-        if self._divisor:
-            np.divide(out, self._divisor, out=out)
+                self._fold(part, target := out[begin:end])
+                self.finish(target, target)
 
     def _reduce_short(self, rows: list[Array], out: Array) -> None:
-        function = self._function
-        if function is None:
-            raise UnsupportedError(f"{self.name} of {self.dtype}")
-        tensors = [torch.from_numpy(row).view(self.dtype) for row in rows]
-        target = torch.from_numpy(out).view(self.dtype)
-        if len(tensors) == 2 and not self._divisor:
-            # Computed in float32 and rounded once, as it is.
-            function(tensors[0], tensors[1], out=target)
+        if len(rows) == 2 and not self._divisor and self._function is not None:
+            # Computed in float32 and rounded once, as the others are.
+            first, second, target = (torch.from_numpy(row).view(self.dtype) for row in (*rows, out))
+            self._function(first, second, out=target)
             return
-        total = tensors[0].float()
-        for tensor in tensors[1:]:
-            function(total, tensor.float(), out=total)
-        if self._divisor:
-            total.div_(self._divisor)
-        target.copy_(total)
+        wide = [self.widened(row, False) for row in rows]
+        self._fold(wide, wide[-1])
+        self.finish(wide[-1], out)
 
 
 def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int) -> Reducer:
@@ -154,7 +117,7 @@ def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int) -> Reducer:
     if op not in OPERATIONS:
         known = [name for name, *_ in OPERATIONS.values()]
         raise UnsupportedError(f"a reduction is one of {known}, got {op}")
-    if dtype not in _STORAGE:
+    if dtype not in NUMPY and dtype not in _SHORT_FLOATS:
         raise UnsupportedError(f"tensors of {dtype} cannot be reduced")
     name = OPERATIONS[op][0]
     inexact = dtype.is_floating_point or dtype.is_complex

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from distdl_rma import Machine, MismatchError, PeerFailedError, ProtocolError, ShapeError
+from distdl_rma.dtypes import DTYPES
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import DTYPES, MAX_DIMS
+from distdl_rma.ops.core.tensors import MAX_DIMS
 
 
 class Plan:

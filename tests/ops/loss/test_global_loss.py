@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, MismatchError, ShapeError, UnsupportedError
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.ops.core.autograd import GradientNeeds
@@ -16,7 +17,6 @@ from distdl_rma.ops.loss.global_loss import (
     Totals,
     autocast_dtype,
     result_dtype,
-    wide_dtype,
 )
 from tests.layers.sequential import agree, shard
 
@@ -39,7 +39,7 @@ def loss_of(source, function, name, reduction="mean", **arguments):
 
 def test_short_types_are_summed_in_longer_ones_and_autocast_is_torchs():
     half, single, plane = (torch.zeros(1, dtype=t) for t in (torch.float16, torch.float32, torch.complex64))
-    assert wide_dtype(half.dtype) == wide_dtype(single.dtype) == torch.float32
+    assert sum_dtype(half.dtype) == sum_dtype(single.dtype) == torch.float32
     assert (autocast_dtype(half), result_dtype(plane)) == (torch.float16, torch.float32)
     with torch.autocast("cpu"):
         assert autocast_dtype(half) == result_dtype(half) == torch.float32

@@ -96,8 +96,8 @@ def test_memory_outlives_the_arena(arena):
 def test_the_last_tensor_may_die_with_the_interpreter():
     # More than is kept for later, so that its block is given back.
     program = (
-        "import torch; from distdl_rma.ops.core import tensors;"
-        "kept = [tensors.landing((tensors.IDLE_NBYTES,), torch.float32).owner]"
+        "import torch; from distdl_rma.ops.core import result_memory;"
+        "kept = [result_memory.landing((result_memory.IDLE_NBYTES,), torch.float32).owner]"
     )
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)

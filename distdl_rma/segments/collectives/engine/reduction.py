@@ -137,6 +137,28 @@ def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
     return np.errstate(all="ignore")(function)
 
 
+class Fold:
+    """One function of two arrays over rows of one length and type, in the order of the rows."""
+
+    def __init__(self, function: Callable[..., Any], dtype: np.dtype[Any], block: int) -> None:
+        # ``block`` elements at most are combined at a time, if there are more than two rows.
+        self.function = _product if function is np.multiply and dtype.kind == "c" else function
+        self._dtype, self._block = dtype, block
+        self._scratch = np.empty(0, dtype)
+
+    def __call__(self, rows: Sequence[Array], out: Array) -> None:
+        """Combine rows into ``out``, which may be the last of them, or any of two."""
+        if len(rows) == 1:
+            out[...] = rows[0]
+            return
+        if len(rows) > 2 and self._scratch.size < out.size:
+            self._scratch = np.empty(self._block, self._dtype)
+        total, scratch = rows[0], self._scratch[: out.size]
+        for row in rows[1:-1]:
+            total = self.function(total, row, out=scratch)
+        self.function(total, rows[-1], out=out)
+
+
 class Reduction:
     """One operation on rows of one element type; every element in the order of the rows.
 
@@ -154,12 +176,10 @@ class Reduction:
         if divisor < 1:
             raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
         self.op, self.element, self.divisor = op, element, divisor
-        self._ufunc, self.mpi = _OPERATIONS[op]
-        if (op, kind) == ("prod", "c"):
-            self._ufunc = _product
+        function, self.mpi = _OPERATIONS[op]
         self._divides = op == "mean" and divisor > 1
         self._block = _BLOCK_BYTES // element.wide.itemsize
-        self._scratch = np.empty(0, element.wide)
+        self._fold = Fold(function, element.wide, self._block)
 
     @property
     def terms(self) -> str:
@@ -197,15 +217,6 @@ class Reduction:
             self.element.narrow(wide, out)
 
     def _combine(self, rows: list[Array], out: Array) -> None:
-        # The last row may be overwritten by the result, and so may any of two.
         if not self.element.exact:
             rows = [self.element.widen(row) for row in rows]
-        if len(rows) == 1:
-            out[...] = rows[0]
-            return
-        if len(rows) > 2 and self._scratch.size < out.size:
-            self._scratch = np.empty(self._block, self.element.wide)
-        total, scratch = rows[0], self._scratch[: out.size]
-        for row in rows[1:-1]:
-            total = self._ufunc(total, row, out=scratch)
-        self._ufunc(total, rows[-1], out=out)
+        self._fold(rows, out)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.ops.windows.adaptive_pool import AdaptiveAvgPooling, AdaptiveMaxPooling, AdaptiveOptions
 from distdl_rma.ops.windows.pad import Padding, PadOptions
 from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, MaxWindows

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
-from distdl_rma.ops.core.tensors import no_autocast, sum_dtype
+from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.ops.core.tensors import sum_dtype
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.ops.core.tensors import sum_dtype
 from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced

@@ -1,0 +1,71 @@
+"""Types of elements: what ranks number them by, what numpy calls them, what they are summed in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distdl_rma.errors import UnsupportedError
+
+
+class _Kind(NamedTuple):
+    # numpy's type of the same values, and the type that sums are taken in; None where numpy has none, and
+    # where sums are taken in the type itself.
+    numpy: type[np.generic] | None = None
+    sums: torch.dtype | None = None
+
+
+# All types of elements on a CPU. Numbers of types travel between ranks, so the order is part of the protocol.
+_KINDS: dict[torch.dtype, _Kind] = {
+    torch.float32: _Kind(np.float32),
+    torch.float64: _Kind(np.float64),
+    torch.float16: _Kind(np.float16, torch.float32),
+    torch.bfloat16: _Kind(None, torch.float32),
+    torch.int64: _Kind(np.int64),
+    torch.int32: _Kind(np.int32),
+    torch.int16: _Kind(np.int16),
+    torch.int8: _Kind(np.int8),
+    torch.uint8: _Kind(np.uint8),
+    # torch does not add these.
+    torch.uint16: _Kind(np.uint16, torch.int64),
+    torch.uint32: _Kind(np.uint32, torch.int64),
+    torch.uint64: _Kind(np.uint64, torch.int64),
+    torch.bool: _Kind(np.bool_),
+    torch.complex64: _Kind(np.complex64),
+    torch.complex128: _Kind(np.complex128),
+    torch.complex32: _Kind(None, torch.complex64),
+    torch.float8_e4m3fn: _Kind(None, torch.float32),
+    torch.float8_e5m2: _Kind(None, torch.float32),
+}
+DTYPES: tuple[torch.dtype, ...] = tuple(_KINDS)
+NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    dtype: np.dtype(kind.numpy) for dtype, kind in _KINDS.items() if kind.numpy is not None
+}
+# What moves is bits: words of the size of an element, as torch and as numpy know them.
+WORDS: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
+    1: (torch.uint8, np.dtype(np.uint8)),
+    2: (torch.int16, np.dtype(np.int16)),
+    4: (torch.int32, np.dtype(np.int32)),
+    8: (torch.int64, np.dtype(np.int64)),
+    16: (torch.complex128, np.dtype(np.complex128)),
+}
+_SUMS = {dtype: kind.sums for dtype, kind in _KINDS.items() if kind.sums is not None}
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type in which elements of a type are summed."""
+    return _SUMS.get(dtype, dtype)
+
+
+def word_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
+    """Numpy type of the words that carry a torch type between ranks; ``what`` it was for, for errors."""
+    if dtype not in _KINDS:
+        raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
+    return WORDS[dtype.itemsize][1]
+
+
+def reduction_dtype(dtype: torch.dtype) -> str:
+    """Name by which the reductions of the segments know a torch type."""
+    return str(dtype).removeprefix("torch.")
