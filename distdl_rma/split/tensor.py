@@ -268,7 +268,7 @@ class SplitTensor(torch.Tensor):
                     for x in args or _UNKNOWN:
                         listed = x.__class__ in _LISTS and x and x[0].__class__ in TENSORS
                         if listed or (x.__class__ is cls and x._layout.leaves_out):
-                            _check_alike(rule.kind, func, args, kwargs or _NOTHING)
+                            _check_alike(rule, func, args, kwargs or _NOTHING)
                 if OBSERVERS:
                     found = OBSERVERS[-1](rule, func, args, kwargs or {})
                 else:
@@ -345,9 +345,11 @@ def _check_out(kind: str, func: Any, kwargs: Any) -> None:
         raise refused(func, "out= is not supported; what it returns is to be assigned")
 
 
-def _check_alike(kind: str, func: Any, args: Any, kwargs: Any) -> None:
+def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
     # Ranks without elements find nothing wrong in their blocks.
-    if kind in _OF_EVERY_BLOCK or not (getattr(func, "__module__", None) or "torch").startswith("torch"):
+    if rule.asks_torch or rule.kind in _OF_EVERY_BLOCK:
+        return
+    if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return
     if any(isinstance(x, SplitTensor) and x._layout.leaves_out for x in tensors_in(args, kwargs)):
         raise_as_torch(func, args, kwargs)

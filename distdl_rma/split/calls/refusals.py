@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from distdl_rma.split.calls.table import ASKS_TORCH, Handler
+
 # Kinds of calls that torch takes. What it refuses it is asked again: it may be for values, as of a mask.
 _TAKEN: set[Any] = set()
 _MOST = 1 << 12
 # Elements of all tensors of a call up to which torch computes it, to see whether it does.
 _FEW = 1 << 16
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_MASKS = frozenset({torch.bool, torch.uint8})
 _HINT = (
     "This is torch's error for whole tensors. A plain tensor that is a block of this rank becomes a split one"
     " by SplitTensor.from_local."
@@ -52,7 +55,7 @@ def is_taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
+def refusing(handler: Handler) -> Handler:
     """Handler of a rule that refuses first what torch does."""
 
     @wraps(handler)
@@ -60,16 +63,25 @@ def refusing(handler: Callable[..., Any]) -> Callable[..., Any]:
         raise_as_torch(func, args, kwargs)
         return handler(func, args, kwargs)
 
-    return refuses_first
+    return asking_torch(refuses_first)
+
+
+def asking_torch(handler: Handler) -> Handler:
+    """Handler of a rule that raises what torch refuses itself, without what values of other ranks decide."""
+    setattr(handler, ASKS_TORCH, True)
+    return handler
 
 
 def _kind(argument: Any) -> Any:
-    # Arguments, hashable; of indices that every rank has the first and the last as well.
+    # Arguments, hashable; of indices that every rank has the first and the last as well, of masks how many.
     if isinstance(argument, torch.Tensor):
         ends: tuple[float, ...] = ()
-        if argument.dtype in _INDICES and not _is_split(argument) and argument.numel():
-            ends = tuple(float(each) for each in argument.aminmax()) if argument.device.type == "cpu" else ()
-        return _shape(argument), argument.dtype, _is_split(argument), ends
+        split = _is_split(argument)
+        if argument.dtype in _INDICES and not split and argument.numel() and argument.device.type == "cpu":
+            known = _here(argument)
+            ends = tuple(float(each) for each in known.aminmax())
+            ends += (float(known.count_nonzero()),) if known.dtype in _MASKS else ()
+        return _shape(argument), argument.dtype, split, ends
     if isinstance(argument, (list, tuple)):
         return type(argument), *map(_kind, argument)
     if isinstance(argument, dict):
@@ -81,7 +93,14 @@ def _kind(argument: Any) -> Any:
 
 
 def _is_split(x: torch.Tensor) -> bool:
-    return hasattr(x, "_layout")
+    # Of copies every rank has the values.
+    return hasattr(x, "_layout") and bool(x._layout.cut_dims)
+
+
+def _here(x: Any) -> torch.Tensor:
+    # What every rank has all of, as a plain tensor.
+    found: torch.Tensor = getattr(x, "_local", x)
+    return found
 
 
 def _shape(x: Any) -> tuple[int, ...]:
@@ -93,7 +112,7 @@ def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exceptio
     _mapped(tensors.append, (args, kwargs))
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
-        return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else x.clone()
+        return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).clone()
 
     if sum(prod(_shape(x)) for x in tensors) <= _FEW:
         # Of some values torch may refuse what it computes of others.

@@ -24,11 +24,14 @@ class Rule:
     handler: Handler
     says: str = ""  # what a user should know of it, a line
     casts: str = ""  # the name by which autocast knows the function, if it changes what that is given
+    asks_torch: bool = False  # whether the handler raises what torch refuses by itself
 
 
 RULES: dict[Any, Rule] = {}
 # Key of the rule for functions that have none.
 WITHOUT_RULE = None
+# What handlers have that raise what torch refuses by themselves.
+ASKS_TORCH = "asks_torch"
 # What is called instead of a rule's handler, with the rule first; the last one counts.
 OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
@@ -65,7 +68,8 @@ def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]
             for function in functions_named(name) if isinstance(name, str) else (name,):
                 # The name in torch's lists: that of ATen, or of the function of Python around it.
                 known = [each for each in (getattr(function, "__name__", ""), name) if is_cast(each)]
-                RULES[function] = Rule(kind, handler, says, *known[:1])
+                asks = getattr(handler, ASKS_TORCH, False)
+                RULES[function] = Rule(kind, handler, says, known[0] if known else "", asks)
         return handler
 
     return enter

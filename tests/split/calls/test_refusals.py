@@ -205,5 +205,5 @@ def test_what_torch_refuses_of_some_values_only_is_not_refused(monkeypatch):
         pass
 
     x = torch.rand(3).as_subclass(Split)
-    x._layout = type("Layout", (), {"shape": (3,)})
+    x._layout = type("Layout", (), {"shape": (3,), "cut_dims": (0,)})
     raise_as_torch(function, (x,), {})

@@ -82,7 +82,8 @@ def _changed(func: Any, x: SplitTensor) -> SplitTensor:
         raise refused(
             func, "it changes what torch has as a view of another tensor, and elements of it were moved here"
         )
-    if x._local.requires_grad and not x.requires_grad:
+    # Torch has whole numbers in a graph, too, where a comparison writes them; they have no gradient.
+    if x._local.requires_grad and not x.requires_grad and (x.is_floating_point() or x.is_complex()):
         x.requires_grad_()
     return x
 

@@ -146,16 +146,20 @@ def numbered(index: Any) -> list[Any]:
 
 def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
     """What chooses from each dimension, or is a new one."""
-    given = list(given)
     spent = sum(each.dim() if is_mask(each) else not (each is None or each is Ellipsis) for each in given)
     if spent > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
-    rest = [slice(None)] * (ndim - spent)
-    at = next((n for n, each in enumerate(given) if each is Ellipsis), None)
-    if at is None:
-        return given + rest
-    given[at : at + 1] = rest
-    return given
+    # As torch has it: each Ellipsis stands for as many dimensions, whether or not there are so many left.
+    found, left, beyond = list[Any](), ndim, False
+    for each in given:
+        wide = ndim - spent if each is Ellipsis else each.dim() if is_mask(each) else int(each is not None)
+        beyond = beyond or wide > left
+        if beyond and not (each is Ellipsis or isinstance(each, slice)):
+            raise IndexError(f"too many indices for tensor of dimension {ndim}")
+        taken = min(wide, left)
+        found += [slice(None)] * taken if each is Ellipsis else [each] * (wide == taken)
+        left -= taken
+    return found + [slice(None)] * left
 
 
 def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:

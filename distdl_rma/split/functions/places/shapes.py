@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
@@ -275,6 +275,7 @@ def repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", "repeat_interleave")
+@asking_torch
 def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank repeats the elements of its block; by different numbers along an uncut dimension."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)

@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
@@ -35,6 +35,7 @@ _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
 
 
 @rule("movement", _T.__setitem__)
+@asking_torch
 def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Each rank writes its piece; a plain tensor that is written a split one to becomes split.
 
@@ -42,6 +43,12 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     x, index, value = args
     given = numbered(index)
+    # How many elements a split mask chooses, its values decide.
+    decided = isinstance(value, torch.Tensor) and prod(frozen(value)) != 1
+    if not (decided and any(_is_split(each) and is_mask(each) for each in given)) and (
+        lay.LEAVING_OUT or any(isinstance(each, torch.Tensor) for each in given)
+    ):
+        raise_as_torch(func, (x, tuple(given), value), kwargs)
     if not isinstance(x, SplitTensor):
         become_split(func, x, _layout_to_write(func, x, given, value))
     if x._copy_of is not None:
@@ -130,15 +137,21 @@ def _write_chosen(
 ) -> None:
     # By masks and tensors of indices.
     (at, mask), *others = chosen.items()
-    if is_mask(mask) and not others and (not isinstance(value, torch.Tensor) or prod(frozen(value)) == 1):
+    if is_mask(mask) and not others:
         shape, whole = frozen(mask), part._layout.shape
         if shape != whole[at : at + len(shape)]:
             raise IndexError(f"the mask has the global shape {shape}, what it writes to {whole[at:]}")
         wide = composed(torch.reshape, mask, (*shape, *(1,) * (len(whole) - at - len(shape))))
-        value = composed(torch.reshape, value, ()) if isinstance(value, torch.Tensor) else value
-        pointwise(_T.masked_fill_, (part, composed(_T.bool, wide), value), {})
-        return
-    if any(isinstance(each, SplitTensor) and each.is_split for each in chosen.values()):
+        if not isinstance(value, torch.Tensor) or prod(frozen(value)) == 1:
+            value = composed(torch.reshape, value, ()) if isinstance(value, torch.Tensor) else value
+            pointwise(_T.masked_fill_, (part, wide, value), {})
+            return
+        if _is_split(mask):
+            rows = _chosen_rows(part, at, mask, ones, value)
+            if rows is not None:
+                pointwise(_T.copy_, (part, composed(torch.where, composed(_T.bool, wide), rows, part)), {})
+            return
+    if any(map(_is_split, chosen.values())):
         raise refused(func, f"it writes where only ranks with blocks of the indices know; {_REMEDY}")
     dims, index = from_whole(part, chosen)
     site = site_of(machine_of(part), func)
@@ -156,6 +169,37 @@ def _write_chosen(
     local[index] = value
     if layout is not part._layout:
         local_of(part).copy_(redistributed(site, local, layout, part._layout, "result"))
+
+
+def _is_split(x: Any) -> bool:
+    return isinstance(x, SplitTensor) and x.is_split
+
+
+def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
+    # Of each element the one of a value that a split mask has for it, any where it has none; None for none.
+    whole, count = frozen(part), len(frozen(mask))
+    dims, kept = range(at, at + count), [d for d in range(len(whole)) if not at <= d < at + count]
+    named = chosen_order([d for d in kept if d not in ones], dims, 1)
+    fitting = _beside(value, named, chosen_order(kept, dims, 1), ones)
+    # Torch says what it has against the types.
+    torch.zeros(2, dtype=part.dtype)[torch.ones(2).bool()] = torch.zeros(2, dtype=value.dtype)
+
+    def rows() -> Any:
+        chosen = mask.reshape(-1).bool()
+        wanted = (*whole[:at], int(chosen.sum()), *whole[at + count :])
+        ahead = len(wanted) - fitting.dim()
+        if ahead < 0 or any(n not in (1, m) for n, m in zip(fitting.shape, wanted[ahead:], strict=True)):
+            raise RuntimeError(
+                f"shape mismatch: value tensor of shape {[*value.shape]} cannot be broadcast to indexing"
+                f" result of shape {[*wanted]}"
+            )
+        if not wanted[at]:
+            return None
+        numbers = (chosen.cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
+        found = fitting.expand(wanted).movedim(at, 0)[numbers]
+        return found.permute(*range(count, count + at), *range(count), *range(count + at, found.dim()))
+
+    return composed(rows)
 
 
 @rule("refused", *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split())

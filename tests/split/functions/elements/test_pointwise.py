@@ -39,6 +39,18 @@ def test_of_one(P_world, function):
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("extent", [1, 5])
+def test_comparisons_write_whole_numbers_whatever_needs_a_gradient(P_world, extent):
+    def written(x, y):
+        found = [x.clone().greater_(y), x.bool().eq_(y), x.clone().copy_(y), x.clone().logical_and_(y)]
+        return [each.detach() for each in found]
+
+    y = torch.ones(extent, 2, requires_grad=True)
+    check(P_world, written, [torch.arange(extent * 2).view(extent, 2), y], gradients=False)
+
+
+@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("function", BINARY[:-1])
 def test_of_two_split_ones_and_beside_plain_ones(P_world, function):

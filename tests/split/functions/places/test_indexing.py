@@ -25,6 +25,11 @@ INDEX = [
     lambda x: x[:, 5:2],
     lambda x: x[None, :, 4:, None],
     lambda x: x[..., None, -1],
+    lambda x: x[..., ...],
+    lambda x: x[..., 4:, ...],
+    lambda x: x[..., 0, ..., None, :2],
+    lambda x: x[1, ..., ..., :2],
+    lambda x: x[..., AT, ...],
     lambda x: x[:, torch.tensor(2)],
     lambda x: x[1, 2, 3],
     lambda x: x[:, AT],
@@ -106,6 +111,11 @@ def test_refused(P_world):
         x[:, 6]
     with pytest.raises(IndexError, match="too many"):
         x[0, 0, 0, 0]
+    for index in ((..., ..., 0), (0, ..., ..., 0), (..., ..., None), (..., ..., AT)):
+        with pytest.raises(IndexError):
+            torch.zeros(3, 6, 5)[index]
+        with pytest.raises(IndexError, match="too many"):
+            x[index]
 
 
 @pytest.mark.mpi

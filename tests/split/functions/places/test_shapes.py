@@ -163,6 +163,10 @@ def test_errors_are_those_of_torch(P_world):
     times = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.tensor([1, 1, 2, 2]))
     with pytest.raises(UnsupportedError, match="how often"):
         torch.repeat_interleave(torch.ones(4, 1), times, dim=0, output_size=6)
+    # Whatever elements stand in for those of other ranks.
+    few = block(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.ones(4, 1))
+    with pytest.raises(UnsupportedError, match="how often"):
+        few.repeat_interleave(times, dim=-2, output_size=6)
 
 
 @pytest.mark.mpi

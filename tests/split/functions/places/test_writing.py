@@ -1,6 +1,7 @@
 """Writing to parts of split tensors, and of plain ones that become split."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -72,6 +73,62 @@ def test_writing_by_masks_and_indices(P_world):
     check(P_world, indexed, [numbers(3, 6, 5), numbers(3, 6, 5)], [numbers(5)])
 
 
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("shape", [(3, 6, 5), (2, 4, 1)])
+def test_elements_are_written_where_a_split_mask_says_so(P_world, shape):
+    y = numbers(*shape)
+    some, rows, columns = (mask.sum() for mask in (y > 0, y[:, :, 0] > 0, y[0] > 0))
+
+    def written(x, y, *values):
+        one, two = values
+        found = []
+        for index, value in (
+            (y > 0, one),
+            (y > 0, x[y > 0] * 2),
+            (y < -9, one[:0]),
+            (y[:, :, 0] > 0, two),
+            (y[:, :, 0] > 0, two[:1]),
+            ((slice(None), y[0] > 0), one[:columns].expand(shape[0], -1)),
+            ((1, y[0] > 0), one[:columns]),
+            ((slice(1), y[0] > 0, None), one[:columns, None]),
+        ):
+            found.append(x * 1)
+            found[-1][index] = value
+        return found
+
+    check(P_world, written, [numbers(*shape), y], [numbers(max(some, columns)), numbers(rows, shape[2])])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("extent", [1, 4])
+def test_what_torch_refuses_to_write_where_a_mask_says_so(P_world, extent):
+    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    whole = torch.zeros(extent, 6)
+    x, some = block(P_x, whole), torch.arange(extent * 6).view(extent, 6) % 2
+    short, mask = some.to(torch.uint8), block(P_x, some.bool())
+    for index, value in (
+        (block(P_x, short), 1.0),
+        (block(P_x, short), torch.tensor(1.0)),
+        (mask, torch.ones(2)),
+        (mask, torch.ones(extent * 3, dtype=torch.float64)),
+        # Of a kind that torch takes, with another number of elements.
+        ((slice(None), torch.arange(6) < 2), torch.ones(2)),
+        ((slice(None), torch.arange(6) < 3), torch.ones(2)),
+    ):
+        try:
+            whole[index.full_tensor() if isinstance(index, SplitTensor) else index] = value
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                x[index] = value
+        else:
+            x[index] = value
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        block(P_x, torch.zeros(11, 13))[:, torch.tensor([13])] = torch.ones(2, 11, 13)
+    torch.testing.assert_close(x.full_tensor(), whole)
+
+
 MASK = torch.tensor([True, True, False])
 
 
@@ -119,9 +176,8 @@ def _random_index(pick, extents):
         elif kind == "bool":
             index.append(pick.choice([True, False, torch.tensor(True), torch.tensor(False)]))
         elif kind == "dots":
-            if ... not in [each for each in index if each is ...]:
-                index.append(...)
-                d += pick.randrange(len(extents) - d + 1)
+            index.append(...)
+            d += pick.randrange(len(extents) - d + 1)
         elif kind != "wide":
             at = pick.randrange(n)
             index.append(
@@ -272,7 +328,7 @@ def test_refused(P_world):
         (lambda: torch.ones(3, 6, 5, requires_grad=True).mul(2).add_(y), "has a gradient"),
         (lambda: x[:, 2].mul_(2), "elements of it were moved"),
         (lambda: moved.__setitem__(0, 1.0), "moved from another rank"),
-        (lambda: x.__setitem__(x > 0, x[x > 0]), "torch.where"),
+        (lambda: x.__setitem__((x[..., 0] > 0, torch.tensor([0])), x[:2, 0, 0]), "torch.where"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             function()
