@@ -103,32 +103,62 @@ def contracted(
 ) -> SplitTensor:
     """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
-    y = product_of(compute, operands, blocks, work.result)
-    if work.summed:
-        y = all_sum(site, y, work.all, work.summed)
-    return SplitTensor(y, work.result)
+    if not work.summed:
+        return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
+    y, dtype = _summed(site, compute, operands, blocks, work)
+    return SplitTensor(y.to(dtype), work.result)
+
+
+def _summed(
+    site: Site, compute: Any, operands: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor], work: Work
+) -> tuple[torch.Tensor, torch.dtype]:
+    # Sum of what the ranks compute, and the type that torch gives it: the caller rounds to a short one, once.
+    dtype = _type_of(compute, operands)
+    y = product_of(compute, operands, blocks, work.result, sum_dtype(dtype))
+    return all_sum(site, y, work.all, work.summed), dtype
 
 
 def product_of(
-    compute: Any, operands: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor], result: Decomposition
+    compute: Any,
+    operands: Sequence[torch.Tensor],
+    blocks: Sequence[torch.Tensor],
+    result: Decomposition,
+    wide: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can."""
+    """What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can.
+
+    In a type ``wide``, where products of short numbers are to be summed.
+    """
     y: torch.Tensor
-    autocasts = torch.is_autocast_enabled("cpu")
-    if not autocasts and all(x.numel() for x in blocks):
+    autocasts, filled = torch.is_autocast_enabled("cpu"), all(x.numel() for x in blocks)
+    if not autocasts and filled and (wide is None or all(x.dtype is wide for x in blocks)):
         y = compute(*blocks)
         return y
-    # Torch says the type, or what it refuses, of few elements. Under autocast, too: that has other types for
-    # products of one element than for those of many.
-    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype) for x in operands]
-    dtype = compute(*few).dtype
-    if all(x.numel() for x in blocks):
+    dtype = _type_of(compute, operands)
+    if filled:
         with no_autocast():
-            y = compute(*(x.to(dtype) if castable(x) else x for x in blocks))
+            y = compute(*(_cast(x, dtype, wide) for x in blocks))
         return y
     zero: Any = sum(x.flatten()[:0].sum() for x in blocks)
-    y = zero.to(dtype).expand(result.box(result.partition.me).shape).clone()
+    y = zero.to(wide or dtype).expand(result.box(result.partition.me).shape).clone()
     return y
+
+
+def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
+    # Torch says the type, or what it refuses, of few elements. Under autocast, too: that has other types for
+    # products of one element than for those of many.
+    kinds = {x.dtype for x in operands}
+    if len(kinds) == 1 and not torch.is_autocast_enabled("cpu"):
+        return kinds.pop()
+    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype) for x in operands]
+    found: torch.dtype = compute(*few).dtype
+    return found
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torch.Tensor:
+    # As autocast does, if that is on, and without loss to a type for sums.
+    x = x.to(dtype) if castable(x) else x
+    return x if wide is None else x.to(wide)
 
 
 def prepared(
@@ -176,8 +206,8 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not work.summed:
         return SplitTensor(func(block, matrix, added), work.result)
     raise_as_torch(func, args, kwargs)
-    y = SplitTensor(all_sum(site, func(block, matrix), work.all, work.summed), work.result)
-    return composed(torch.add, y, bias)
+    y, dtype = _summed(site, func, [x, weight], [block, matrix], work)
+    return composed(_T.to, composed(torch.add, SplitTensor(y, work.result), bias), dtype)
 
 
 @rule("contraction", *"matmul mm bmm mv dot vdot inner __matmul__ __rmatmul__".split())
@@ -188,12 +218,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
     if func.__name__ in ("dot", "vdot") or _dims(a) == _dims(b) == 1:
-        dtype, wide = a.dtype, sum_dtype(a.dtype)
-        if wide is dtype or b.dtype is not dtype:
-            return contracted(func, func, [a, b], [["k"], ["k"]], [])
-        # One number, which may be small beside the ranks' parts: rounded once, as torch has it.
-        both = [composed(_T.to, x, wide) for x in (a, b)]
-        return composed(_T.to, contracted(func, func, both, [["k"], ["k"]], []), dtype)
+        return contracted(func, func, [a, b], [["k"], ["k"]], [])
     if func.__name__ == "inner":
         if not (_dims(a) and _dims(b)):
             return composed(torch.mul, a, b)
@@ -206,35 +231,39 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, func, [a, b], [first, second], out)
 
 
-_ADDED = {
-    "addmv": (torch.mv, "mat", "vec"),
-    "addmm": (torch.mm, "mat1", "mat2"),
-    "addr": (torch.outer, "vec1", "vec2"),
+# Their factors, and labels of these and of the result.
+_ADDED: dict[str, tuple[Any, str, str, Labels, Labels, Labels]] = {
+    "addmv": (torch.mv, "mat", "vec", "mk", "k", "m"),
+    "addmm": (torch.mm, "mat1", "mat2", "mk", "kn", "mn"),
+    "addr": (torch.outer, "vec1", "vec2", "m", "n", "mn"),
+    "addbmm": (lambda a, b: torch.bmm(a, b).sum(0, dtype=a.dtype), "batch1", "batch2", "bmk", "bkn", "mn"),
+    "baddbmm": (torch.bmm, "batch1", "batch2", "bmk", "bkn", "bmn"),
 }
 
 
-@rule("contraction", *"addmm addmv addbmm baddbmm addr".split())
+@rule("contraction", *_ADDED)
 @refusing
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The product by its own rule, added by that of sums."""
-    product, one, two = _ADDED.get(func.__name__, (torch.bmm, "batch1", "batch2"))
+    """Each rank multiplies its blocks and adds; sums over a cut dimension are added over the ranks before."""
+    product, one, two, first, second, out = _ADDED[func.__name__]
     x, a, b = (argument(at, name, args, kwargs, None) for at, name in enumerate(("input", one, two)))
-    # Torch says what it refuses, of few elements.
-    few = [torch.zeros([min(n, 2) for n in frozen(each)], dtype=each.dtype) for each in (x, a, b)]
     factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
-    result = func(*few, **factors)
-    if not (result.is_floating_point() or result.is_complex()):
+    labels: list[Labels] = [out[len(out) - _dims(x) :], first, second]
+    site, work, blocks = prepared(func, [x, a, b], labels, out)
+    if not work.summed:
+        return SplitTensor(func(*blocks, **factors), work.result)
+    y, dtype = _summed(site, product, [a, b], blocks[1:], work)
+    if not (dtype.is_floating_point or dtype.is_complex):
         # It rounds them to the type of whole numbers.
         factors = {key: int(n) if isinstance(n, float) else n for key, n in factors.items()}
     beta, alpha = factors.get("beta", 1), factors.get("alpha", 1)
-    y = composed(product, a, b)
-    if func.__name__ == "addbmm":
-        y = composed(torch.sum, y, 0, dtype=y.dtype)
+    found: Any = SplitTensor(y, work.result)
     if alpha != 1:
-        y = composed(torch.mul, y, alpha)
-    if beta == 0:
-        return y
-    return composed(torch.add, y, x if beta == 1 else composed(torch.mul, x, beta))
+        found = composed(torch.mul, found, alpha)
+    if beta != 0:
+        added = composed(_T.to, x, y.dtype)
+        found = composed(torch.add, found, added if beta == 1 else composed(torch.mul, added, beta))
+    return composed(_T.to, found, dtype)
 
 
 @rule("contraction", "outer", "ger")

@@ -94,10 +94,49 @@ def test_vectors_and_sums(P_world):
     check(P_world, torch.baddbmm, [numbers(3, 5, 6), numbers(3, 5, 4)], [numbers(3, 4, 6)])
     short = [(4 * numbers(*n).detach()).to(torch.int16) for n in ((5, 4), (3, 5, 6), (3, 6, 4))]
     check(P_world, torch.addbmm, short[:1], short[1:])
-    large = torch.tensor([100.0, -100.4, 3.3, 50.5, -50.2, 7.7], dtype=torch.bfloat16, requires_grad=True)
-    for product in (torch.dot, torch.matmul, torch.inner):
-        check(P_world, lambda x, f=product: f(x, torch.linspace(1, 1.2, 6).bfloat16()), [large])
     check(P_world, F.bilinear, [numbers(3, 5, 4), numbers(3, 5, 2)], [numbers(6, 4, 2), numbers(6)])
+
+
+SHORT = {
+    "dot": (torch.dot, (7,), (7,)),
+    "vectors": (torch.matmul, (7,), (7,)),
+    "inner": (torch.inner, (7,), (7,)),
+    "mv": (torch.mv, (5, 7), (7,)),
+    "mm": (torch.mm, (5, 7), (7, 3)),
+    "matmul": (torch.matmul, (2, 5, 7), (7, 3)),
+    "bmm": (torch.bmm, (2, 5, 7), (2, 7, 3)),
+    "linear": (F.linear, (2, 5, 7), (3, 7)),
+    "linear with a bias": (F.linear, (2, 5, 7), (3, 7), (3,)),
+    "einsum": (lambda x, y: torch.einsum("bik,jk->bij", x, y), (2, 5, 7), (3, 7)),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, ([2], [1])), (2, 5, 7), (3, 7)),
+    "addmv": (lambda x, y, z: torch.addmv(z, x, y), (5, 7), (7,), (5,)),
+    "addmm": (lambda x, y, z: torch.addmm(z, x, y), (5, 7), (7, 3), (3,)),
+    "addmm, factors": (lambda x, y, z: torch.addmm(z, x, y, beta=0.5, alpha=0.25), (5, 7), (7, 3), (5, 1)),
+    "baddbmm": (lambda x, y, z: torch.baddbmm(z, x, y), (2, 5, 7), (2, 7, 3), (1, 5, 3)),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sums_of_short_numbers_are_rounded_once(P_world, name, dtype, autocast):
+    function, *shapes = SHORT[name]
+
+    def called(*operands):
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            return function(*operands)
+
+    # Sums of products that have 24 digits at most, and cancel.
+    wholes = [torch.randint(-100, 100, shape).float().mul(8).add(1) for shape in shapes]
+    wholes[0][..., 1::2] *= -1
+    operands = [x.to(torch.float32 if autocast else dtype).requires_grad_() for x in wholes]
+    check(P_world, called, operands[:1], operands[1:], gradients=False)
+    if len({x.dim() for x in operands}) == 1:
+        check(P_world, called, operands, gradients=False)
+    # Of the parts of a gradient each rank rounds its own.
+    check(P_world, called, operands[:1], [x.detach() for x in operands[1:]])
 
 
 @pytest.mark.mpi
