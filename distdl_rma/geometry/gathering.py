@@ -16,8 +16,7 @@ from distdl_rma.geometry import trees
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed
-from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import Groups, groups_along, leaders, share_holders
+from distdl_rma.geometry.partition import Groups, Partition, groups_along, leaders, share_holders
 from distdl_rma.geometry.trees import NodeOf, Stage
 
 

@@ -15,8 +15,7 @@ from itertools import chain, repeat
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Copies, Listed, Split
-from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import Groups, grouped, leaders, share_holders
+from distdl_rma.geometry.partition import Groups, Partition, grouped, leaders, share_holders
 
 # Source and target of one movement.
 Stage = tuple[Decomposition, Decomposition]

@@ -1,11 +1,11 @@
 """PyTorch layers whose tensors are split over ranks."""
 
-from distdl_rma.layers.conv.conv import DistributedConv1d as DistributedConv1d
-from distdl_rma.layers.conv.conv import DistributedConv2d as DistributedConv2d
-from distdl_rma.layers.conv.conv import DistributedConv3d as DistributedConv3d
-from distdl_rma.layers.conv.conv import DistributedConvTranspose1d as DistributedConvTranspose1d
-from distdl_rma.layers.conv.conv import DistributedConvTranspose2d as DistributedConvTranspose2d
-from distdl_rma.layers.conv.conv import DistributedConvTranspose3d as DistributedConvTranspose3d
+from distdl_rma.layers.conv import DistributedConv1d as DistributedConv1d
+from distdl_rma.layers.conv import DistributedConv2d as DistributedConv2d
+from distdl_rma.layers.conv import DistributedConv3d as DistributedConv3d
+from distdl_rma.layers.conv import DistributedConvTranspose1d as DistributedConvTranspose1d
+from distdl_rma.layers.conv import DistributedConvTranspose2d as DistributedConvTranspose2d
+from distdl_rma.layers.conv import DistributedConvTranspose3d as DistributedConvTranspose3d
 from distdl_rma.layers.embedding import DistributedEmbedding as DistributedEmbedding
 from distdl_rma.layers.from_global import Concat as Concat
 from distdl_rma.layers.from_global import Conv as Conv
@@ -27,15 +27,15 @@ from distdl_rma.layers.loss.elementwise import DistributedL1Loss as DistributedL
 from distdl_rma.layers.loss.elementwise import DistributedMSELoss as DistributedMSELoss
 from distdl_rma.layers.loss.elementwise import DistributedPoissonNLLLoss as DistributedPoissonNLLLoss
 from distdl_rma.layers.loss.elementwise import DistributedSmoothL1Loss as DistributedSmoothL1Loss
-from distdl_rma.layers.moves.broadcast_reduce import AllSumReduce as AllSumReduce
-from distdl_rma.layers.moves.broadcast_reduce import Broadcast as Broadcast
-from distdl_rma.layers.moves.broadcast_reduce import SumReduce as SumReduce
-from distdl_rma.layers.moves.concat import DistributedConcat as DistributedConcat
-from distdl_rma.layers.moves.halo_exchange import HaloExchange as HaloExchange
-from distdl_rma.layers.moves.redistribute import AllGather as AllGather
-from distdl_rma.layers.moves.redistribute import DistributedTranspose as DistributedTranspose
-from distdl_rma.layers.moves.redistribute import ReduceScatter as ReduceScatter
-from distdl_rma.layers.moves.redistribute import Repartition as Repartition
+from distdl_rma.layers.moves import AllGather as AllGather
+from distdl_rma.layers.moves import AllSumReduce as AllSumReduce
+from distdl_rma.layers.moves import Broadcast as Broadcast
+from distdl_rma.layers.moves import DistributedConcat as DistributedConcat
+from distdl_rma.layers.moves import DistributedTranspose as DistributedTranspose
+from distdl_rma.layers.moves import HaloExchange as HaloExchange
+from distdl_rma.layers.moves import ReduceScatter as ReduceScatter
+from distdl_rma.layers.moves import Repartition as Repartition
+from distdl_rma.layers.moves import SumReduce as SumReduce
 from distdl_rma.layers.norm.norm import DistributedBatchNorm1d as DistributedBatchNorm1d
 from distdl_rma.layers.norm.norm import DistributedBatchNorm2d as DistributedBatchNorm2d
 from distdl_rma.layers.norm.norm import DistributedBatchNorm3d as DistributedBatchNorm3d
@@ -45,52 +45,52 @@ from distdl_rma.layers.norm.norm import DistributedInstanceNorm2d as Distributed
 from distdl_rma.layers.norm.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
 from distdl_rma.layers.norm.norm import DistributedLayerNorm as DistributedLayerNorm
 from distdl_rma.layers.norm.norm import DistributedRMSNorm as DistributedRMSNorm
-from distdl_rma.layers.windows.adaptive_pool import (
+from distdl_rma.layers.windows import (
     DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d,
 )
-from distdl_rma.layers.windows.adaptive_pool import (
+from distdl_rma.layers.windows import (
     DistributedAdaptiveAvgPool2d as DistributedAdaptiveAvgPool2d,
 )
-from distdl_rma.layers.windows.adaptive_pool import (
+from distdl_rma.layers.windows import (
     DistributedAdaptiveAvgPool3d as DistributedAdaptiveAvgPool3d,
 )
-from distdl_rma.layers.windows.adaptive_pool import (
+from distdl_rma.layers.windows import (
     DistributedAdaptiveMaxPool1d as DistributedAdaptiveMaxPool1d,
 )
-from distdl_rma.layers.windows.adaptive_pool import (
+from distdl_rma.layers.windows import (
     DistributedAdaptiveMaxPool2d as DistributedAdaptiveMaxPool2d,
 )
-from distdl_rma.layers.windows.adaptive_pool import (
+from distdl_rma.layers.windows import (
     DistributedAdaptiveMaxPool3d as DistributedAdaptiveMaxPool3d,
 )
-from distdl_rma.layers.windows.pad import DistributedCircularPad1d as DistributedCircularPad1d
-from distdl_rma.layers.windows.pad import DistributedCircularPad2d as DistributedCircularPad2d
-from distdl_rma.layers.windows.pad import DistributedCircularPad3d as DistributedCircularPad3d
-from distdl_rma.layers.windows.pad import DistributedConstantPad1d as DistributedConstantPad1d
-from distdl_rma.layers.windows.pad import DistributedConstantPad2d as DistributedConstantPad2d
-from distdl_rma.layers.windows.pad import DistributedConstantPad3d as DistributedConstantPad3d
-from distdl_rma.layers.windows.pad import DistributedReflectionPad1d as DistributedReflectionPad1d
-from distdl_rma.layers.windows.pad import DistributedReflectionPad2d as DistributedReflectionPad2d
-from distdl_rma.layers.windows.pad import DistributedReflectionPad3d as DistributedReflectionPad3d
-from distdl_rma.layers.windows.pad import DistributedReplicationPad1d as DistributedReplicationPad1d
-from distdl_rma.layers.windows.pad import DistributedReplicationPad2d as DistributedReplicationPad2d
-from distdl_rma.layers.windows.pad import DistributedReplicationPad3d as DistributedReplicationPad3d
-from distdl_rma.layers.windows.pad import DistributedZeroPad1d as DistributedZeroPad1d
-from distdl_rma.layers.windows.pad import DistributedZeroPad2d as DistributedZeroPad2d
-from distdl_rma.layers.windows.pad import DistributedZeroPad3d as DistributedZeroPad3d
-from distdl_rma.layers.windows.pool import DistributedAvgPool1d as DistributedAvgPool1d
-from distdl_rma.layers.windows.pool import DistributedAvgPool2d as DistributedAvgPool2d
-from distdl_rma.layers.windows.pool import DistributedAvgPool3d as DistributedAvgPool3d
-from distdl_rma.layers.windows.pool import DistributedMaxPool1d as DistributedMaxPool1d
-from distdl_rma.layers.windows.pool import DistributedMaxPool2d as DistributedMaxPool2d
-from distdl_rma.layers.windows.pool import DistributedMaxPool3d as DistributedMaxPool3d
-from distdl_rma.layers.windows.upsample import DistributedUpsample as DistributedUpsample
-from distdl_rma.layers.windows.upsample import (
+from distdl_rma.layers.windows import DistributedAvgPool1d as DistributedAvgPool1d
+from distdl_rma.layers.windows import DistributedAvgPool2d as DistributedAvgPool2d
+from distdl_rma.layers.windows import DistributedAvgPool3d as DistributedAvgPool3d
+from distdl_rma.layers.windows import DistributedCircularPad1d as DistributedCircularPad1d
+from distdl_rma.layers.windows import DistributedCircularPad2d as DistributedCircularPad2d
+from distdl_rma.layers.windows import DistributedCircularPad3d as DistributedCircularPad3d
+from distdl_rma.layers.windows import DistributedConstantPad1d as DistributedConstantPad1d
+from distdl_rma.layers.windows import DistributedConstantPad2d as DistributedConstantPad2d
+from distdl_rma.layers.windows import DistributedConstantPad3d as DistributedConstantPad3d
+from distdl_rma.layers.windows import DistributedMaxPool1d as DistributedMaxPool1d
+from distdl_rma.layers.windows import DistributedMaxPool2d as DistributedMaxPool2d
+from distdl_rma.layers.windows import DistributedMaxPool3d as DistributedMaxPool3d
+from distdl_rma.layers.windows import DistributedReflectionPad1d as DistributedReflectionPad1d
+from distdl_rma.layers.windows import DistributedReflectionPad2d as DistributedReflectionPad2d
+from distdl_rma.layers.windows import DistributedReflectionPad3d as DistributedReflectionPad3d
+from distdl_rma.layers.windows import DistributedReplicationPad1d as DistributedReplicationPad1d
+from distdl_rma.layers.windows import DistributedReplicationPad2d as DistributedReplicationPad2d
+from distdl_rma.layers.windows import DistributedReplicationPad3d as DistributedReplicationPad3d
+from distdl_rma.layers.windows import DistributedUpsample as DistributedUpsample
+from distdl_rma.layers.windows import (
     DistributedUpsamplingBilinear2d as DistributedUpsamplingBilinear2d,
 )
-from distdl_rma.layers.windows.upsample import (
+from distdl_rma.layers.windows import (
     DistributedUpsamplingNearest2d as DistributedUpsamplingNearest2d,
 )
+from distdl_rma.layers.windows import DistributedZeroPad1d as DistributedZeroPad1d
+from distdl_rma.layers.windows import DistributedZeroPad2d as DistributedZeroPad2d
+from distdl_rma.layers.windows import DistributedZeroPad3d as DistributedZeroPad3d
 from distdl_rma.ops.core.movement import Movement as Movement
 
 __all__ = [name for name in sorted(globals()) if name[0].isupper()]

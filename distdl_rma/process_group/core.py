@@ -14,10 +14,9 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from distdl_rma.errors import DistdlError
 from distdl_rma.process_group.collectives.between_nodes import WideCollectives
 from distdl_rma.process_group.collectives.by_leaders import LedCollectives
-from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer, reducer_of
-from distdl_rma.process_group.collectives.rounds import Rounds
+from distdl_rma.process_group.collectives.rounds import Call, Rounds
 from distdl_rma.process_group.operations import Lines, Operation, Script
 from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.tensors import Flat, facts

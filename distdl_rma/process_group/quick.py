@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Rounds
+from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Call, Rounds
 from distdl_rma.process_group.operations import Lines, Operation, Script
 
 Array = NDArray[Any]

@@ -9,8 +9,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from distdl_rma.segments.collectives.engine.requests import complete, looks
-from distdl_rma.segments.collectives.engine.stepped_algorithm import BetweenNodes
+from distdl_rma.segments.collectives.engine.stepped_algorithm import BetweenNodes, complete, looks
 from distdl_rma.segments.manager import SegmentManager
 
 Array = NDArray[Any]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distdl_rma.errors import PartitionError
-from distdl_rma.geometry.partition import Partition
-from distdl_rma.geometry.rank_groups import (
+from distdl_rma.geometry.partition import (
+    Partition,
     grouped,
     groups_along,
     groups_onto,

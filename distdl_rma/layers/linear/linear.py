@@ -16,9 +16,17 @@ from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, linear_values
-from distdl_rma.ops.linear.linear_grid import BLOCKS, COLUMNS, IN, OUT, ROWS, LinearGrid, grid_of_workers
-from distdl_rma.ops.linear.split_linear import SplitLinear
-from distdl_rma.ops.linear.zero_linear import ShardedMatrix
+from distdl_rma.ops.linear import (
+    BLOCKS,
+    COLUMNS,
+    IN,
+    OUT,
+    ROWS,
+    LinearGrid,
+    ShardedMatrix,
+    SplitLinear,
+    grid_of_workers,
+)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

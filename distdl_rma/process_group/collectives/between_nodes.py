@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.process_group.collectives.calls import DIGEST_BYTES, SAID_BYTES, Call, text_said
 from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.segments.collectives.engine.pieces import in_pieces, slices
+from distdl_rma.process_group.collectives.rounds import DIGEST_BYTES, SAID_BYTES, Call, text_said
+from distdl_rma.segments.collectives.engine.stepped_algorithm import in_pieces, slices
 from distdl_rma.segments.messages import Messages, Test
 from distdl_rma.segments.waiting.header import WaitReason
 

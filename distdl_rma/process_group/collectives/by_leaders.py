@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.process_group.collectives.between_nodes import TURN_BYTES, Chunk, WideCollectives
-from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import Rounds
-from distdl_rma.segments.collectives.engine.pieces import in_pieces, slices
+from distdl_rma.process_group.collectives.rounds import Call, Rounds
+from distdl_rma.segments.collectives.engine.stepped_algorithm import in_pieces, slices
 from distdl_rma.segments.messages import Messages
 from distdl_rma.segments.waiting.header import WaitReason
 

@@ -13,9 +13,13 @@ from numpy.typing import DTypeLike
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import RankSlice, check_lengths
-from distdl_rma.segments.collectives.engine.pieces import in_pieces, number_of_pieces, pieces_of_all
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.stepped_algorithm import (
+    SteppedAlgorithm,
+    in_pieces,
+    number_of_pieces,
+    pieces_of_all,
+)
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _READ, _SPREAD, _TAKEN = range(4)

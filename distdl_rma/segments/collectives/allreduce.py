@@ -14,9 +14,8 @@ from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count
-from distdl_rma.segments.collectives.engine.pieces import in_pieces, slices
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
-from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction
+from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction, in_pieces, slices
 from distdl_rma.segments.manager import SegmentManager
 
 # Up to this many bytes at each receiver, everyone's vector to everyone beats a share each.

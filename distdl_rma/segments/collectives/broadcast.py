@@ -12,9 +12,13 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count
-from distdl_rma.segments.collectives.engine.pieces import in_pieces, number_of_pieces, slices
 from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
+from distdl_rma.segments.collectives.engine.stepped_algorithm import (
+    SteppedAlgorithm,
+    in_pieces,
+    number_of_pieces,
+    slices,
+)
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _TAKEN = range(2)

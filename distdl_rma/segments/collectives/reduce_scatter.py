@@ -12,9 +12,8 @@ from numpy.typing import DTypeLike
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.engine.node_layout import check_count, check_lengths
-from distdl_rma.segments.collectives.engine.pieces import in_pieces, pieces_of_all
 from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of
-from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction
+from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction, in_pieces, pieces_of_all
 from distdl_rma.segments.manager import SegmentManager
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError
-from distdl_rma.geometry.rank_groups import grouped
+from distdl_rma.geometry.partition import grouped
 from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import SegmentOptions
 from distdl_rma.segments.transport.arena import attach, own_arena

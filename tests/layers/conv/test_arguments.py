@@ -8,7 +8,7 @@ from torch import nn
 
 from distdl_rma import ArgumentError, PartitionError, layers
 from distdl_rma.geometry import Partition
-from distdl_rma.layers.conv.base import (
+from distdl_rma.layers.conv import (
     ConvolutionLayer,
     Partitions,
     check_dtypes,

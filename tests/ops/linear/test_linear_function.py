@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import DistributedLinear, DistributedLinearAllGather, DistributedLinearReduceScatter
-from distdl_rma.ops.linear.split_linear import linear_function
+from distdl_rma.ops.linear import linear_function
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry import Partition
-from distdl_rma.ops.linear.linear_grid import COLUMNS, IN, OUT, ROWS, LinearGrid, grid_of_workers
+from distdl_rma.ops.linear import COLUMNS, IN, OUT, ROWS, LinearGrid, grid_of_workers
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 3, 2), (2, 3, 1), (3, 2, 2)]
 

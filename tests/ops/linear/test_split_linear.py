@@ -8,8 +8,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.linear.linear_grid import LinearGrid
-from distdl_rma.ops.linear.split_linear import SplitLinear
+from distdl_rma.ops.linear import LinearGrid, SplitLinear
 
 pytestmark = pytest.mark.mpi
 F64 = {"dtype": torch.float64}

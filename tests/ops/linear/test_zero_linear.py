@@ -8,9 +8,7 @@ from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.linear.linear_grid import IN, OUT, LinearGrid
-from distdl_rma.ops.linear.split_linear import SplitLinear
-from distdl_rma.ops.linear.zero_linear import ShardedMatrix
+from distdl_rma.ops.linear import IN, OUT, LinearGrid, ShardedMatrix, SplitLinear
 
 pytestmark = pytest.mark.mpi
 

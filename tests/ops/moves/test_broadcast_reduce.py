@@ -9,7 +9,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.moves.broadcast_reduce import all_sum_reduce, broadcast, sum_reduce
+from distdl_rma.ops.moves import all_sum_reduce, broadcast, sum_reduce
 
 pytestmark = pytest.mark.mpi
 

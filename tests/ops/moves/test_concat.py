@@ -7,7 +7,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.moves.concat import Concat, joined
+from distdl_rma.ops.moves import Concat, joined
 
 
 @pytest.mark.mpi

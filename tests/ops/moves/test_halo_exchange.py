@@ -8,7 +8,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.moves.halo_exchange import HaloExchange
+from distdl_rma.ops.moves import HaloExchange
 
 pytestmark = pytest.mark.mpi
 

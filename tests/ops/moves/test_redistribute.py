@@ -7,7 +7,7 @@ from distdl_rma import Machine
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite, movements_through
-from distdl_rma.ops.moves.redistribute import StagedMove, all_gather, reduce_scatter, repartition
+from distdl_rma.ops.moves import StagedMove, all_gather, reduce_scatter, repartition
 
 pytestmark = pytest.mark.mpi
 

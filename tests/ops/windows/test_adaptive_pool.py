@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.halo import TableWindow
-from distdl_rma.ops.windows.adaptive_pool import (
+from distdl_rma.ops.windows import (
     AdaptiveAvgPooling,
     AdaptiveMaxPooling,
     AdaptiveOptions,

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
-from distdl_rma.ops.windows.pad import Padding, PadOptions
+from distdl_rma.ops.windows import Padding, PadOptions
 from tests.ops.windows.known_input import equals_sequential, operation_on, rows
 
 pytestmark = pytest.mark.mpi

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
 from distdl_rma.geometry.halo import Stencil
-from distdl_rma.ops.windows.pool import (
+from distdl_rma.ops.windows import (
     AvgPooling,
     AvgPoolOptions,
     MaxPooling,

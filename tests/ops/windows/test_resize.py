@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
-from distdl_rma.ops.windows.resize import Interpolation, Resize, ResizeOptions, Resizing
+from distdl_rma.ops.windows import Interpolation, Resize, ResizeOptions, Resizing
 from tests.fuzz.pooling import Resized
 from tests.layers.sequential import agree
 from tests.ops.windows.known_input import equals_sequential, rows

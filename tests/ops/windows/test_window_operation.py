@@ -8,8 +8,7 @@ from distdl_rma import ShapeError, UnsupportedError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.halo import Stencil, TableWindow
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions
-from distdl_rma.ops.windows.window_operation import extents_to_pool
+from distdl_rma.ops.windows import AvgPooling, AvgPoolOptions, extents_to_pool
 from tests.ops.windows.known_input import equals_sequential, operation_on, rows
 
 PAIRS = AvgPoolOptions(Stencil.of((2,), (2,), (1,), ((0, 0),)))

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from distdl_rma.errors import MismatchError
-from distdl_rma.process_group.collectives.calls import Call
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import reducer_of
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES
+from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Call
 from tests.process_group.collectives.scripts import SUM, check, drive
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]

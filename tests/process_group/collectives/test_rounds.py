@@ -5,8 +5,7 @@ import time
 import pytest
 
 from distdl_rma.errors import MismatchError, PartitionError
-from distdl_rma.process_group.collectives.calls import Call
-from distdl_rma.process_group.collectives.rounds import Rounds
+from distdl_rma.process_group.collectives.rounds import Call, Rounds
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 

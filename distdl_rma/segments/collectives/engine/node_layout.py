@@ -9,7 +9,7 @@ from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.intervals import Balanced, Listed
-from distdl_rma.geometry.rank_groups import Groups, grouped, leaders, share_holders
+from distdl_rma.geometry.partition import Groups, grouped, leaders, share_holders
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,20 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.ops.windows.adaptive_pool import AdaptiveAvgPooling, AdaptiveMaxPooling, AdaptiveOptions
-from distdl_rma.ops.windows.pad import Padding, PadOptions
-from distdl_rma.ops.windows.pool import AvgPooling, AvgPoolOptions, MaxPooling, MaxPoolOptions, MaxWindows
-from distdl_rma.ops.windows.resize import ResizeOptions, Resizing
+from distdl_rma.ops.windows import (
+    AdaptiveAvgPooling,
+    AdaptiveMaxPooling,
+    AdaptiveOptions,
+    AvgPooling,
+    AvgPoolOptions,
+    MaxPooling,
+    MaxPoolOptions,
+    MaxWindows,
+    Padding,
+    PadOptions,
+    ResizeOptions,
+    Resizing,
+)
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of

@@ -1,6 +1,6 @@
 """Looks at requests of MPI: as many tests as there may be fragments."""
 
-from distdl_rma.segments.collectives.engine.requests import complete, looks
+from distdl_rma.segments.collectives.engine.stepped_algorithm import complete, looks
 
 
 class Fragments:

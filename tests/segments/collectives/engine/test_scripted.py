@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl_rma.segments.collectives.engine.scripted import Scripted
+from distdl_rma.segments.collectives.engine.stepped_algorithm import Scripted
 
 
 def scripted(script):

@@ -1,1 +1,0 @@
-"""Layers that move tensors, or combine them, between partitions."""

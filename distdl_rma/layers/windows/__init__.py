@@ -1,1 +1,0 @@
-"""Distributed pooling, padding and resizing."""

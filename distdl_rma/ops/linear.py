@@ -1,0 +1,342 @@
+"""Products with weights that are cut over a grid of ranks, or that no rank has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, uncompiled
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import GatherComputeScatter
+from distdl_rma.ops.core.staged import Moves, movement_between, movement_or_none
+from distdl_rma.ops.set_up_transfer import PASS_NBYTES
+
+# Dimensions of the grid: data-parallel blocks, and the rows and columns of the weight.
+BLOCKS, ROWS, COLUMNS = range(3)
+# Dimensions of the weight (out_features, in_features): the grid cuts them into rows and columns.
+OUT, IN = range(2)
+
+
+@dataclass(frozen=True)
+class LinearGrid:
+    """Ranks on a grid (data-parallel blocks, rows, columns) that compute with a weight of some size.
+
+    Each data-parallel block takes a share of the batch and all of the weight. The bias is added in column
+    0, once.
+    """
+
+    P_w: Partition
+    in_features: int
+    out_features: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of data-parallel blocks."""
+        return self.P_w.shape[BLOCKS]
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds its block of the bias to what it computes."""
+        return self.P_w.index is not None and self.P_w.index[COLUMNS] == 0
+
+    @property
+    def weight(self) -> Decomposition:
+        """Block of the weight that each rank computes with."""
+        _, rows, columns = self.P_w.shape
+        splits = Balanced(self.out_features, rows), Balanced(self.in_features, columns)
+        return Decomposition(self.P_w, splits, (None, OUT, IN))
+
+    @property
+    def bias(self) -> Decomposition:
+        """Block of the bias that the ranks of column 0 compute with."""
+        P_b = self.P_w.slab({COLUMNS: 0})
+        return Decomposition(P_b, (Balanced(self.out_features, P_b.shape[ROWS]),), (None, OUT, None))
+
+    def inputs(self, shape: Sequence[int]) -> Decomposition:
+        """What each rank reads of an input (batch, ..., in_features): alike along the rows."""
+        return self._features(shape, COLUMNS)
+
+    def outputs(self, shape: Sequence[int]) -> Decomposition:
+        """What each rank makes of that input, of (batch, ..., out_features): terms of sums along columns."""
+        return self._features((*shape[:-1], self.out_features), ROWS)
+
+    def _features(self, shape: Sequence[int], cuts: int) -> Decomposition:
+        # Blocks of the batch, all of the dimensions between, and blocks of features along a grid dimension.
+        splits = [Balanced(extent, 1) for extent in shape]
+        axes: list[int | None] = [None] * self.P_w.dim
+        for grid, axis in ((BLOCKS, 0), (cuts, len(shape) - 1)):
+            if self.P_w.shape[grid] > 1:
+                splits[axis], axes[grid] = Balanced(shape[axis], self.P_w.shape[grid]), axis
+        return Decomposition(self.P_w, tuple(splits), tuple(axes))
+
+    def zero_weight(self, dim: int) -> Decomposition:
+        """ZeRO: the weight cut over the data-parallel blocks too, in a dimension that workers leave whole."""
+        _, rows, columns = self.P_w.shape
+        splits = list(self.weight.splits)
+        splits[dim] = Balanced(splits[dim].extent, self.blocks)
+        axes = dim, OUT if rows > 1 else None, IN if columns > 1 else None
+        return Decomposition(self.P_w, tuple(splits), axes)
+
+    def zero_bias(self) -> Decomposition:
+        """ZeRO: each row's block of the bias cut again over the data-parallel blocks."""
+        used = self.bias
+        rows, blocks = range(used.partition.shape[ROWS]), range(self.blocks)
+        lengths: list[int] = []
+        for start, stop in map(used.splits[0].interval, rows):
+            lengths += Balanced(stop - start, self.blocks).lengths
+        order = [block * len(rows) + row for row in rows for block in blocks]
+        line = used.partition.create_partition_inclusive(order)
+        return Decomposition(line, (Listed(tuple(lengths)),), (0,))
+
+
+def grid_of_workers(P: Partition, dim: int) -> Partition:
+    """Ranks of a partition of tensors as data-parallel blocks of model-parallel workers.
+
+    The first extent counts the blocks, the others multiplied the workers of each, who go along one dimension
+    of the grid: rows for an all-gather of the input, columns for a reduce-scatter of the output.
+    """
+    # A tensor of one dimension has features and no batch.
+    blocks = P.shape[0] if P.dim > 1 else 1
+    grid = [blocks, 1, 1]
+    grid[dim] = prod(P.shape) // blocks
+    return P.create_cartesian_topology_partition(grid)
+
+
+Offer = Callable[[str], "torch.Tensor | None"]
+
+
+class SplitLinear(GatherComputeScatter):
+    """``y = x W^T + b`` with ``W`` and ``b`` in blocks on a grid of ranks; output in balanced shards on P_y.
+
+    With one column it is the all-gather form, with one row the reduce-scatter form. ``places`` is asked in
+    each call who says where the gradients of parameters are to be written, if anybody does. In the ZeRO forms
+    ``matrix`` gathers the weight, of which the data-parallel blocks keep shards; inputs of several shapes
+    share one.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        source: Decomposition,
+        grid: LinearGrid,
+        P_y: Partition,
+        dtype: torch.dtype,
+        places: Callable[[], Offer | None] | None = None,
+        matrix: ShardedMatrix | None = None,
+    ) -> None:
+        if source.shape[-1] != grid.in_features:
+            raise ShapeError(
+                f"global input {source.shape} has {source.shape[-1]} features, the layer takes"
+                f" {grid.in_features}"
+            )
+        read, made = grid.inputs(source.shape), grid.outputs(source.shape)
+        owned = Decomposition.balanced(P_y, made.shape)
+        super().__init__(site, source.partition.active, grid.P_w.active, owned)
+        self.gather = movement_or_none(site, source, read, dtype, "gather")
+        self.scatter = movement_or_none(site, made, owned, dtype, "scatter")
+        self._adds_bias, self._places, self._matrix = grid.adds_bias, places, matrix
+        self._shape, self._dtype = read.box(site.machine.rank).shape, dtype
+
+    def carry_out(self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, Any]) -> torch.Tensor:
+        """Partial outputs of this rank's block of the weight; blocking where that has to be gathered."""
+        if not x.numel():
+            # What has no elements may have come in any shape and type.
+            x = x.to(self._dtype).reshape(self._shape)
+        if self._matrix is None:
+            return super().carry_out(needs, x, weights)
+        return zero_linear(self._matrix, needs, x, weights["weight"], self._bias_among(weights))
+
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Partial outputs of this rank's block of the weight."""
+        weight, bias, offer = weights["weight"], self._bias_among(weights), self._places and self._places()
+        # What was moved or cast on its way here is no leaf: its gradient is not yet the parameter's.
+        if offer is not None and weight.is_leaf and (bias is None or bias.is_leaf):
+            return linear_function(x, weight, bias, offer)
+        return F.linear(x, weight, bias)
+
+    def _bias_among(self, weights: Mapping[str, Any]) -> torch.Tensor | None:
+        return weights.get("bias") if self._adds_bias else None
+
+
+def linear_function(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
+) -> torch.Tensor:
+    """``torch.nn.functional.linear`` of leaves whose gradients are computed in given places, without a copy.
+
+    Weight and bias are parameters themselves, not what was computed from them: gradients are written in their
+    type and shape. ``offer`` is asked once per backward and parameter, by ``"weight"`` or ``"bias"``: the
+    place to write the gradient to, or None to return it in memory of its own.
+    """
+    y: torch.Tensor = _Linear.apply(x, weight, bias, offer)
+    return y
+
+
+class _Linear(OperatorFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.offer = offer
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        (rows, columns), batch = weight.shape, x.shape[:-1].numel()
+        # What is to be differentiated again cannot be written to a place.
+        offer = _nothing if torch.is_grad_enabled() else ctx.offer
+        d_y = gradient.reshape(batch, rows)
+        d_weight = d_bias = None
+        if needs_weight:
+            d_weight = torch.mm(d_y.t(), x.reshape(batch, columns), out=offer("weight"))
+        if needs_bias:
+            d_bias = torch.sum(d_y, 0, out=offer("bias"))
+        return torch.matmul(gradient, weight) if needs_x else None, d_weight, d_bias, None
+
+
+def _nothing(_key: str) -> None:
+    return None
+
+
+# Columns are moved in bundles, so that the copies read and write more than single elements.
+_RUN_NBYTES = 256
+
+
+class ShardedMatrix:
+    """All-gather of the shards of a matrix, and reduce-scatter of its gradients, in stripes.
+
+    A stripe has half a MiB at most, or is a row, or 256 bytes of each row if that is more. The segment is
+    staging memory: of a group of D ranks it holds on each ``2 (D-1)/D`` stripes to gather and, from the
+    first gradient on, ``2 (D-1)/D`` to scatter, whatever the size of the matrix.
+
+    ``group`` is one-dimensional, keeps the shards in its order, and has this rank; ``dim`` is the dimension
+    of the matrix that is cut into balanced shards. Stripes cut the other one.
+    """
+
+    def __init__(self, site: CallSite, group: Partition, shape: tuple[int, int], dim: int) -> None:
+        self.site, self.group, self.shape, self.dim = site, group, shape, dim
+        # To gather, and to scatter.
+        self._movements: dict[tuple[torch.dtype, bool], Moves] = {}
+
+    @classmethod
+    def of(cls, site: CallSite, grid: LinearGrid, dim: int) -> ShardedMatrix | None:
+        """This rank's block of a weight, in shards on the data-parallel blocks; None where nothing is cut."""
+        index = grid.P_w.index
+        if index is None or grid.blocks == 1:
+            return None
+        group = grid.P_w.slab({ROWS: index[ROWS], COLUMNS: index[COLUMNS]})
+        line = group.create_cartesian_topology_partition([group.shape[BLOCKS]])
+        height, width = grid.weight.box(site.machine.rank).shape
+        return cls(CallSite(site.machine, f"{site.name} (weight)"), line, (height, width), dim)
+
+    @property
+    def nbytes_staged(self) -> int:
+        """Bytes of segment that this rank holds to move stripes."""
+        return sum(movement.nbytes for movement in self._movements.values())
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """The whole matrix, in memory of its own; collective over the group, blocking."""
+        return self._move(shard, self.shape[self.dim], scatter=False)
+
+    def reduce_scatter(self, matrix: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the sum of the ranks' matrices; collective over the group, blocking."""
+        begin, end = Balanced(self.shape[self.dim], self.group.size).interval(self.group.rank or 0)
+        return self._move(matrix, end - begin, scatter=True)
+
+    def _move(self, x: torch.Tensor, extent: int, *, scatter: bool) -> torch.Tensor:
+        shape = list(self.shape)
+        shape[self.dim] = extent
+        y, across = x.new_empty(shape), 1 - self.dim
+        height, starts = self._stripes(x.dtype)
+        movement = self._movement(x.dtype, scatter)
+        stripes = movement.stream(x.narrow(across, start, height) for start in starts)
+        for start, stripe in zip(starts, stripes, strict=True):
+            y.narrow(across, start, height).copy_(stripe)
+        return y
+
+    def _stripes(self, dtype: torch.dtype) -> tuple[int, list[int]]:
+        # Stripes of one height. The last one reaches back where it would stick out: what it moves again is
+        # the same again.
+        extent, width = self.shape[1 - self.dim], self.shape[self.dim]
+        if not extent * width:
+            return 0, []
+        least = 1 if self.dim else _RUN_NBYTES // dtype.itemsize
+        count = -(-extent // max(least, PASS_NBYTES // (width * dtype.itemsize)))
+        height = -(-extent // count)
+        return height, [min(start, extent - height) for start in range(0, extent, height)]
+
+    def _movement(self, dtype: torch.dtype, scatter: bool) -> Moves:
+        movement = self._movements.get((dtype, scatter))
+        if movement is None:
+            stripe = list(self.shape)
+            stripe[1 - self.dim] = self._stripes(dtype)[0]
+            cut = [Balanced(n, self.group.size if d == self.dim else 1) for d, n in enumerate(stripe)]
+            source = Decomposition(self.group, tuple(cut), (self.dim,))
+            ends = source, Decomposition.replicated(self.group, stripe)
+            movement = movement_between(
+                self.site, *(ends[::-1] if scatter else ends), dtype, "scatter" if scatter else ""
+            )
+            self._movements[dtype, scatter] = movement
+        return movement
+
+
+def zero_linear(
+    matrix: ShardedMatrix,
+    needs: GradientNeeds,
+    x: torch.Tensor,
+    shard: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``x W^T + b`` with a weight that is gathered for it, and again for the backward.
+
+    Only the shard is kept in between. Collective over the group of the matrix, and so is the backward: what
+    of it there is, is what any rank ``needs``.
+    """
+    # In rows, and shaped outside: torch would refuse to change a view that an operation made within.
+    rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _ZeroProduct(OperatorFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        shard: torch.Tensor,
+        bias: torch.Tensor | None,
+        _anchor: torch.Tensor | None,
+        matrix: ShardedMatrix,
+        needs: GradientNeeds,
+    ) -> torch.Tensor:
+        y = F.linear(x, matrix.all_gather(shard), bias)
+        ctx.matrix, ctx.needs, ctx.machine = matrix, needs, matrix.site.machine
+        ctx.save_for_backward(x if needs.weights else None, shard)
+        return y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[Any, ...]:
+        (x, shard), matrix, needs = ctx.saved_tensors, ctx.matrix, ctx.needs
+        d_x = d_shard = d_bias = None
+        with torch.autocast("cpu", enabled=False):
+            if needs.input:
+                # The matrix goes before the gradient of the matrix comes.
+                d_x = torch.mm(d_y, matrix.all_gather(shard).conj())
+            if needs.weights:
+                d_shard = matrix.reduce_scatter(torch.mm(d_y.t(), x.conj()))
+            if ctx.needs_input_grad[2]:
+                d_bias = d_y.sum(0)
+        return d_x, d_shard, d_bias, None, None, None

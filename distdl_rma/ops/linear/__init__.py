@@ -1,1 +1,0 @@
-"""Products with a weight that is cut into blocks of rows and columns."""

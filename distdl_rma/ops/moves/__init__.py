@@ -1,1 +1,0 @@
-"""Operations that move tensors between ranks, or combine them, and compute nothing else."""

@@ -1,0 +1,565 @@
+"""Pooling, resizing, padding: every rank fetches what its outputs read, and computes those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.dtypes import sum_dtype
+from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import ReadersSplit, Stencil, TableWindow, Window, WindowSplit
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.operation import GatherComputeScatter
+from distdl_rma.ops.core.staged import movement_or_none
+from distdl_rma.ops.window_gather import WindowGather
+
+
+class _Options(Protocol):
+    def outputs(self, shape: tuple[int, ...]) -> Sequence[int]:
+        """Spatial extents of the global output for a global input; ``ShapeError`` if there is none."""
+
+
+T = TypeVar("T", bound=_Options)
+
+
+class WindowOperation(GatherComputeScatter, Generic[T]):
+    """Outputs that each read a part of an input (batch, channel, *spatial), by the options of its kind.
+
+    They are balanced over P_y; where that is the partition of the input, the batch stays cut as it is.
+    ``extents`` are those of the global input in space, ``box`` what this rank computes, of type ``dtype``.
+    """
+
+    inexact = True  # whether elements must be floating point numbers
+
+    def __init__(
+        self, site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype, options: T
+    ) -> None:
+        if self.inexact and not dtype.is_floating_point:
+            raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
+        output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *options.outputs(source.shape)))
+        if P_y == source.partition:
+            output = output.with_splits({0: source.splits[0]})
+        self.rank = rank = site.machine.rank
+        super().__init__(site, rank in source.partition, rank in P_y, output)
+        self.extents, self.box, self.dtype = source.shape[LEADING:], output.box(rank), dtype
+        self._prepare(source, options)
+        self._empty = self.box.empty
+
+    def _prepare(self, source: Decomposition, options: T) -> None:
+        """Set what this rank gathers, and what it computes with."""
+        raise NotImplementedError
+
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local outputs; those without elements come from no computation."""
+        if not self._empty:
+            return self._local(x)
+        y = x.new_zeros(self.box.shape, dtype=self.dtype)
+        return y + x.sum().to(y.dtype) if x.requires_grad else y
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs of this rank, at least one, from the inputs that they read."""
+        raise NotImplementedError
+
+    def read_by_tables(self, windows: Sequence[TableWindow]) -> Decomposition:
+        """What each rank's outputs read of the input, by a table for each dimension."""
+        reads = zip(self.output.splits[LEADING:], windows, self.extents, strict=True)
+        return self.output.with_splits(dict(enumerate((WindowSplit(*read) for read in reads), LEADING)))
+
+
+def extents_to_pool(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Spatial extents of a global input; ``ShapeError`` if there is nothing to pool."""
+    if 0 in shape[LEADING:]:
+        raise ShapeError(f"the global input {shape} has no elements to pool")
+    return shape[LEADING:]
+
+
+# Modes in which torch lets all dimensions end without elements; some of them may in every mode.
+_MAY_BE_EMPTY = ("zeros", "constant", "circular")
+# Modes in which torch crops before it pads, and so cannot crop more than there is.
+_CROP_FIRST = ("zeros", "constant")
+
+
+@dataclass(frozen=True)
+class PadOptions:
+    """Left and right padding of each spatial dimension, negative ones crop; mode as of ``WindowGather``."""
+
+    sides: tuple[tuple[int, int], ...]
+    mode: str = "zeros"
+    value: float = 0.0
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output."""
+        extents, sides, mode = shape[LEADING:], self.sides, self.mode
+        padded = tuple(n + left + right for n, (left, right) in zip(extents, sides, strict=True))
+        cropped = [-min(left, 0) - min(right, 0) for left, right in sides]
+        too_few = mode in _CROP_FIRST and any(c > n for c, n in zip(cropped, extents, strict=True))
+        if too_few or min(padded) < 0 or (max(padded) < 1 and mode not in _MAY_BE_EMPTY):
+            # torch's order: the last dimension first.
+            given = tuple(side for pair in reversed(sides) for side in pair)
+            raise ShapeError(f"padding {given} leaves {padded} of the global input {extents}")
+        return padded
+
+
+class Padding(WindowOperation[PadOptions]):
+    """Padding that is no other element's copy is added where it is; everything else is moved."""
+
+    inexact = False
+
+    def _prepare(self, source: Decomposition, options: PadOptions) -> None:
+        stencil = Stencil(tuple(Window(1, left=left, right=right) for left, right in options.sides))
+        kind = self.dtype, options.mode, options.value
+        self._read = WindowGather(self.site, stencil, source, self.output, *kind)
+        self.gather = self._read.movement
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._read.add_padding(x)
+        # Where nothing had to move, the result would be the input itself.
+        return y.clone() if self.gather is None else y
+
+
+_AVERAGES: dict[int, Any] = {2: F.avg_pool2d, 3: F.avg_pool3d}
+_MAXIMA: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+Coordinates = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class AvgPoolOptions:
+    """Windows, and what they are divided by, as in torch."""
+
+    stencil: Stencil
+    count_include_pad: bool = True
+    divisor_override: int | None = None
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output."""
+        return self.stencil.outputs(extents_to_pool(shape))
+
+
+@dataclass(frozen=True)
+class MaxPoolOptions:
+    """Windows, and whether to say where their largest elements are."""
+
+    stencil: Stencil
+    return_indices: bool = False
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output; also a ``ShapeError`` if a window reads nothing but padding."""
+        extents = extents_to_pool(shape)
+        outputs = self.stencil.outputs(extents)
+        for window, n, m in zip(self.stencil.windows, extents, outputs, strict=True):
+            for output in range(m):
+                if _first_input(window, output) >= min(n, window.reads(output, output + 1)[1]):
+                    raise ShapeError(
+                        f"output {output} of {m} reads nothing but padding of the global input {extents}:"
+                        f" {window}"
+                    )
+        return outputs
+
+
+class AvgPooling(WindowOperation[AvgPoolOptions]):
+    """Sums of the windows by torch, divided by the number of elements that count."""
+
+    def _prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
+        windows = options.stencil.windows
+        self._read = WindowGather(self.site, options.stencil, source, self.output, self.dtype)
+        self.gather = self._read.movement
+        # torch has a divisor of one's own from two dimensions on.
+        self._lead = (1,) * (2 - len(windows))
+        self._kernel = (*self._lead, *(window.kernel for window in windows))
+        self._stride = (*self._lead, *(window.stride for window in windows))
+        counts = [
+            [_counted(window, n, j, options.count_include_pad) for j in range(*bounds)]
+            for window, n, bounds in zip(windows, self.extents, self.box.bounds[LEADING:], strict=True)
+        ]
+        # One number if all outputs of this rank have the same, else also a tensor of one for each.
+        self._divisor, self._divisors = 1, None
+        if options.divisor_override is not None:
+            self._divisor = int(options.divisor_override)
+        elif all(len(set(count)) == 1 for count in counts):
+            self._divisor = prod(count[0] for count in counts)
+        else:
+            self._divisors = outer_product(counts, sum_dtype(self.dtype))
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        padded = self._read.add_padding(x).to(sum_dtype(x.dtype))
+        lifted = padded.reshape(*x.shape[:LEADING], *self._lead, *padded.shape[LEADING:])
+        average = _AVERAGES[len(self._kernel)]
+        y: torch.Tensor = average(lifted, self._kernel, self._stride, divisor_override=self._divisor)
+        y = y.reshape(self.box.shape)
+        return (y if self._divisors is None else y / self._divisors).to(x.dtype)
+
+
+def _counted(window: Window, n: int, output: int, count_include_pad: bool) -> int:
+    # As torch: the part of a window behind the right padding never counts.
+    start, stop = window.reads(output, output + 1)
+    stop = min(stop, n + window.right)
+    if not count_include_pad:
+        start, stop = max(start, 0), min(stop, n)
+    return max(stop - start, 1)
+
+
+def outer_product(factors: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Product of one factor for each place in each dimension."""
+    product = torch.ones((), dtype=torch.float64)
+    for factor in factors:
+        product = product.unsqueeze(-1) * torch.tensor(factor, dtype=torch.float64)
+    return product.to(dtype)
+
+
+class MaxWindows(WindowOperation[T]):
+    """The largest element of each window; the gradient goes to where it was.
+
+    Subclasses say where that is, and set where what they gather starts, and whether ``return_indices`` was
+    asked for.
+    """
+
+    start: Sequence[int]
+    return_indices: bool
+    _indices: torch.Tensor | None = None
+
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
+        """Global coordinates of the largest elements, one tensor per spatial dimension."""
+        raise NotImplementedError
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        found = self._argmax(x.detach())
+        if self.return_indices:
+            self._indices = flat_index(found, self.extents)
+        return gather_at(x, [at - first for at, first in zip(found, self.start, strict=True)])
+
+    def take_indices(self) -> torch.Tensor | None:
+        """Positions in the global plane, flattened, of what the last call returned; None without elements."""
+        indices, self._indices = self._indices, None
+        return indices
+
+
+def argmax_windows(
+    x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Coordinates:
+    """Coordinates of the largest element of each sliding window, one tensor per spatial dimension.
+
+    Of several equal ones the first counts, as in torch; NaN is larger than all numbers.
+    """
+    spatial = x.shape[LEADING:]
+    with torch.no_grad():
+        pool = _MAXIMA[len(spatial)]
+        _, index = pool(x.detach(), kernel, stride, padding=0, dilation=dilation, return_indices=True)
+        return torch.unravel_index(index, spatial)
+
+
+def flat_index(coordinates: Coordinates, shape: Sequence[int]) -> torch.Tensor:
+    """Row-major index of coordinates in an array of the given shape."""
+    index = torch.zeros_like(coordinates[0])
+    for extent, coordinate in zip(shape, coordinates, strict=True):
+        index = index * extent + coordinate
+    return index
+
+
+def gather_at(x: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
+    """Elements of ``x`` at some coordinates of its spatial dimensions; the gradient goes back to them."""
+    index = flat_index(coordinates, x.shape[LEADING:])
+    return x.flatten(LEADING).gather(LEADING, index.flatten(LEADING)).view(index.shape)
+
+
+class MaxPooling(MaxWindows[MaxPoolOptions]):
+    """The largest elements of sliding windows over a padding of minus infinity."""
+
+    def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
+        stencil, padding = options.stencil, float("-inf")
+        self._read = WindowGather(self.site, stencil, source, self.output, self.dtype, "constant", padding)
+        self.gather, self.start = self._read.movement, self._read.held.start
+        self.return_indices, self._windows = options.return_indices, stencil.windows
+        self._arguments = list(zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True))
+        self._padded = self._read.held != self._read.region
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        if self.return_indices:
+            return super()._local(x)
+        kernel, stride, dilation = self._arguments
+        y: torch.Tensor = _MAXIMA[len(kernel)](self._read.add_padding(x), kernel, stride, 0, dilation)
+        # Only where all that a window reads is -inf may the padding have won.
+        return super()._local(x) if self._padded and bool(y.isneginf().any()) else y
+
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
+        found = argmax_windows(self._read.add_padding(x), *self._arguments)
+        found = [at + first for at, first in zip(found, self._read.region.start, strict=True)]
+        return self._inside(found) if self._padded else found
+
+    def _inside(self, found: Coordinates) -> Coordinates:
+        # Where all that a window reads is -inf, the padding may have won; torch takes the first input then.
+        beyond = [(at < 0) | (at >= n) for at, n in zip(found, self.extents, strict=True)]
+        outside = torch.stack(beyond).any(0)
+        first = [
+            torch.tensor([_first_input(window, j) for j in range(*bounds)])
+            for window, bounds in zip(self._windows, self.box.bounds[LEADING:], strict=True)
+        ]
+        inputs = torch.meshgrid(*first, indexing="ij")
+        return [torch.where(outside, i, at) for i, at in zip(inputs, found, strict=True)]
+
+
+def _first_input(window: Window, output: int) -> int:
+    # The first of a window's taps that is not in the left padding.
+    start = window.reads(output, output + 1)[0]
+    return start + -(min(start, 0) // window.dilation) * window.dilation
+
+
+@dataclass(frozen=True)
+class AdaptiveOptions:
+    """Extents of the output, None where one stays; and whether to say where the largest elements are."""
+
+    output_size: tuple[int | None, ...]
+    return_indices: bool = False
+
+    def windows(self, extents: tuple[int, ...]) -> list[TableWindow]:
+        """What each output reads, dimension by dimension."""
+        sizes = zip(extents, self.output_size, strict=True)
+        return [TableWindow.adaptive(n, n if size is None else size) for n, size in sizes]
+
+    def outputs(self, shape: tuple[int, ...]) -> list[int]:
+        """Spatial extents of the output."""
+        return [window.outputs for window in self.windows(extents_to_pool(shape))]
+
+
+class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
+    """Averages: every rank sums what its own data contributes to each window, the owners add the sums."""
+
+    def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
+        windows = options.windows(self.extents)
+        self._result_dtype, self.dtype = self.dtype, sum_dtype(self.dtype)
+        readers = (ReadersSplit(*both) for both in zip(source.splits[LEADING:], windows, strict=True))
+        sums = source.with_splits(dict(enumerate(readers, LEADING)))
+        outputs, own = self.box, source.box(self.rank)
+        self.works, self.box = self.reads, sums.box(self.rank)
+        self.scatter = movement_or_none(self.site, sums, self.output, self.dtype, "sums")
+        self._contributions = [
+            _contributions(*each)
+            for each in zip(windows, own.bounds[LEADING:], self.box.bounds[LEADING:], strict=True)
+        ]
+        lengths = [
+            [window.last[j] - window.first[j] + 1 for j in range(*bounds)]
+            for window, bounds in zip(windows, outputs.bounds[LEADING:], strict=True)
+        ]
+        self._divisors, self._shape = outer_product(lengths, self.dtype), outputs.shape
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(self.dtype)
+        for d, (inputs, outputs, count) in enumerate(self._contributions, LEADING):
+            if count == 1:
+                y = y.sum(d, keepdim=True)
+                continue
+            zeros = y.new_zeros((*y.shape[:d], count, *y.shape[d + 1 :]))
+            # Neighbouring windows may share elements: these are there twice.
+            y = zeros.index_add(d, outputs, y if len(inputs) == y.shape[d] else y.index_select(d, inputs))
+        return y
+
+    def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Divide by the number of elements of each window, with one rounding in short types."""
+        return (y.reshape(self._shape) / self._divisors).to(self._result_dtype)
+
+
+def _contributions(
+    window: TableWindow, own: tuple[int, int], sums: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    # Which of this rank's elements goes into which of its sums.
+    inputs, outputs = [], []
+    for j in range(*sums):
+        reads = range(max(window.first[j], own[0]), min(window.last[j] + 1, own[1]))
+        inputs += [i - own[0] for i in reads]
+        outputs += [j - sums[0]] * len(reads)
+    index = torch.int64
+    return torch.tensor(inputs, dtype=index), torch.tensor(outputs, dtype=index), sums[1] - sums[0]
+
+
+class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
+    """The largest elements of adaptive windows, all of whose inputs a rank fetches."""
+
+    def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
+        windows, self.return_indices = options.windows(self.extents), options.return_indices
+        reads = self.read_by_tables(windows)
+        self.gather = movement_or_none(self.site, source, reads, self.dtype, "windows")
+        self.start = reads.box(self.rank).start[LEADING:]
+        bounds = self.box.bounds[LEADING:]
+        self._inputs = [_even(window, *b) for window, b in zip(windows, bounds, strict=True)]
+
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
+        # All windows of a dimension as long as the longest, side by side: that torch can pool.
+        for d, (inputs, first) in enumerate(zip(self._inputs, self.start, strict=True), LEADING):
+            x = x.index_select(d, inputs.flatten() - first)
+        lengths = [inputs.shape[1] for inputs in self._inputs]
+        found = argmax_windows(x, lengths, lengths, [1] * len(lengths))
+        return [inputs.flatten()[at] for inputs, at in zip(self._inputs, found, strict=True)]
+
+
+def _even(window: TableWindow, start: int, stop: int) -> torch.Tensor:
+    # Inputs of some windows, one row each; a shorter one begins with copies of its first input.
+    first, last = (torch.tensor(ends[start:stop], dtype=torch.int64) for ends in (window.first, window.last))
+    length = int((last - first).max()) + 1 if stop > start else 1
+    return torch.maximum(last.unsqueeze(1) - torch.arange(length - 1, -1, -1), first.unsqueeze(1))
+
+
+# Mode to the number of spatial dimensions that it is for.
+MODES: dict[str, tuple[int, ...]] = {
+    "nearest": (1, 2, 3),
+    "nearest-exact": (1, 2, 3),
+    "linear": (1,),
+    "bilinear": (2,),
+    "bicubic": (2,),
+    "trilinear": (3,),
+}
+# The constant of torch's cubic convolution.
+_CUBIC = -0.75
+
+
+@dataclass(frozen=True)
+class Resize:
+    """From how many elements to how many one dimension is resized."""
+
+    extent: int
+    outputs: int
+    scale: float | None = None  # the user's factor, which then decides where outputs lie; else the extents do
+    align_corners: bool = False  # whether the outermost elements keep their places
+
+    def positions(self, dtype: torch.dtype) -> torch.Tensor:
+        """Where the outputs lie among the inputs, computed in the given type."""
+        index = torch.arange(self.outputs, dtype=dtype)
+        if self.align_corners:
+            steps = max(self.outputs - 1, 1)
+            return index * (torch.tensor(self.extent - 1, dtype=dtype) / steps)
+        if self.scale is not None:
+            step = torch.tensor(1.0 / self.scale, dtype=dtype)
+        else:
+            step = torch.tensor(self.extent, dtype=dtype) / self.outputs
+        return step * (index + 0.5) - 0.5
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """Inputs that each output of one dimension reads, and their weights."""
+
+    index: torch.Tensor  # one row per tap, one column per output; rising along both
+    weight: torch.Tensor | None = None  # likewise; None for copies
+
+    @classmethod
+    def of(cls, mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
+        """Taps of a mode, for tensors of ``dims`` spatial dimensions, computed in the given type."""
+        if mode.startswith("nearest"):
+            return _nearest(mode, dims, resize, dtype)
+        return (_cubic if mode == "bicubic" else _linear)(resize, dtype)
+
+    @property
+    def window(self) -> TableWindow:
+        """First and last input of each output."""
+        return TableWindow(tuple(self.index[0].tolist()), tuple(self.index[-1].tolist()))
+
+    def part(self, start: int, stop: int, first: int) -> Interpolation:
+        """Taps of outputs ``[start, stop)`` in a tensor that begins with input ``first``."""
+        weight = None if self.weight is None else self.weight[:, start:stop]
+        return Interpolation(self.index[:, start:stop] - first, weight)
+
+    def apply(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Weighted sum of the inputs along one dimension."""
+        if self.weight is None:
+            return x.index_select(dim, self.index[0])
+        column = (-1, *(1,) * (x.dim() - dim - 1))
+        first, *others = zip(self.index, self.weight, strict=True)
+        y: torch.Tensor = x.index_select(dim, first[0]) * first[1].view(column)
+        for index, weight in others:
+            y = y + x.index_select(dim, index) * weight.view(column)
+        return y
+
+
+def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
+    # How torch rounds depends on the dimensions and the type: let it resize the numbers of the inputs.
+    ones = (1,) * (dims - 1)
+    numbers = torch.arange(resize.extent, dtype=dtype).view(1, 1, *ones, -1)
+    if resize.scale is None:
+        found = F.interpolate(numbers, size=(*ones, resize.outputs), mode=mode)
+    else:
+        found = F.interpolate(numbers, scale_factor=(*map(float, ones), resize.scale), mode=mode)
+    return Interpolation(found.reshape(1, -1).to(torch.int64))
+
+
+def _linear(resize: Resize, dtype: torch.dtype) -> Interpolation:
+    if resize.extent == resize.outputs:
+        # As torch, whatever the factor.
+        return Interpolation(torch.arange(resize.outputs).view(1, -1))
+    index, fraction = _split(resize.positions(dtype).clamp(min=0), resize.extent)
+    taps = [index, (index + 1).clamp(max=resize.extent - 1)]
+    return Interpolation(torch.stack(taps), torch.stack([1 - fraction, fraction]))
+
+
+def _cubic(resize: Resize, dtype: torch.dtype) -> Interpolation:
+    index, t = _split(resize.positions(dtype), resize.extent)
+    weights = [_far(t + 1), _near(t), _near(1 - t), _far(2 - t)]
+    taps = [(index + step).clamp(0, resize.extent - 1) for step in (-1, 0, 1, 2)]
+    return Interpolation(torch.stack(taps), torch.stack(weights))
+
+
+def _split(position: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    index = position.floor().clamp(max=extent - 1)
+    return index.to(torch.int64), (position - index).clamp(0, 1)
+
+
+def _near(d: torch.Tensor) -> torch.Tensor:
+    # Weight of an input at a distance of at most 1.
+    return ((_CUBIC + 2) * d - (_CUBIC + 3)) * d * d + 1
+
+
+def _far(d: torch.Tensor) -> torch.Tensor:
+    # Weight of an input at a distance from 1 to 2.
+    return ((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC
+
+
+@dataclass(frozen=True)
+class ResizeOptions:
+    """Arguments of ``torch.nn.functional.interpolate``, with a number for each dimension."""
+
+    size: tuple[int, ...] | None
+    scale_factor: tuple[float, ...] | None
+    mode: str
+    align_corners: bool | None = None
+    recompute_scale_factor: bool | None = None
+
+    def resizes(self, extents: tuple[int, ...]) -> list[Resize]:
+        """How each dimension changes; ``ShapeError`` if one has no elements before or after."""
+        sizes, factors = self.size, self.scale_factor
+        if factors is not None:
+            sizes = tuple(int(n * factor) for n, factor in zip(extents, factors, strict=True))
+        scales: Sequence[float | None] = (None,) * len(extents)
+        if factors is not None and not self.recompute_scale_factor:
+            scales = factors
+        if sizes is None or min(*extents, *sizes) < 1:
+            raise ShapeError(f"cannot resize {extents} to {sizes}: both need elements")
+        corners = bool(self.align_corners)
+        return [Resize(*numbers, corners) for numbers in zip(extents, sizes, scales, strict=True)]
+
+    def outputs(self, shape: tuple[int, ...]) -> list[int]:
+        """Spatial extents of the output."""
+        return [resize.outputs for resize in self.resizes(shape[LEADING:])]
+
+
+class Resizing(WindowOperation[ResizeOptions]):
+    """Weighted sums of neighbours, by torch's rules and from the global extents."""
+
+    def _prepare(self, source: Decomposition, options: ResizeOptions) -> None:
+        wide, dims = sum_dtype(self.dtype), len(self.extents)
+        whole = [Interpolation.of(options.mode, dims, each, wide) for each in options.resizes(self.extents)]
+        reads = self.read_by_tables([each.window for each in whole])
+        self.gather = movement_or_none(self.site, source, reads, self.dtype, "neighbours")
+        parts = zip(whole, self.box.bounds[LEADING:], reads.box(self.rank).start[LEADING:], strict=True)
+        self._interpolations = [each.part(*bounds, start) for each, bounds, start in parts]
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(sum_dtype(x.dtype))
+        for d, interpolation in enumerate(self._interpolations, LEADING):
+            y = interpolation.apply(y, d)
+        return y.to(x.dtype)
