@@ -277,7 +277,7 @@ class SplitTensor(torch.Tensor):
                     )
                     found = handler(func, args, kwargs or {})
                     if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
-                        _recompute_alike(found)
+                        _recompute_alike(found, args, kwargs)
                 if LINEAGE.on and not TRAILS:
                     LINEAGE.follow(rule.kind, func, args, kwargs or _NOTHING, found)
                 return found
@@ -355,10 +355,19 @@ def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
         raise_as_torch(func, args, kwargs)
 
 
-def _recompute_alike(found: Any) -> None:
+def _recompute_alike(found: Any, args: Any, kwargs: Any) -> None:
+    given = {_memory(x._local if isinstance(x, SplitTensor) else x) for x in tensors_in(args, kwargs)}
     for x in tensors_in(found):
         if isinstance(x, SplitTensor):
-            x._local = recomputed_alike(x._local)
+            y = x._local
+            # A view of an argument stays one; of what was computed here nobody else has another.
+            computed = y._is_view() and y.grad_fn is not None and _memory(y) not in given
+            x._local = recomputed_alike(y.clone() if computed else y)
+
+
+def _memory(x: torch.Tensor) -> int:
+    number: int = x.untyped_storage()._cdata
+    return number
 
 
 def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
@@ -439,7 +448,7 @@ _held: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def _uses(x: torch.Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    count: int = torch._C._storage_Use_Count(_memory(x))
     return count
 
 

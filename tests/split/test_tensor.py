@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MPIPartition, PartitionError, ShapeError, SplitTensor, UnsupportedError, shard
@@ -165,6 +166,44 @@ def test_what_a_checkpoint_was_given_is_not_recomputed_once_it_has_changed(P_x, 
     # All ranks raised alike, and go on.
     checkpoint(torch.sin, leaf, use_reentrant=False).sum().backward()
     torch.testing.assert_close(leaf.grad.full_tensor(), whole.cos())
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.pad(x.exp().sum(0).logsumexp(0).mT, [0, 3], mode="replicate"),
+        lambda x: F.pad(x.exp().sum(0), [0, 0, 2, 1], mode="reflect"),
+        lambda x: x.exp().logsumexp(2),
+        lambda x: x.exp()[:, :, :2].std(2),
+    ],
+)
+def test_ranks_recompute_a_checkpoint_at_the_same_place_where_it_ends_in_a_view(P_x, whole, function):
+    def moved_before(x):
+        return function(x.roll(1, 2))
+
+    x = whole.clone().requires_grad_()
+    moved_before(x).square().sum().backward()
+    leaf = shard(P_x, whole.clone().requires_grad_())
+    checkpoint(moved_before, leaf, use_reentrant=False).square().sum().backward()
+    torch.testing.assert_close(leaf.grad.full_tensor(), x.grad)
+
+
+@pytest.mark.mpi
+def test_a_view_stays_one_in_a_checkpoint(P_x, whole):
+    def written(x):
+        y = x * 1
+        y.transpose(0, 1)[:, :1].mul_(3)
+        return y
+
+    x = whole.clone().requires_grad_()
+    (y := written(x)).square().sum().backward()
+    leaf = shard(P_x, whole.clone().requires_grad_())
+    z = checkpoint(written, leaf, use_reentrant=False)
+    z.square().sum().backward()
+    torch.testing.assert_close(z.full_tensor(), y)
+    torch.testing.assert_close(leaf.grad.full_tensor(), x.grad)
 
 
 @pytest.mark.mpi
