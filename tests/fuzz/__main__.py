@@ -68,7 +68,9 @@ def search(
     """Number of seeds within a time, and of those that failed; ``collective``: on all ranks, if on one."""
     comm = MPI.COMM_WORLD
     end, begin, findings = time.monotonic() + seconds, first, 0
-    P_world = MPIPartition(comm)
+    # Of the machine that the search is on.
+    here = comm
+    P_world = MPIPartition(here)
     while comm.bcast(begin == first or time.monotonic() < end):
         try:
             check(P_world, comm, begin)
@@ -84,11 +86,12 @@ def search(
                 print(f"{where}{error}\n{ended}; {again}\n", flush=True)
             findings += 1
             # Ranks that went different ways cannot go on together.
-            P_world = MPIPartition(comm.Dup())
+            here = comm.Dup()
+            P_world = MPIPartition(here)
         begin += 1
         if not (begin - first) % PER_MACHINE:
             P_world.deactivate()
-            P_world = MPIPartition(comm)
+            P_world = MPIPartition(here)
     P_world.deactivate()
     return begin - first, findings
 

@@ -175,8 +175,15 @@ def sampled_program(rng: random.Random, seed: int) -> Program:
     if any(x.numel() > MOST_ELEMENTS for x in _tensors(y["v0"])) or _differences(ran(5)[0], y, 0):
         # Too much, or whatever is in the memory.
         raise samples.NoSample
-    found.drawn = bool(_differences(ran(6)[0], y, 0))
+    # What is drawn of few elements is often the same by another seed.
+    ran(5)
+    found.drawn = not torch.default_generator.get_state().equal(_state_of(5))
     return found
+
+
+def _state_of(seed: int) -> torch.Tensor:
+    torch.default_generator.manual_seed(seed)
+    return torch.default_generator.get_state()
 
 
 def random_program(seed: int) -> Program:
@@ -299,7 +306,8 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
                 return
         rounding = torch.inf if program.drawn else _rounding(program)
         for name, y in expected.items():
-            if name == "total" and program.drawn:
+            # In a sum that cancels the rounding of its terms is much; these are compared themselves.
+            if name == "total" and (program.drawn or rounding > ROUNDING[torch.float32]):
                 continue
             _agree(comm, found[name], y, rounding, f"{name}, time {time}, of {what}")
         for name, one, other in zip(expected, given, wholes, strict=False):

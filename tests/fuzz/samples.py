@@ -194,13 +194,15 @@ def drawn(rng: random.Random, names: dict[str, Any]) -> tuple[Text, bool]:
     form, in_place = rng.choice(forms)
     text = Text(rng, names)
     given, named = [sample.input, *sample.args], dict(sample.kwargs)
-    _said_otherwise(rng, op, given, named)
+    _said_otherwise(rng, op, given, named, 1 if in_place or form.startswith(".") else 0)
     arguments = [text.of(each) for each in given]
     if in_place:
         # Not what a leaf is, but a copy, or a part of one.
         text.lines.append(f"y = {arguments[0]}.clone()")
         arguments[0] = "y"
-    arguments += [f"{key}={text.of(value)}" for key, value in named.items()]
+    by_name = [f"{key}={text.of(value)}" for key, value in named.items()]
+    rng.shuffle(by_name)
+    arguments += by_name
     if form.startswith("."):
         if not isinstance(sample.input, torch.Tensor):
             raise NoSample
@@ -211,16 +213,15 @@ def drawn(rng: random.Random, names: dict[str, Any]) -> tuple[Text, bool]:
     return text, wrong
 
 
-def _said_otherwise(rng: random.Random, op: Any, given: list[Any], named: dict[str, Any]) -> None:
-    # Arguments by name in place of by order, and dimensions from the end.
-    names = _parameters(op.name.rpartition(".")[2])
+def _said_otherwise(rng: random.Random, op: Any, given: list[Any], named: dict[str, Any], least: int) -> None:
+    # Arguments by name in place of by order, all but the ``least`` first, and dimensions from the end.
+    names, first = _parameters(op.name.rpartition(".")[2]), given[0]
     if len(names) >= len(given) and rng.random() < 0.3:
-        keep = rng.randint(1, len(given))
+        keep = rng.randint(least, len(given))
         moved = dict(zip(names[keep:], given[keep : len(given)], strict=False))
         if not moved.keys() & named.keys():
             named.update(moved)
             del given[keep:]
-    first = given[0]
     if isinstance(first, torch.Tensor) and first.dim() and rng.random() < 0.3:
         change: Callable[[int], int] = lambda d: d - first.dim() if 0 <= d < first.dim() else d  # noqa: E731
         for key in named.keys() & {"dim", "axis", "dims"}:
