@@ -101,3 +101,20 @@ def test_operators_of_aten_go_by_the_rules_of_the_functions_that_they_are(P_worl
     if P_world.size > 1:
         with pytest.raises(UnsupportedError, match="aten"):
             aten._softmax(x, 0, False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.nn.functional.pixel_shuffle(upscale_factor=1, input=x),
+        lambda x: torch.linalg.matrix_rank(hermitian=True, input=x),
+        lambda x: torch.roll(shifts=1, input=x),
+        lambda x: torch.gather(dim=0, index=torch.zeros(1, 1, 1, 0, dtype=torch.int64), input=x),
+        lambda x: torch.index_select(dim=0, index=torch.tensor([0]), input=x),
+        lambda x: torch.diff(dim=0, input=x),
+        lambda x: torch.reshape(shape=(-1,), input=x.new_ones(2)),
+    ],
+)
+def test_copies_may_be_named(P_world, call):
+    x = torch.empty(1, 1, 2, 0)
+    check(P_world, call, [x], gradients=False)

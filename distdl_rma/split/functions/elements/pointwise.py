@@ -12,7 +12,7 @@ from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.tensor import SplitTensor, become_split, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, refused
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -34,7 +34,7 @@ bitwise_right_shift rsub complex polar gcd lcm __add__ __radd__ __sub__ __rsub__
 __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
 __rlshift__ __rshift__ __rrshift__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__
-__ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
+__ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ _prelu_kernel
 """.split()
 
 
@@ -92,7 +92,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     kwargs = {key: value for key, value in kwargs.items() if value is not None or key != "out"}
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     in_place = _in_place(func) or kwargs.get("inplace") is True
-    first: Any = args[0] if args else next(iter(kwargs.values()))
+    first: Any = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     if in_place and not isinstance(first, SplitTensor):
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return _changed_alike(func, args, kwargs)
@@ -147,16 +147,16 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x if y is local else SplitTensor(y, x._layout)
 
 
-@rule("pointwise", "prelu", "_prelu_kernel")
+@rule("pointwise", "prelu")
 @refusing
-def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As every function of single elements; the weights are those of the block's channels."""
-    x, weight = (*args, *kwargs.values())
-    result = common_layout(func, [x])
-    site = site_of(machine_of(x), func)
-    shape = (weight.numel(), *(1,) * (len(result.shape) - 2)) if weight.numel() > 1 else (1,)
-    column = as_part(site, weight.reshape(shape), part_for(shape, result), result)
-    return SplitTensor(func(local_of(x), column.reshape(-1)), result)
+    given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+    x, weight = given["input"], given["weight"]
+    dims = x.dim()
+    # Which torch takes for the dimension of channels, or for all elements.
+    shape = (weight.numel(), *(1,) * (dims - 2)) if weight.numel() != 1 else (1,) * min(dims, 1)
+    return composed(torch._prelu_kernel, x, composed(torch.reshape, weight, shape))
 
 
 @rule("pointwise", "bucketize", "isin")

@@ -22,11 +22,12 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.operands import cut_site, machine_of, needs_of, on_copies, wholes
-from distdl_rma.split.reducing import computed, positive
+from distdl_rma.split.reducing import computed, positive, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _RUNNING = "running_mean", "running_var"
 _WEIGHTS = "weight", "bias"
+_ALIKE = "running statistics are plain tensors, alike on all ranks"
 # What kind of normalisation one of a layout is, by eps and whether it tracks; made once for each.
 _Options = Callable[[Decomposition, Any, bool], NormOptions]
 # A function and its arguments, as the user called it.
@@ -96,8 +97,17 @@ def _buffers(func: Any, mean: Any, variance: Any) -> dict[str, torch.Tensor] | N
         return None
     for buffer in (mean, variance):
         if isinstance(buffer, SplitTensor):
-            raise refused(func, "running statistics are plain tensors, alike on all ranks")
+            raise refused(func, _ALIKE)
     return {"running_mean": mean, "running_var": variance}
+
+
+def _on_copies(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: bool, running: Sequence[Any]
+) -> Any:
+    if changes and any(isinstance(buffer, SplitTensor) and buffer.is_split for buffer in running):
+        # It would change a copy of what is cut.
+        raise refused(func, _ALIKE)
+    return on_copies(func, args, kwargs)
 
 
 def _batch(
@@ -126,7 +136,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, mean, variance, weight, bias, training, momentum, eps = _batch(*given, **kwargs)
     site = cut_site(func, x)
     if site is None:
-        return on_copies(func, args, kwargs)
+        return _on_copies(func, args, kwargs, training, (mean, variance))
     running = _buffers(func, mean, variance)
     if training:
         return _normalised((func, args, kwargs), site, x, _of_batch, (weight, bias), eps, running, momentum)
@@ -198,7 +208,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     x, mean, variance, weight, bias, by_input, momentum, eps = _instance(*given, **kwargs)
     site = cut_site(func, x)
     if site is None:
-        return on_copies(func, args, kwargs)
+        return _on_copies(func, args, kwargs, by_input, (mean, variance))
     running = _buffers(func, mean, variance)
     if by_input:
         return _normalised(
@@ -306,6 +316,11 @@ def _over_last(
     if not shape or len(shape) > dims or layout.shape[dims - len(shape) :] != shape:
         raise ShapeError(f"{site.name}: normalized_shape {shape} is not the end of {layout.shape}")
     if any(d >= dims - len(shape) for d in layout.cut_dims):
+        if local_of(x).is_complex():
+            # Of which no moments are exchanged.
+            local, whole = with_whole(site, x, range(dims - len(shape), dims))
+            y = _over_last(call, site, SplitTensor(local, whole), shape, weight, bias, eps, centred)
+            return put_back(site, local_of(y), whole, layout)
         return _normalised(call, site, x, _OverLast(len(shape), centred), (weight, bias), eps)
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
     local = local_of(x)

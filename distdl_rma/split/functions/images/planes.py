@@ -117,7 +117,8 @@ def unfold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if local.numel():
         y = func(local, *args[1:], **others)
     else:
-        y = local.new_zeros((*local.shape[:channels], local.shape[channels] * times, patches)) + local.sum()
+        nothing = local.new_zeros((*local.shape[:channels], local.shape[channels] * times, patches))
+        y = nothing + local.sum().to(local.dtype)
     return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
 
 

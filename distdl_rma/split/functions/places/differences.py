@@ -31,10 +31,11 @@ _T: Any = torch.Tensor
 @refusing
 def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
-    x, _, kwargs = tensor_and_rest(args, kwargs)
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not x.is_split:
-        return on_copies(func, args, kwargs)
-    spacing, order = kwargs.get("spacing", 1), kwargs.get("edge_order", 1)
+        return on_copies(func, (x, *rest), kwargs)
+    spacing, order = kwargs.get("spacing"), kwargs.get("edge_order", 1)
+    spacing = 1 if spacing is None else spacing
     given = kwargs.get("dim")
     count = len(x._layout.shape)
     dims = range(count) if given is None else given if isinstance(given, (list, tuple)) else (given,)

@@ -312,10 +312,10 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(index, SplitTensor) and index.is_split:
         if func.__name__ == "index_select" and dim in (0, -_dims(x)):
             # Of a number there is one element, for all ranks.
-            return by_rows(func, x, index) if _dims(x) else on_copies(func, args, kwargs)
+            return by_rows(func, x, index) if _dims(x) else on_copies(func, (x, *rest), kwargs)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     dim = positive(dim, len(x._layout.shape))
     site = site_of(machine_of(x), func)
     local, layout = whole_along(site, x, [dim])
@@ -356,11 +356,11 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = None
     if name.startswith("scatter"):
         source = argument(2, "src", rest, kwargs, kwargs.get("value"))
-    operands = [each for each in (x, index, source) if isinstance(each, torch.Tensor) and _dims(each)]
+    beside = isinstance(source, torch.Tensor) and _dims(source)
+    operands = [x, index, source] if beside else [x, index]
     if any(_dims(each) != _dims(x) for each in operands):
-        raise ShapeError(
-            f"{name}: shapes {' and '.join(str(frozen(each)) for each in operands)} do not go together"
-        )
+        # What torch takes is a number among vectors, or indices without elements.
+        return on_copies(func, (x, *rest), kwargs)
     split = next(each for each in operands if isinstance(each, SplitTensor))
     site = site_of(machine_of(split), func)
     # What is cut is alike in all of them; the largest of those that are split says how.
@@ -384,7 +384,9 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if source is None:
         y = local.gather(dim, where) if name == "gather" else torch.take_along_dim(local, where, dim)
         return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
-    value = part(2, source) if isinstance(source, torch.Tensor) and _dims(source) else source
+    value = part(2, source) if beside else source
+    if isinstance(source, torch.Tensor) and not beside:
+        value = as_part(site, source, part_for((), work), work, 2)
     more = {key: each for key, each in kwargs.items() if key in ("reduce", "include_self")}
     y = getattr(_T, name)(local, dim, where, value, *rest[3:], **more)
     return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))

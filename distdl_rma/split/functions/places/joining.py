@@ -114,7 +114,7 @@ def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Parts of a tensor, of which each rank keeps what it has."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     dim = argument(1, "dim", rest, kwargs, 0)
     dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim)
     found = func(on_shape(x), *rest, **kwargs)

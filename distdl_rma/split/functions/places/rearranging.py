@@ -37,7 +37,7 @@ def within_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """The order of elements along some dimensions, which must not be cut: another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     name, count = func.__name__, len(x._layout.shape)
     dims: Any = {"fliplr": (1,), "flipud": (0,)}.get(name, (1,))
     if name == "flip":
@@ -60,7 +60,7 @@ def rolled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     shifts, dims = argument(0, "shifts", rest, kwargs, None), argument(1, "dims", rest, kwargs, ())
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
     if not dims:
         return reshape(rolled(func, (reshape(x, (-1,)), shifts[0], 0), {}), x._layout.shape)
@@ -101,7 +101,7 @@ def pixels_shuffled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Each rank shuffles its block; blocks end where elements of the result do."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not isinstance(x, SplitTensor) or not x.numel():
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     up = func.__name__ == "pixel_shuffle"
     factor = int((*rest, *kwargs.values())[0])
 
@@ -133,7 +133,7 @@ def triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank keeps what its block has of the triangle."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     row, column = x._layout.box(x._layout.partition.me).start[-2:]
     diagonal = argument(0, "diagonal", rest, kwargs, 0)
     return SplitTensor(func(local_of(x), diagonal + row - column), x._layout)
@@ -159,7 +159,7 @@ def diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Diagonals over two dimensions that must not be cut: another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     count = len(x._layout.shape)
     # Those that torch takes where none are given: the last ones, or the first.
     first = -2 if func is torch.linalg.diagonal else 0

@@ -136,7 +136,7 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(x, SplitTensor):
             return func(x, *rest)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     if func is _T.view and isinstance(argument(0, "dtype", rest, kwargs, None), torch.dtype):
         return _retyped(func, x, argument(0, "dtype", rest, kwargs, None))
 
@@ -258,7 +258,7 @@ def repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank repeats its block; along repeated dimensions tensors are not cut."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     shape = derived(
         x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
     )
@@ -282,7 +282,7 @@ def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     times, dim = argument(0, "repeats", rest, kwargs, None), argument(1, "dim", rest, kwargs, None)
     if not isinstance(x, SplitTensor) or isinstance(times, SplitTensor):
         raise refused(func, "how often elements are repeated is on many ranks")
-    raise_as_torch(func, args, kwargs)
+    raise_as_torch(func, (x, *rest), kwargs)
     if dim is None:
         x, dim = reshape(x, (-1,)), 0
     dim = positive(dim, len(x._layout.shape))

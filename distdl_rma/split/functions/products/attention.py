@@ -34,6 +34,10 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if grouped and frozen(k)[-3] != heads:
         k, v = (composed(torch.repeat_interleave, x, heads // frozen(x)[-3], -3) for x in (k, v))
         operands[1:3] = k, v
+    if not frozen(q)[-1]:
+        # Without features all keys are alike, as with one that is zero.
+        (q, k), scale = (composed(F.pad, x, (0, 1)) for x in (q, k)), 1.0
+        operands[:2] = q, k
     if dropout:
         return _with_dropout(q, k, v, mask, dropout, causal, scale)
     batch = [list(range(2 - len(frozen(x)), 0)) for x in operands]

@@ -19,7 +19,7 @@ from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
-from distdl_rma.split.functions.places.shapes import argument, derived, frozen
+from distdl_rma.split.functions.places.shapes import argument, derived, frozen, tensor_and_rest
 from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, on_copies
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
@@ -210,11 +210,18 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return composed(_T.to, composed(torch.add, SplitTensor(y, work.result), bias), dtype)
 
 
+def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    # What is multiplied: the name of the second factor is another one for each function.
+    a, rest, kwargs = tensor_and_rest(args, kwargs)
+    (b,) = (*rest, *kwargs.values())
+    return a, b
+
+
 @rule("contraction", *"matmul mm bmm mv dot vdot inner __matmul__ __rmatmul__".split())
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks; sums over a cut dimension are added over the ranks."""
     kwargs = {key: each for key, each in kwargs.items() if key != "out" or each is not None}
-    a, b = (*args, *kwargs.values())
+    a, b = _two(args, kwargs)
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
     if func.__name__ in ("dot", "vdot") or _dims(a) == _dims(b) == 1:
@@ -270,7 +277,7 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @refusing
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks of both vectors; cut alike, the second is whole on all ranks."""
-    a, b = (*args, *kwargs.values())
+    a, b = _two(args, kwargs)
     return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
 
 

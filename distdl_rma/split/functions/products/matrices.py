@@ -29,7 +29,7 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         raise refused(func, "a tensor stands beside the matrices")
     count = len(x._layout.shape)
     if not x.is_split or count < 2:
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     local, layout = with_whole(site_of(machine_of(x), func), x, (count - 2, count - 1), "matrices made whole")
 
     def split(y: torch.Tensor) -> SplitTensor:
@@ -45,11 +45,13 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
 def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank solves for its samples and right-hand sides, by matrices that are whole."""
-    (a, b), options = args[:2], kwargs
-    if func.__name__ == "cholesky_solve":
-        a, b, options = b, a, {"upper": argument(2, "upper", args, kwargs, False)}
-    elif len(args) > 2:
+    names = ("input", "input2", "upper") if func.__name__ == "cholesky_solve" else ("A", "B")
+    if len(args) > len(names):
         raise refused(func, "it takes two tensors, and options by name")
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    a, b = options.pop(names[0]), options.pop(names[1])
+    if func.__name__ == "cholesky_solve":
+        a, b = b, a
     one, two = frozen(a), frozen(b)
     vectors = func is torch.linalg.solve and (len(two) == 1 or two == one[:-1])
     left = options.get("left", True)

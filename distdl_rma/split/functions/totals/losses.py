@@ -161,10 +161,10 @@ def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     The mean divides by the number, or the weights, of all targets that count.
     """
-    if not _any_split(args, kwargs):
-        return on_copies(func, args, kwargs)
     given = _arguments(func, args, kwargs)
     x, target, weight, reduction = (given.pop(name) for name in ("input", "target", "weight", "reduction"))
+    if not _any_split((x, target), {}):
+        return on_copies(func, args, kwargs)
     dim = 0 if len(x.shape) == 1 else 1
     of_indices = not (target.is_floating_point() and func is F.cross_entropy)
     site = _site(func, {"input": x, "target": target})

@@ -68,6 +68,14 @@ def test_in_place(P_world):
 @pytest.mark.parametrize("count", [1, 3])
 def test_prelu(P_world, count):
     check(P_world, F.prelu, [numbers(SHAPE)], [numbers((count,))])
+    check(P_world, lambda w, x: F.prelu(weight=w, input=x), [numbers((count,))], [numbers(SHAPE)])
+
+
+@pytest.mark.mpi
+def test_prelu_of_numbers_and_vectors(P_world):
+    check(P_world, lambda w, x: F.prelu(x, w), [numbers((1,))], [numbers(())])
+    check(P_world, lambda x: F.prelu(x.sum(), x.mean()), [numbers((5,))])
+    check(P_world, F.prelu, [numbers((5,))], [numbers(())])
 
 
 @pytest.mark.mpi

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma import SplitTensor, shard
+from distdl_rma.errors import UnsupportedError
+from distdl_rma.split import layout as lay
 from tests.split.against_whole import block, check
 
 SHAPE = 3, 4, 5, 7
@@ -171,3 +174,26 @@ def test_what_is_infinite_is_a_result_as_any_other(P_world):
     y.to_local().sum().backward()
     assert y.to_local()[0, 0].isnan().any()
     assert y.to_local()[0, 1].isfinite().all()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
+def test_running_statistics_that_are_cut_are_refused_beside_copies_too(P_world, name):
+    P_x = P_world.create_cartesian_topology_partition((P_world.size,))
+    for cut in (0, 1):
+        running = [torch.zeros(4), torch.ones(4)]
+        running[cut] = shard(P_x, running[cut])
+        for x in (torch.randn(3, 4, 5), SplitTensor(torch.randn(3, 4, 5), lay.replicated(P_x, (3, 4, 5)))):
+            with pytest.raises(UnsupportedError, match="running statistics are plain tensors"):
+                getattr(F, name)(x, *running, **({"training": True} if name == "batch_norm" else {}))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rms_norm_of_complex_numbers(P_world, weighted):
+    x, w = (torch.randn(shape, dtype=torch.complex128, requires_grad=True) for shape in ((3, 5, 4), (5, 4)))
+    if weighted:
+        check(P_world, lambda x, w: F.rms_norm(x, (5, 4), w), [x], [w])
+    else:
+        check(P_world, lambda x: F.rms_norm(x, (4,)), [x])

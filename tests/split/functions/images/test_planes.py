@@ -56,3 +56,9 @@ def test_grid_sample(P_world):
     check(P_world, lambda g, x: F.grid_sample(x, g, align_corners=True), [grid], [numbers(PLANE)])
     both = [numbers((2, 3, 8, 2)), grid]
     check(P_world, lambda x, g: F.grid_sample(x, g, align_corners=True), both)
+
+
+@pytest.mark.mpi
+def test_unfold_of_no_truths(P_world):
+    x = torch.ones(0, 1, 5, 5, dtype=torch.bool)
+    check(P_world, lambda x: F.unfold(x, (2, 2), stride=2), [x], gradients=False)

@@ -47,3 +47,8 @@ def test_integrals(P_world):
         x = numbers((4, 5, 3)[dim])
         check(P_world, lambda y, x, d=dim: torch.trapezoid(y, x, dim=d), [numbers(4, 5, 3)], [x])
     check(P_world, torch.trapezoid, [numbers(4, 1)])
+
+
+@pytest.mark.mpi
+def test_a_spacing_of_none_is_one(P_world):
+    check(P_world, lambda x: torch.gradient(x, spacing=None, dim=None, edge_order=1), [numbers(4, 7)])

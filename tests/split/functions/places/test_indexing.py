@@ -142,3 +142,13 @@ def test_an_interval_begins_at_a_whole_number(P_world, start):
     for y in (x, block(P_world.create_cartesian_topology_partition((P_world.size, 1)), x)):
         with pytest.raises((RuntimeError, TypeError)):
             y.narrow(0, start, 2)
+
+
+@pytest.mark.mpi
+def test_elements_of_numbers_by_vectors_and_of_vectors_by_none(P_world):
+    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)
+    check(P_world, lambda index, x: x.gather(0, index), [one], [numbers()])
+    check(P_world, lambda x: x.gather(0, one.view(())), [numbers(5)])
+    check(P_world, lambda x: x.gather(0, none), [numbers(5)])
+    check(P_world, lambda x: x.sum().gather(0, torch.zeros(3, dtype=torch.int64)), [numbers(5)])
+    check(P_world, lambda x: x.scatter_add(0, one.view(()), x.sum()), [numbers(5)])

@@ -86,3 +86,9 @@ def test_gradients_of_plain_operands_meet_where_a_rank_has_no_heads(P_world):
     attend = F.scaled_dot_product_attention
     heads = (1, P_world.size, 1, 1)
     check(P_world, lambda v, q, k, mask: attend(q, k, v, mask), [v], [q, k, mask], only=[heads])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 2.0}])
+def test_without_features_all_keys_count_alike(P_world, options):
+    check(P_world, lambda v, q: ATTENTION(q, q, v, **options), [numbers(2, 3, 5, 4)], [numbers(2, 3, 5, 0)])

@@ -172,3 +172,9 @@ def test_sums_of_products_have_torchs_types(P_world):
     )
     with pytest.raises(RuntimeError, match="integral"):
         check(P_world, lambda x: torch.addr(a[0, 0], x[0], x[1], alpha=0.5), [a], gradients=False)
+
+
+@pytest.mark.mpi
+def test_factors_in_another_order_by_name(P_world):
+    check(P_world, lambda x, y: torch.matmul(other=y, input=x), [numbers(4, 4), numbers(4, 4)])
+    check(P_world, lambda x, y: torch.outer(vec2=y, input=x), [numbers(4), numbers(4)])

@@ -77,3 +77,19 @@ def test_kronecker_products(P_world):
         check(P_world, torch.kron, [numbers(*a)], [numbers(*b)])
         check(P_world, lambda x, y: torch.kron(y, x), [numbers(*a)], [numbers(*b)])
     check(P_world, torch.kron, [numbers(4, 3), numbers(3, 5)])
+
+
+@pytest.mark.mpi
+def test_what_is_solved_may_be_named(P_world):
+    b, a = numbers(2, 3, 4), numbers(2, 3, 3)
+
+    def solved(b, a):
+        a, factor = definite(a), torch.linalg.cholesky(definite(a), upper=True)
+        return (
+            torch.cholesky_solve(upper=True, input2=factor, input=b),
+            b.cholesky_solve(factor, True),
+            torch.linalg.solve(B=b, A=a),
+            torch.linalg.solve_triangular(factor, B=b, upper=True),
+        )
+
+    check(P_world, solved, [b, a])

@@ -212,3 +212,16 @@ def test_losses_of_a_user(P_world):
     for loss in (focal, tversky, weighted, relative):
         check(P_world, loss, [numbers(), between()])
         check(P_world, loss, [numbers()], [between()])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_weights_of_classes_alone_may_be_split(P_world, reduction):
+    target = torch.randint(0, 3, (5,))
+    for loss in (F.cross_entropy, F.nll_loss):
+        check(
+            P_world,
+            lambda weight, x, f=loss: f(x, target, weight, reduction=reduction),
+            [torch.rand(3, dtype=torch.float64)],
+            [numbers((5, 3))],
+        )
