@@ -91,12 +91,17 @@ def warn_of_mean(gradient: torch.Tensor) -> None:
     come_by_blocks(gradient)
     if RUNNING.depth or not _begins_at_mean():
         return
+    warn_user(_MEAN)
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's that leads here, once."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_ROOMS):
         frame = frame.f_back
     if frame is not None:
         known = frame.f_globals.setdefault("__warningregistry__", {})
-        warnings.warn_explicit(_MEAN, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=known)
+        warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=known)
 
 
 def _begins_at_mean() -> bool:

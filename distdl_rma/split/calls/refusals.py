@@ -7,8 +7,8 @@ all. So torch's function is called here on stand-ins for the whole tensors, once
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
-from functools import wraps
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch
 
 from distdl_rma.split.calls.table import ASKS_TORCH, Handler
 
+# What torch says, and of which kind that is.
+Warned = tuple[str, type[Warning]]
 # Kinds of calls that torch takes. What it refuses it is asked again: it may be for values, as of a mask.
-_TAKEN: set[Any] = set()
+# Of each what torch warns of.
+_TAKEN: dict[Any, Sequence[Warned]] = {}
 _MOST = 1 << 12
 # Elements of all tensors of a call up to which torch computes it, to see whether it does.
 _FEW = 1 << 16
@@ -31,22 +34,27 @@ _HINT = (
 _OF_DTYPES = "not implemented for"
 
 
-def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what torch raises of such arguments, whatever the values of split tensors are; local."""
+def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Warned]:
+    """Raise what torch raises of such arguments, whatever the values of split tensors are; local.
+
+    Returns what torch warns of: the call of blocks has their sizes, and its line.
+    """
     given = (*args, *kwargs.values())
     # A function of the user is called once, and a generator of the user draws once.
     if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
-        return
+        return ()
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
-    if key in _TAKEN:
-        return
-    error = _error(func, args, kwargs)
+    found = _TAKEN.get(key)
+    if found is not None:
+        return found
+    said: list[Warned] = []
+    error = _error(func, args, kwargs, said)
     if error is not None:
         error.add_note(_HINT)
         raise error
     if len(_TAKEN) > _MOST:
         _TAKEN.clear()
-    _TAKEN.add(key)
+    return _TAKEN.setdefault(key, said)
 
 
 def is_taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -107,36 +115,41 @@ def _shape(x: Any) -> tuple[int, ...]:
     return x._layout.shape if _is_split(x) else tuple(x.shape)
 
 
-def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: list[Warned]) -> Exception | None:
     tensors: list[torch.Tensor] = []
     _mapped(tensors.append, (args, kwargs))
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
         return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).clone()
 
+    tried = partial(_tried, func, args, kwargs, said)
     if sum(prod(_shape(x)) for x in tensors) <= _FEW:
         # Of some values torch may refuse what it computes of others.
-        return _tried(func, args, kwargs, filled(0)) and _tried(func, args, kwargs, filled(1))
-    found = _tried(func, args, kwargs, lambda x: torch.empty(_shape(x), dtype=x.dtype, device="meta"))
+        return tried(filled(0)) and tried(filled(1))
+    found = tried(lambda x: torch.empty(_shape(x), dtype=x.dtype, device="meta"))
     # Without elements torch knows no values and no autocast.
     unsure = (
         isinstance(found, NotImplementedError) or "meta" in str(found) or torch.is_autocast_enabled("cpu")
     )
     if found is None or unsure:
-        found = _tried(func, args, kwargs, lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype))
+        found = _tried(func, args, kwargs, [], lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype))
         return found if _OF_DTYPES in str(found) else None
     return found
 
 
 def _tried(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Callable[[Any], torch.Tensor]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    said: list[Warned],
+    stand_in: Callable[[Any], torch.Tensor],
 ) -> Exception | None:
     # The error of a call of stand-ins, which draws no random number that another call would get.
     state = torch.default_generator.get_state()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # The call itself gives them.
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), warnings.catch_warnings(record=True) as found:
+            # Whatever the user wants to see.
+            warnings.simplefilter("always")
             func(*_mapped(stand_in, args), **_mapped(stand_in, kwargs))
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # Of the values of a matrix.
@@ -145,6 +158,7 @@ def _tried(
         return error.with_traceback(None)
     finally:
         torch.default_generator.set_state(state)
+    said[:] = [(str(each.message), each.category) for each in found]
     return None
 
 

@@ -16,10 +16,12 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.ops.core.plain_losses import warn_user
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
+from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import with_whole
@@ -91,17 +93,25 @@ _POINTWISE = {
 }
 # Weights of these have the shape of the input; a mean of the first two is divided by their sum.
 _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
+# Torch broadcasts operands of these, and warns.
+_BROADCASTING = *_OF_WEIGHTED_MEAN, F.smooth_l1_loss
 
 
 @rule("loss", *_POINTWISE)
-@refusing
+@asking_torch
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank takes the terms of its block; sums and numbers of terms are those of the whole."""
     if func is F.l1_loss and kwargs.get("weight") is None:
         kwargs = {**kwargs, "weight": _weight_not_handed_on()}
-    if not _any_split(args, kwargs):
-        return on_copies(func, args, kwargs)
+    warned = raise_as_torch(func, args, kwargs)
     given = _arguments(func, args, kwargs)
+    broadcasts = func in _BROADCASTING and frozen(given["input"]) != frozen(given["target"])
+    if not (broadcasts or _any_split(args, kwargs)):
+        return on_copies(func, (), given)
+    for each in warned:
+        warn_user(*each)
+    if broadcasts:
+        return composed(_broadcast_loss, func, **given)
     reduction = given.pop("reduction")
     tensors = {name: given[name] for name in _POINTWISE[func] if isinstance(given.get(name), torch.Tensor)}
     result = common_layout(func, list(tensors.values()))
@@ -116,6 +126,19 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     elif weighted and reduction == "mean" and func is not F.huber_loss:
         count = given["weight"].sum()
     return _reduced(site, y, result, reduction, count)
+
+
+def _broadcast_loss(
+    func: Any, input: Any, target: Any, reduction: str, weight: Any = None, **others: Any
+) -> Any:
+    # As torch makes it of operands of one shape; of weights it takes the sum before they are broadcast.
+    operands = torch.broadcast_tensors(input, target)
+    if weight is None:
+        return func(*operands, reduction=reduction, **others)
+    terms = func(*operands, reduction="none", **others) * weight
+    if reduction == "mean" and func is not F.huber_loss:
+        return terms.sum() / weight.sum()
+    return finished(terms, reduction)
 
 
 def _weight_not_handed_on() -> torch.Tensor | None:

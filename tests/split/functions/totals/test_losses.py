@@ -1,7 +1,10 @@
 """Losses of torch."""
 
+import re
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
@@ -77,6 +80,35 @@ def test_options_of_losses_of_elements(P_world):
     )
     check(P_world, torch.nn.BCEWithLogitsLoss(reduction="sum"), [numbers()], [between()])
     check(P_world, lambda x, y: F.gaussian_nll_loss(x, y, 2.0), [numbers(), numbers()])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("shape", [(4, 1), (70_000, 1)])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), F.l1_loss, F.smooth_l1_loss, F.huber_loss])
+def test_torchs_warning_of_sizes_has_the_line_of_the_user_and_those_of_the_whole(P_world, shape, loss):
+    x, y = torch.zeros(shape), torch.ones(2)
+    words = re.escape(
+        f"Using a target size (torch.Size([2])) that is different to the input size ({x.size()})."
+    )
+    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    for one in (block(P_x, x), block(P_x, x).redistribute()):
+        with pytest.warns(UserWarning, match=words) as found:
+            loss(one, y)
+        assert [each.filename for each in found] == [__file__]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_losses_of_operands_that_are_broadcast(P_world, loss, reduction):
+    shapes = (5, 1), (5, 3), (1, 3)
+    for one, other in ((a, b) for a in shapes for b in shapes if a != b):
+        x, y, weight = numbers(one), numbers(other), torch.rand(one, dtype=torch.float64)
+        check(P_world, lambda x, y: loss(x, y, reduction=reduction), [x, y])
+        check(P_world, lambda x, y, w: loss(x, y, reduction=reduction, weight=w), [x], [y, weight])
 
 
 @pytest.mark.mpi
