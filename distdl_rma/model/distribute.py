@@ -47,7 +47,7 @@ from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 from distdl_rma.sync.claims import Owner
 from distdl_rma.sync.gradients import GradientSync
-from distdl_rma.sync.registry import ModuleWatch, elsewhere
+from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, elsewhere
 
 M = TypeVar("M", bound=nn.Module)
 _KEY = "distributed"
@@ -156,7 +156,7 @@ class Distributed:
         """
         if not self._synchronises:
             raise ConfigurationError(
-                f"{self._name}: there is no GradientSync with reduction='none'; DistributedDataParallel and"
+                f"{self._name}: with reduction='none' it sums no gradients; DistributedDataParallel and"
                 " fully_shard have a no_sync() of their own"
             )
         if self._sync is None:
@@ -427,7 +427,7 @@ def distribute(
     said = f"grid {shape}, fallback={fallback!r}, reduction={reduction!r} and check_copies={check_copies}"
     # Else the gradients are summed over all ranks of the machine.
     apart = reduction == "none" or replicas is not None
-    _check_alike(machine, said, partial(_check, model, machine, grid, apart, fallback))
+    _check_alike(machine, said, partial(_check, model, machine, grid, apart, reduction, fallback))
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, fallback, options, bool(check_copies))
     # Those that look at a model see that it is one that computes on split tensors.
@@ -460,11 +460,15 @@ def _check_alike(machine: Machine, mine: str, check: Callable[[], None]) -> None
             )
 
 
-def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, fallback: str) -> None:
+def _check(
+    model: nn.Module, machine: Machine, grid: Grid, apart: bool, reduction: str, fallback: str
+) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"distribute: takes a torch.nn.Module, got {model!r}")
     if fallback not in ("move", "error"):
         raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
+    if reduction not in (*REDUCTIONS, "none"):
+        raise ConfigurationError(f"distribute: reduction is 'sum', 'mean' or 'none', got {reduction!r}")
     for path, part in model.named_modules():
         if _KEY in vars(part):
             raise ConfigurationError(

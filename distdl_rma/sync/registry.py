@@ -25,7 +25,7 @@ from distdl_rma.sync.claims import Claim, Owner, claims_of, synchronised, under
 from distdl_rma.sync.consensus import Words, agree, statement
 from distdl_rma.sync.plain_modules import generator_state
 
-_REDUCTIONS = ("sum", "mean")
+REDUCTIONS = "sum", "mean"
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _parameters, _children = map(attrgetter, ("_parameters", "_modules"))
 _learns, _dtype = map(attrgetter, ("requires_grad", "dtype"))
@@ -45,8 +45,8 @@ class SyncOptions(NamedTuple):
     def refusal(self) -> str:
         """What is wrong with them; empty if nothing is."""
         reduction, replicas, nbytes = self
-        if reduction not in _REDUCTIONS:
-            return f"reduction is one of {_REDUCTIONS}, got {reduction!r}"
+        if reduction not in REDUCTIONS:
+            return f"reduction is one of {REDUCTIONS}, got {reduction!r}"
         if replicas is not None and (reduction == "sum" or not _at_least(1, replicas)):
             return f"replicas={replicas!r} divides a mean, and is at least 1"
         if not _at_least(0, nbytes):

@@ -49,6 +49,13 @@ LOCAL = {
     "l1 and a penalty": (lambda y, t: 0.5 * F.l1_loss(y, t) + (y - t).square().sum() / 192, True),
     "all dimensions": (lambda y, t: (y - t).abs().mean((0, 1, 2, 3)), True),
     "classes": (lambda y, t: F.cross_entropy(y, t[:, 0].long()), True),
+    "probabilities": (lambda y, t: F.cross_entropy(y, t.softmax(1)), True),
+    "probabilities and weights": (
+        lambda y, t: F.cross_entropy(y, t.softmax(1), torch.ones(2), label_smoothing=0.1),
+        True,
+    ),
+    "a sum of probabilities": (lambda y, t: -(t.softmax(1) * F.log_softmax(y, 1)).sum() / 96, False),
+    "sum of cross entropies": (lambda y, t: F.cross_entropy(y, t.softmax(1), reduction="sum") / 96, False),
     "sum": (lambda y, t: F.mse_loss(y, t, reduction="sum") / 192, False),
     "one dimension": (lambda y, t: (y - t).square().mean(3).sum() / 24, False),
 }

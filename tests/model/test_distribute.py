@@ -137,6 +137,8 @@ def test_what_cannot_be_distributed(pair, P_world):
         distribute(pair[1], {"H": -1})
     with pytest.raises(ConfigurationError, match="fallback"):
         distribute(made(), {"H": -1}, fallback="guess")
+    with pytest.raises(ConfigurationError, match="'sum', 'mean' or 'none', got 'foo'"):
+        distribute(made(), {"H": -1}, reduction="foo")
     with pytest.raises(ConfigurationError, match=r"takes a torch\.nn\.Module"):
         distribute(torch.relu if P_world.rank == 0 else made(), {"H": -1})
     if P_world.size > 1:

@@ -109,8 +109,10 @@ def test_modules_of_a_split_model_are_sharded_one_by_one(mesh, P_world):
 
 def test_no_sync_is_torchs_where_torch_sums(mesh, P_world):
     model = distribute(network(), blocks(P_world, mesh), reduction="none")
-    with pytest.raises(ConfigurationError, match="there is no GradientSync"):
-        model.distributed.no_sync()
+    for what in ("no_sync", "sync"):
+        with pytest.raises(ConfigurationError, match="with reduction='none' it sums no gradients") as found:
+            getattr(model.distributed, what)()
+        assert "GradientSync" not in str(found.value)
     parallel, replica = DistributedDataParallel(model), mesh["replicas"].get_local_rank()
     lessons = [samples(replica, step) for step in range(2)]
     with parallel.no_sync():

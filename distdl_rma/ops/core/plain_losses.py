@@ -127,6 +127,12 @@ def _is_mean(node: Any) -> bool:
     # Over all dimensions, or a loss of torch's with reduction="mean".
     if node.name() == "MeanBackward1":
         return len(node._saved_dim) == len(node._saved_self_sym_sizes)
+    if node.name() == "DivBackward1":
+        # Of F.cross_entropy with probabilities: a program's own divisions have other nodes.
+        (negative, _), *_ = node.next_functions
+        return negative is not None and [each.name() for each, _ in negative.next_functions] == [
+            "SumBackward0"
+        ]
     return node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1
 
 
