@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,11 @@ class IndexFrequencies:
     def __init__(self, site: CallSite, P_x: Partition, num_embeddings: int) -> None:
         name = f"{site.name} (frequencies)"
         self._sum = Allreduce(site.machine.segments, P_x.ranks, num_embeddings, np.float64, name=name)
-        weakref.finalize(self, self._sum.close)
 
     def scale(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``y``, the vectors of ``x``, whose gradients will be divided; blocking."""
-        counts = self._sum.active
-        counts[:] = np.bincount(x.detach().flatten().numpy(), minlength=len(counts))
-        self._sum.start()
-        total = torch.from_numpy(self._sum.wait().copy())
+        found = np.bincount(x.detach().flatten().numpy(), minlength=self._sum.count)
+        total = torch.from_numpy(self._sum(found).copy())
         scaled: torch.Tensor = _Scale.apply(y, total[x.to(torch.int64)].unsqueeze(-1))
         return scaled
 

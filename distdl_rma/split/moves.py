@@ -16,7 +16,6 @@ is; a plain tensor that ranks with equal blocks use contributes on the first of 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -41,27 +40,16 @@ def reduced(
         return x.detach().clone()
     wide = sum_dtype(x.dtype)
 
-    key, some = (op, what, ranks, x.shape, wide), tuple(ranks)
-    sums = site.kept(key, lambda: _Reduction(site, ranks, x.numel(), wide, op, what or op), some).allreduce
-    sums.active[:] = as_array(x.detach().to(wide).reshape(-1))
+    key, some, name = (op, what, ranks, x.shape, wide), tuple(ranks), f"{site.name} ({what or op})"
+    segments, element = site.machine.segments, reduction_dtype(wide)
+    sums = site.kept(key, lambda: Allreduce(segments, ranks, x.numel(), element, op, name), some)
     with site.machine.trace.span("wait", site.name):
-        sums.start()
-        result = as_tensor(sums.wait(), wide)
+        result = as_tensor(sums(as_array(x.detach().to(wide).reshape(-1))), wide)
     return result.view(x.shape).to(x.dtype, copy=True)
 
 
 # What moves since the user asked for it, and not by a rule.
 ASKED = "redistribute"
-
-
-class _Reduction:
-    # An allreduce whose memory goes with the site that keeps it.
-    def __init__(
-        self, site: Site, ranks: Sequence[int], count: int, dtype: torch.dtype, op: str, what: str
-    ) -> None:
-        segments, name = site.machine.segments, f"{site.name} ({what})"
-        self.allreduce = Allreduce(segments, ranks, count, reduction_dtype(dtype), op, name)
-        weakref.finalize(self, self.allreduce.close)
 
 
 class _AllSum(OperatorFunction):

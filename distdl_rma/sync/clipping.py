@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from weakref import finalize
 
 import numpy as np
 import torch
@@ -66,11 +65,8 @@ class GradientNorms:
             name = f"norm of order {order:g} of the gradients"
             segments, ranks = self._machine.segments, self._machine.ranks
             total = Allreduce(segments, ranks, len(values), np.float64, op, name)
-            finalize(self, total.close)
             self._totals[order] = total
-        total.active[:] = values
-        total.start()
-        *found, unsummed = total.wait().tolist()
+        *found, unsummed = total(values).tolist()
         if unsummed:
             # Ranks whose garbage is collected at different times may differ in it.
             raise ProtocolError("the norm of gradients: gradients from no_sync are not summed yet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -31,16 +30,14 @@ class ParameterHooks:
         op = "sum" if divisor == 1 else "mean"
         ranks = slot.kind.ranks
         self._sum = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
-        weakref.finalize(self, self._sum.close)
         # What .grad held before, until what is new is there.
         self._before: torch.Tensor | None = None
         self.seen = False
 
     def whole(self, slot: GradientSlot, contribution: torch.Tensor) -> torch.Tensor:
         """What the hooks get; blocking."""
-        self._sum.active[:] = as_array(contribution.detach().to(self._dtype).reshape(-1))
-        self._sum.start()
-        result = as_tensor(self._sum.wait(), self._dtype).view(contribution.shape)
+        total = self._sum(as_array(contribution.detach().to(self._dtype).reshape(-1)))
+        result = as_tensor(total, self._dtype).view(contribution.shape)
         parameter = slot.parameter()
         self._before, parameter.grad, self.seen = parameter.grad, None, True
         return result.to(contribution.dtype, copy=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +40,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
         super().__init__("cpu", **arguments)
         home = Machine.of(machine)
         self._found = Allreduce(home.segments, home.ranks, 1, np.float32, "max", "GradScaler")
-        weakref.finalize(self, self._found.close)
 
     @uncompiled
     def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
@@ -49,7 +47,5 @@ class DistributedGradScaler(torch.amp.GradScaler):
         groups = [{"params": [_in_reals(p) for p in group["params"]]} for group in optimizer.param_groups]
         in_reals: Any = SimpleNamespace(param_groups=groups)
         found = super()._unscale_grads_(in_reals, *arguments)
-        self._found.active[:] = max((float(flag) for flag in found.values()), default=0.0)
-        self._found.start()
-        anywhere = float(self._found.wait()[0])
+        anywhere = float(self._found(max((float(flag) for flag in found.values()), default=0.0))[0])
         return {torch.device("cpu"): torch.full((), anywhere, dtype=torch.float32)}

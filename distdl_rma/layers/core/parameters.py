@@ -128,7 +128,6 @@ class Parameters:
             over = "" if ranks == self.holders else f" over ranks {list(ranks)}"
             element, title = reduction_dtype(dtype), f"{name} (gradients{over})"
             total = Allreduce(machine.segments, ranks, count, element, name=title)
-            weakref.finalize(self, total.close)
             self._sums[ranks, count, dtype] = total
         flat = as_tensor(total.active, dtype)
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -161,9 +160,7 @@ class RunningStatistics:
             return None
         count = len(RUNNING) * self._store.box(machine.rank).volume
         title = f"{name} (running statistics)"
-        sums = Allreduce(machine.segments, self._keepers, count, np.float64, name=title)
-        weakref.finalize(self, sums.close)
-        return sums
+        return Allreduce(machine.segments, self._keepers, count, np.float64, name=title)
 
     def connect(self) -> None:
         """Exchange addresses with the other keepers, if a batch travels; blocking."""
@@ -188,9 +185,8 @@ class RunningStatistics:
         if self._sums is not None:
             # One of those that share a group speaks for it.
             speaks = bool(batch) and self._speaks
-            self._sums.active[:] = as_array(torch.cat(list(batch)) * self._share) if speaks else 0
-            self._sums.start()
-            batch = as_tensor(self._sums.wait()).tensor_split(len(RUNNING))
+            total = self._sums(as_array(torch.cat(list(batch)) * self._share) if speaks else 0)
+            batch = as_tensor(total).tensor_split(len(RUNNING))
         # A batch without elements changes nothing; a rank outside keeps nothing where channels are cut.
         if not batch or self._empty:
             return

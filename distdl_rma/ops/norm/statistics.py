@@ -188,9 +188,7 @@ class Statistics:
 
     def _allreduce(self, count: int, what: str) -> Allreduce:
         segments, ranks, name = self.machine.segments, self.groups.ranks, f"{self.name} (norm, {what})"
-        sums = Allreduce(segments, ranks, count, np.float64, name=name, one_round=self._in_one_round)
-        weakref.finalize(self, sums.close)
-        return sums
+        return Allreduce(segments, ranks, count, np.float64, name=name, one_round=self._in_one_round)
 
     def connect(self) -> None:
         """Exchange addresses with the ranks that share the groups; blocking."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+from numpy.typing import ArrayLike
 
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.segments.collectives.barrier import Barrier
@@ -65,7 +68,7 @@ class Collective:
     ``active`` to another buffer, so that step k+1 can be written while step k travels. Both lie in the
     segment, and a result stays valid until the next but one start. All ranks construct it in the same
     order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for
-    several of them in different orders.
+    several of them in different orders. A call with values does all of it.
 
     Calls out of order raise ``ProtocolError``. Whatever waits takes a ``timeout`` in seconds, 0 to look
     once, None for the machine's default; it raises ``ExchangeTimeout`` at the deadline, naming the ranks
@@ -97,6 +100,9 @@ class Collective:
         self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` has not been called
         self._connected = False
         self._closed = False
+        # What of it has memory, given back by ``close``, or when nobody has the collective any more.
+        self._parts: list[Algorithm | Barrier] = [algorithm]
+        self._close = weakref.finalize(self, _give_back, self._manager, self._parts)
 
     @property
     def active(self) -> Array:
@@ -137,6 +143,12 @@ class Collective:
         if not self._connected:
             self.connect()
         self._begin()
+
+    def __call__(self, values: ArrayLike) -> Array:
+        """Carry out a step on values: write, start and wait; blocking. ``result``, valid as that is."""
+        self.active[...] = values
+        self.start()
+        return self.wait()
 
     def test(self) -> bool:
         """Advance the running step; return whether it is complete. Does not block.
@@ -191,6 +203,7 @@ class Collective:
         if self._reset_to is None:
             if self._reset_barrier is None:
                 self._reset_barrier = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
+                self._parts.append(self._reset_barrier)
             self._reset_to = self._reset_barrier.wait(timeout, self._steps)
         # A rank that nobody sends anything to, as the root of a broadcast, may be many steps ahead.
         while self._running or self._steps < self._reset_to:
@@ -204,14 +217,11 @@ class Collective:
     def close(self) -> None:
         """Give the memory back when no rank uses it any more; local, idempotent.
 
-        A step that is running goes on for the others, whenever this rank waits for something.
+        A step that is running goes on for the others, whenever this rank waits for something. A collective
+        that is collected as garbage is closed.
         """
-        if not self._closed:
-            self._closed = True
-            if not self._manager.closed:
-                self._algorithm.close()
-                if self._reset_barrier is not None:
-                    self._reset_barrier.close()
+        self._closed = True
+        self._close()
 
     def _begin(self) -> None:
         algorithm, trace = self._algorithm, self._manager.trace
@@ -248,3 +258,9 @@ class Collective:
                 f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "
                 "close it and make it anew on all ranks"
             )
+
+
+def _give_back(manager: SegmentManager, parts: list[Algorithm | Barrier]) -> None:
+    if not manager.closed:
+        for part in parts:
+            part.close()

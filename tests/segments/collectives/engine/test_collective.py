@@ -1,5 +1,6 @@
 """All double-buffered collectives, over every kind of nodes: values, orders, timeouts, recovery."""
 
+import gc
 import os
 import random
 import threading
@@ -386,3 +387,18 @@ def test_ranks_are_checked_and_laid_out_by_node(segments):
     assert {frozenset(node) for node in layout.nodes} == {*map(frozenset, segments.segment.direct_nodes)}
     with pytest.raises(PartitionError, match="'here': ranks must be unique"):
         CollectiveSite.checked(segments, (), "here")
+
+
+@pytest.mark.parametrize("count", [3, 20_000])
+def test_a_call_is_a_step_and_a_forgotten_collective_gives_its_memory_back(segments, comm, count):
+    job = Allreduce(segments, segments.ranks, count, np.float64, name=f"forgotten {count}")
+    for step in range(3):
+        total = job(np.full(count, comm.rank + step))
+        assert (total == sum(range(comm.size)) + comm.size * step).all()
+    closed = []
+    for part in job._parts:
+        # Of the object itself: nobody else has the collective to close it.
+        part.close = lambda close=part.close: (closed.append(1), close())
+    del job
+    gc.collect()
+    assert closed == [1]
