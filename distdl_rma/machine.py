@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -17,11 +17,13 @@ from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.labels import Labels
 from distdl_rma.segments.collectives.group import Group
+from distdl_rma.segments.collectives.settling import settled
 from distdl_rma.segments.lifecycle.meeting import meet, refuse
 from distdl_rma.segments.lifecycle.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.uncopyable import SharedByCopies
+from distdl_rma.segments.waiting.peer_watch import says_state
 from distdl_rma.trace import Recording
 
 # Where launchers say how many processes they started: of MPICH, of Open MPI, of Slurm.
@@ -109,6 +111,10 @@ class Machine(SharedByCopies):
         self.labels = Labels()
         # What upper floors keep as long as the machine is open, each under a name of its own.
         self.kept: dict[str, Any] = {}
+        # What upper floors do when all that ranks keep of each other is dropped.
+        self.forgets: list[Callable[[], None]] = []
+        # Whether they keep more than that, as layers do, which a backward may leave half done.
+        self.lasting = False
         self._process = os.getpid()
         comm = meet(base, self.ranks, _seconds(timeout))
         try:
@@ -217,6 +223,20 @@ class Machine(SharedByCopies):
         exception that nobody catches. The machine cannot be used afterwards.
         """
         self.segments.fail(error)
+
+    def settle(self, error: Exception, ranks: Sequence[int] | None = None) -> None:
+        """Raise in a call that all of some ranks make, all of the machine if None: so that all of them do.
+
+        Those that wait for others in it raise ``PeerFailedError``, and come here too. When all are here, they
+        drop what they keep of each other for later calls, and the machine can be used further; if some do not
+        come within seconds, it is lost. The end of the error's message says which.
+        """
+        # One that comes through calls within calls is settled by the innermost.
+        if self.closed or says_state(error):
+            return
+        if settled(self.segments, error, self.ranks if ranks is None else ranks):
+            for forget in self.forgets:
+                forget()
 
     def close(self, timeout: float | None = None) -> None:
         """Free the segment and the communicators; collective, idempotent.

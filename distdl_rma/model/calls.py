@@ -142,6 +142,8 @@ class Calls:
         """Say that the call raised: to ranks that do not raise alike this one has failed."""
         machine = self._machine
         begun, self._open = self._open, False
+        if isinstance(error, PeerFailedError):
+            machine.fail(error)
         if machine.closed or isinstance(error, _KNOWN) or not begun:
             return
         machine.labels.make_readable(error) if isinstance(error, Exception) else None

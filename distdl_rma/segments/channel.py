@@ -290,7 +290,7 @@ class Channel:
 
         def reason() -> WaitReason:
             what = f"to {verb} in {self.name!r} (epoch {epoch}, last seen {flags[at] // steps})"
-            return WaitReason((lane.peer,), what, "did every rank call the same layers?")
+            return WaitReason((lane.peer,), what, "did every rank call the same layers?", in_step=True)
 
         self._manager.waiter.until(lambda: flags[at] >= value, reason, timeout)
 

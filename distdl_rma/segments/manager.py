@@ -29,7 +29,7 @@ from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.peer_watch import FailureNotices, PeerWatch, cause_of
+from distdl_rma.segments.waiting.peer_watch import LOST, FailureNotices, PeerWatch, cause_of, say_state
 from distdl_rma.segments.waiting.waiter import Waiter
 from distdl_rma.trace import Tracer
 
@@ -205,15 +205,18 @@ class SegmentManager(SegmentContext, Uncopyable):
 
         Not blocking, not collective. A machine that failed cannot be used any more, only left.
         """
-        if self.closed or self.notices.failed:
+        if self.closed:
             return
         rank, cause = self.rank, cause_of(error)
+        say_state(error, LOST)
+        if self.notices.failed:
+            return
         if isinstance(error, PeerFailedError):
             rank, cause = error.rank, error.cause
         self.notices.tell(cause, rank)
         # The others would take what this rank begins now for what it has not begun before.
         refuse = self.notices.raise_for
-        self.begin = lambda name, epoch: refuse(rank, cause, None)
+        self.begin = lambda name, epoch: refuse(rank, cause, None, LOST)
 
     def raised(self, error: BaseException) -> None:
         """Tell the others that a call of all ranks raised here: ``PeerFailedError`` where they wait for it.

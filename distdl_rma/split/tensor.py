@@ -11,20 +11,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from distdl_rma.errors import (
-    ExchangeTimeout,
-    PartitionError,
-    PeerFailedError,
-    SegmentError,
-    ShapeError,
-    UnsupportedError,
-)
+from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
 from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block, warn_of_mean
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
+from distdl_rma.segments.waiting.peer_watch import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for
@@ -127,7 +121,11 @@ class SplitTensor(torch.Tensor):
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
         if shape is None:
-            layout = told_layout(local, partition, problem)
+            try:
+                layout = told_layout(local, partition, problem)
+            except OF_SEVERAL_RANKS as error:
+                Machine.of(partition).settle(error, partition.ranks)
+                raise
         elif problem:
             raise ShapeError(f"SplitTensor.from_local: {problem}")
         else:
@@ -374,11 +372,12 @@ def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
     # In a call of a distributed model that hears of it, and within a rule those around it tell.
     if TRAILS or isinstance(error, ENOUGH):
         return
-    home = next((x._layout.partition.home for x in among if isinstance(x, SplitTensor)), None)
-    if not isinstance(home, Machine) or home.closed:
+    partition = next((x._layout.partition for x in among if isinstance(x, SplitTensor)), None)
+    home = None if partition is None else partition.home
+    if partition is None or not isinstance(home, Machine) or home.closed:
         return
-    if isinstance(error, (ExchangeTimeout, PeerFailedError, SegmentError)):
-        home.fail(error)
+    if isinstance(error, OF_SEVERAL_RANKS):
+        home.settle(error, partition.ranks)
     else:
         home.segments.raised(error)
 

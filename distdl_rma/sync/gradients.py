@@ -85,6 +85,7 @@ class GradientSync(Uncopyable):
         handle = None if model is None else getattr(model, "distributed", None)
         self._owner: Owner = getattr(handle, "owner", GRADIENT_SYNC)
         self._machine = Machine.of(machine)
+        self._machine.lasting = True
         self._paused = self._closed = self._in_backward = False
         self._options = SyncOptions(reduction, replicas, bucket_nbytes)
         self._registry = Registry(self._machine, self._options, self._owner)

@@ -125,6 +125,7 @@ class DistributedLayer(AnsweringModule):
         self.name = name or self.machine.labels.new_name(kind)
         self._named, self._label_alone = bool(name), self.name
         self.machine.labels.register(self.name, self)
+        self.machine.lasting = True
         # Rank ids of all partitions, each once: those that take part in a call.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
         # Shared with its copies, which are counted together.

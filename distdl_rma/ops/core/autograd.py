@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.plain_losses import RUNNING, number_of_backward
+from distdl_rma.segments.waiting.peer_watch import OF_SEVERAL_RANKS
 
 # Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
@@ -161,13 +162,16 @@ def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> 
     if machine is None:
         return
     machine.labels.make_readable(error)
-    refused = isinstance(error, DistdlError) and not isinstance(error, _FAILURES)
+    failures = OF_SEVERAL_RANKS if of_all else _FAILURES
+    refused = isinstance(error, DistdlError) and not isinstance(error, failures)
     if refused or machine.closed:
         return
-    if of_all and not isinstance(error, _FAILURES):
-        machine.segments.raised(error)
-    else:
+    if not of_all:
         machine.fail(error)
+    elif isinstance(error, OF_SEVERAL_RANKS):
+        machine.fail(error) if machine.lasting else machine.settle(error)
+    else:
+        machine.segments.raised(error)
 
 
 # Of a parameter whose gradient a GradientSync sums.

@@ -122,7 +122,7 @@ class AllPush:
         silent = tuple(self._ranks[at] for at in self._others if self._words[at] < self.epoch)
         late = silent or tuple(remote.peer for remote in self._remote if not remote.delivered())
         what = f"to send in {self._name!r} (epoch {self.epoch}, last seen {self.epoch - 1})"
-        return WaitReason(late, what, "did every rank call the same layers?")
+        return WaitReason(late, what, "did every rank call the same layers?", in_step=True)
 
     def wait(self, timeout: float | None = None) -> NDArray[Any]:
         """All vectors, one row per rank in the order of ``ranks``; blocking. An array of its own."""

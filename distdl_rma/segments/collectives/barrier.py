@@ -129,4 +129,6 @@ class Barrier:
         self._come.update(rank for rank in unknown if has_begun(rank, self.name, self._epoch))
         late = [rank for rank in silent if rank not in self._come]
         what = f"to reach {self.name!r} (epoch {self._epoch})"
-        return WaitReason(tuple(sorted(late or silent)), what, "did every rank make the same calls?")
+        return WaitReason(
+            tuple(sorted(late or silent)), what, "did every rank make the same calls?", in_step=True
+        )

@@ -195,7 +195,7 @@ class Vote(Scripted):
         here = zip(self._layout.here, self._lines[epoch & 1], strict=True)
         late = tuple(rank for rank, line in here if line[_EPOCH] < epoch) or self._silent
         what = f"to send in {self._for!r} (epoch {epoch}, last seen {epoch - 1})"
-        return WaitReason(late, what, "did every rank call the same layers?")
+        return WaitReason(late, what, "did every rank call the same layers?", in_step=True)
 
     def close(self) -> None:
         """Give the memory back when no rank writes to it any more; local, idempotent."""

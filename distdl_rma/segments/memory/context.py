@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
@@ -15,6 +15,13 @@ from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import Waiter
+
+
+class Handshake(Protocol):
+    """Messages under way to some peers and from them."""
+
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """End it if it is with one of these ranks."""
 
 
 class SegmentContext:
@@ -29,12 +36,22 @@ class SegmentContext:
         self.heap = Heap(segment.nbytes)
         # The number in a notification; ranks begin far from each other, so that no two give the same.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
+        # Of each rank, how often an error was settled with it; and handshakes that are not over.
+        self.settled = dict.fromkeys(ranks, 0)
+        self.handshakes: set[Handshake] = set()
         self.closed = False
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` after the close."""
         if self.closed:
             raise ClosedError("segment manager: already closed")
+
+    def forget_handshakes(self, ranks: Sequence[int]) -> None:
+        """Begin anew with some ranks, which do the same: no handshake meets one from before. Local."""
+        for handshake in tuple(self.handshakes):
+            handshake.give_up(ranks)
+        for rank in ranks:
+            self.settled[rank] += 1
 
     def flush(self, ranks: Sequence[int], timeout: float | None) -> None:
         """Wait until all puts and notifications from here to some ranks have arrived there; blocking.

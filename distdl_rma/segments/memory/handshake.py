@@ -20,7 +20,8 @@ from distdl_rma.segments.memory.remote_buffer import Location, RemoteBuffer
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.waiting.header import WaitReason, clip
 
-_TAG = 1
+# What was sent before the ranks settled an error meets nothing that is sent after it.
+_TAGS = range(1, 1 << 14)
 _LABEL_BYTES, _TERMS_BYTES = 120, 240
 # A message: fingerprint, location of the buffer, note for the peer, hash of the whole label, beginning of the
 # label and of the terms, which say what differs as far as they fit.
@@ -112,11 +113,13 @@ class Handshake:
         with context.segment.lock:
             _UNFINISHED[self._number] = self._requests, (self._incoming, self._outgoing)
             context.waiter.defer(self.test)
+            context.handshakes.add(self)
             for peer in purpose.notes:
                 position = context.ranks.index(peer)
-                self._sends[peer] = context.comm.Isend(self._outgoing[peer], position, _TAG)
+                tag = _TAGS[context.settled[peer] % len(_TAGS)]
+                self._sends[peer] = context.comm.Isend(self._outgoing[peer], position, tag)
                 self._requests.append(self._sends[peer])
-                self._receives[peer] = context.comm.Irecv(self._incoming[peer], position, _TAG)
+                self._receives[peer] = context.comm.Irecv(self._incoming[peer], position, tag)
                 self._requests.append(self._receives[peer])
 
     def test(self) -> bool:
@@ -137,6 +140,17 @@ class Handshake:
                 + (" and another plan or notes" if purpose.label == mine.label else "")
             )
 
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """End it if it is with one of these ranks, with which no handshake from before is gone on with."""
+        if not self._incoming.keys() & set(ranks):
+            return
+        with self._context.segment.lock:
+            self._context.waiter.withdraw(self.test)
+            self._context.handshakes.discard(self)
+            for request in self._receives.values():
+                if request:
+                    request.Cancel()
+
     def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
         """Wait for all peers, until one deadline; their buffers, by rank id."""
         waiter = self._context.waiter
@@ -146,18 +160,22 @@ class Handshake:
                 self._wait(peer, request, max(0.0, deadline - time.perf_counter()))
         self.test()
         waiter.withdraw(self.test)
+        self._context.handshakes.discard(self)
         return {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
 
     def _wait(self, peer: int, request: MPI.Request, seconds: float) -> None:
         hint = "did every rank build and call the same things in the same order?"
-        reason = WaitReason((peer,), f"to connect {self._purpose.label!r}", hint)
 
-        def over() -> bool:
+        def over(one: MPI.Request = request) -> bool:
             # The progress thread may look at the same request.
             with self._context.segment.lock:
-                return request.Test()
+                return one.Test()
 
-        self._context.waiter.until(over, lambda: reason, seconds)
+        def reason() -> WaitReason:
+            missing = tuple(rank for rank, one in self._receives.items() if not over(one)) or (peer,)
+            return WaitReason(missing, f"to connect {self._purpose.label!r}", hint, in_step=True)
+
+        self._context.waiter.until(over, reason, seconds)
 
     def _remote(self, peer: int, reply: Message) -> RemoteBuffer:
         context, label = self._context, self._purpose.label

@@ -34,7 +34,8 @@ class WaitReason:
 
     ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` the ranks are those that
     may do it, and the wait is in vain only when all of them have left. With ``leavers`` also those that have
-    left do it, as long as their processes live.
+    left do it, as long as their processes live. With ``in_step`` they do it where they come to it in the
+    program, and no one else does it for them: of ranks that wait so for each other none will ever go on.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +43,7 @@ class WaitReason:
     hint: str = ""
     anyone: bool = False
     leavers: bool = False
+    in_step: bool = False
 
     def __str__(self) -> str:
         return f"for {numbered(self.ranks) if self.ranks else 'the other ranks'} {self.what}"
@@ -123,6 +125,8 @@ class RankState(enum.IntEnum):
     FAILED = 3
     LEFT = 4
     RAISED = 5  # an error in a call that all ranks make; whether alone, those know that wait
+    WAITING_IN_STEP = 6  # a wait with ``in_step``
+    SETTLING = 7  # an error in a call that all ranks make, which waits for the others to raise too
 
 
 @dataclass(frozen=True)
@@ -142,18 +146,23 @@ class HeaderRecord:
     note: int
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether the rank waits for others."""
+        return self.state in (RankState.WAITING, RankState.WAITING_IN_STEP)
+
+    @property
     def doing(self) -> str:
         """What the rank does, as a clause of a sentence."""
         now = time.time()
         ago = f"{max(now - self.since, 0):.1f} s"
         if self.state is RankState.FAILED:
             return f"failed {ago} ago: {self.text}"
-        if self.state is RankState.RAISED:
+        if self.state in (RankState.RAISED, RankState.SETTLING):
             return f"raised {ago} ago: {self.text}"
         if self.state is RankState.LEFT:
             also = f", and waits for {numbered(self.waits_for)} to do so" if self.waits_for else ""
             return f"left {ago} ago, {self.text}{also}"
-        if self.state is RankState.WAITING:
+        if self.is_waiting:
             return f"waits since {ago} for {numbered(self.waits_for)} {self.text}"
         if not self.operation:
             return f"waits for nobody since {ago}"
@@ -289,7 +298,7 @@ class PeerHeaders:
         if written != record.written:
             since = now
         self._last[rank] = record.written, since
-        return now - since if record.state in (RankState.WAITING, RankState.LEFT) else 0.0
+        return now - since if record.is_waiting or record.state is RankState.LEFT else 0.0
 
     def forget(self) -> None:
         """Believe no answer any more that was given before."""

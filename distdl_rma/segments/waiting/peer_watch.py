@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.errors import PeerFailedError
+from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError, SegmentError
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.header import (
     HeaderRecord,
@@ -24,6 +25,8 @@ from distdl_rma.segments.waiting.header import (
 _NOTICE_BYTES = 1024
 # What a rank sent before it left must have the time to arrive.
 _SUSPICION_SECONDS = 1.0
+# So often a ring was looked at meanwhile: time alone goes by for those that are stopped, too.
+_LOOKS_BEFORE_TROUBLE = 8
 # Of many ranks that are waited for, so many are looked at each time.
 _WATCHED = 8
 # How long a rank of another node may take to answer before it counts as silent.
@@ -80,15 +83,18 @@ class FailureNotices:
     def check(self, reason: Callable[[], WaitReason] | None = None) -> None:
         """Raise ``PeerFailedError`` if a rank has failed, this one or another, as far as it knows."""
         for rank, cause in self.failures.items():
-            self.raise_for(rank, cause, reason() if reason else None)
+            self.raise_for(rank, cause, reason() if reason else None, LOST)
         if self._own:
             # The others send nothing more to a rank that goes on all the same.
-            self.raise_for(self.rank, self._own, reason() if reason else None)
+            self.raise_for(self.rank, self._own, reason() if reason else None, LOST)
 
-    def raise_for(self, rank: int, cause: str, reason: WaitReason | None) -> NoReturn:
-        """Raise ``PeerFailedError`` because of a rank that failed, or left while it is waited for."""
+    def raise_for(self, rank: int, cause: str, reason: WaitReason | None, state: str = "") -> NoReturn:
+        """Raise ``PeerFailedError`` because of a rank that failed, or left while it is waited for.
+
+        ``state`` is what the machine is in then, if that is known.
+        """
         here = f"; rank {self.rank} waited {reason}" if reason else ""
-        raise PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause)
+        raise say_state(PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause), state)
 
     def tell(self, cause: str, rank: int | None = None) -> None:
         """Tell all ranks that this one failed, or that it found another one failed; once, not blocking."""
@@ -145,6 +151,11 @@ class PeerWatch:
         self.others = tuple(rank for rank in ranks if rank != self.rank)
         self._headers = PeerHeaders(segment)
         self._left = ""
+        # What was raised here that the ranks settle now.
+        self._settling = ""
+        # Ranks that wait for each other, this one among them: what they say, since when, looks since then.
+        self._ring: tuple[Any, float, int] = (), 0.0, 0
+        self._looks = 0
         # Ranks that seem to have gone: since when, and why.
         self._suspects: dict[int, tuple[float, str]] = {}
         self._watched = 0
@@ -162,27 +173,74 @@ class PeerWatch:
             self._look(reason)
 
     def _look(self, reason: WaitReason) -> None:
+        self._looks += 1
         if self._left:
             self._header.write(RankState.LEFT, self._left, reason.ranks)
+        elif self._settling:
+            self._header.write(RankState.SETTLING, self._settling, reason.ranks)
         else:
-            self._header.write(RankState.WAITING, reason.what, reason.ranks)
+            state = RankState.WAITING_IN_STEP if reason.in_step else RankState.WAITING
+            self._header.write(state, reason.what, reason.ranks)
+            if self._looks > _LOOKS_BEFORE_TROUBLE:
+                self._join_settlement(reason)
+            if reason.in_step:
+                self._check_ring(reason)
         now = time.monotonic()
         # This rank itself does nothing while it waits.
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
-            cause, left = self._gone(rank, reason)
+            cause, alive = self._gone(rank, reason)
             if not cause:
                 self._suspects.pop(rank, None)
                 continue
             since, _ = self._suspects.setdefault(rank, (now, cause))
-            if now - since > _SUSPICION_SECONDS and not left:
+            if now - since > _SUSPICION_SECONDS and not alive:
                 # It failed: nothing that it takes part in can go on.
                 self._notices.failures.setdefault(rank, cause)
-                self._notices.raise_for(rank, cause, reason)
+                self._notices.raise_for(rank, cause, reason, LOST)
         long_ago = now - _SUSPICION_SECONDS
         gone = [rank for rank in ranks if rank in self._suspects and self._suspects[rank][0] < long_ago]
         if gone and (not reason.anyone or len(gone) == len(ranks)):
             self._notices.raise_for(gone[0], self._suspects[gone[0]][1], reason)
+
+    def _join_settlement(self, reason: WaitReason) -> None:
+        # Ranks that raised wait for this one to do so too, though it may wait for others.
+        for rank in self._some([rank for rank in self.others if self._headers.is_near(rank)]):
+            record = self._headers.glance(rank)
+            if record is not None and record.state is RankState.SETTLING and self.rank in record.waits_for:
+                self._notices.raise_for(rank, record.text, reason)
+
+    def _check_ring(self, reason: WaitReason) -> None:
+        # Where all of a ring say for so long that they wait for each other, none will ever go on: on one node
+        # what they have sent is there.
+        ring = self._ring_through(reason.ranks)
+        said, since, looks = self._ring
+        if not ring or ring != said:
+            self._ring = ring, time.monotonic(), 0
+            return
+        self._ring = said, since, looks + 1
+        seconds = time.monotonic() - since
+        if seconds > _SUSPICION_SECONDS and looks > _LOOKS_BEFORE_TROUBLE:
+            mutual = replace(reason, hint=f"they wait for each other: {reason.hint}")
+            raise ExchangeTimeout(self.timeout_message(mutual, seconds))
+
+    def _ring_through(self, ranks: tuple[int, ...]) -> tuple[tuple[int, float, str], ...]:
+        # The shortest way over ranks that wait in step back to this one, and what each of them says.
+        ways: dict[int, tuple[tuple[int, float, str], ...]] = dict.fromkeys(ranks, ())
+        pending = list(ways)
+        while pending and len(ways) < _LONGEST_CHAIN:
+            rank = pending.pop(0)
+            record = self._headers.glance(rank) if self._headers.is_near(rank) else None
+            if record is None or record.state is not RankState.WAITING_IN_STEP:
+                continue
+            way = (*ways[rank], (rank, record.since, record.text))
+            if self.rank in record.waits_for:
+                return way
+            for other in record.waits_for:
+                if other not in ways:
+                    ways[other] = way
+                    pending.append(other)
+        return ()
 
     def _some(self, ranks: list[int]) -> list[int]:
         # Of many ranks some after the others: each costs a look at its header.
@@ -192,7 +250,7 @@ class PeerWatch:
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
     def _gone(self, rank: int, reason: WaitReason) -> tuple[str, bool]:
-        # Why nothing more can come from a rank, "" while it can; and whether it left of its own accord.
+        # Why nothing more can come from a rank, "" while it can; and whether it has not failed all the same.
         record = self._headers.glance(rank)
         if record is None:
             return "", False
@@ -200,8 +258,9 @@ class PeerWatch:
         self._headers.unchanged(rank, record)
         if record.state is RankState.FAILED:
             return record.text, False
-        if record.state is RankState.RAISED and record.waits_for > (self._raised,):
-            return record.text, False
+        raised = record.state is RankState.RAISED and record.waits_for > (self._raised,)
+        if (raised or record.state is RankState.SETTLING) and not self._settling:
+            return record.text, True
         if record.state is RankState.LEFT and not (self._left or reason.leavers):
             return f"it left, {record.text}", True
         return self._end_of(rank, record), False
@@ -215,6 +274,7 @@ class PeerWatch:
     def done(self) -> None:
         """Tell others that the wait is over."""
         self._suspects.clear()
+        self._ring, self._looks = ((), 0.0, 0), 0
         self._headers.forget()
         self.say_done()
 
@@ -222,6 +282,8 @@ class PeerWatch:
         """The same, where another thread may go on to watch ranks that it waits for."""
         if self._left:
             self._header.write(RankState.LEFT, self._left)
+        elif self._settling:
+            self._header.write(RankState.SETTLING, self._settling)
         elif not self._notices.failed:
             self._header.write(RankState.RUNNING)
 
@@ -240,9 +302,17 @@ class PeerWatch:
             # As a number of times.
             self._header.write(RankState.RAISED, text, (self._raised,))
 
+    def settle(self, text: str) -> None:
+        """Tell others that a call of all ranks raised here, and waits for them to raise too.
+
+        Those that wait for this one, or that it waits for, raise ``PeerFailedError``. Until ``goes_on``.
+        """
+        self._settling = text
+        self.say_done()
+
     def goes_on(self) -> None:
         """Tell others that this rank goes on after an error."""
-        self.has_raised = False
+        self.has_raised, self._settling = False, ""
         self.done()
 
     def note(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
@@ -330,15 +400,38 @@ class PeerWatch:
                 silent = self._headers.unchanged(peer, record)
                 also = f", and has said nothing for {in_seconds(silent)}" if silent > _ANSWER_SECONDS else ""
                 clauses.append(f"rank {peer} {record.doing}{also}{self._differs(record)}")
-                if record.state is RankState.WAITING:
+                if record.is_waiting:
                     pending += record.waits_for
         return clauses
+
+
+_E = TypeVar("_E", bound=BaseException)
+# What an error that concerns several ranks ends with, and those that do.
+USABLE, LOST = "The machine can be used further.", "The machine is lost: close it and make a new one."
+OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
+
+
+def say_state(error: _E, state: str) -> _E:
+    """The same error; one of several ranks then ends with what state the machine is in."""
+    if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
+        text = _without_state(str(error.args[0]))
+        error.args = (f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}", *error.args[1:])
+    return error
+
+
+def says_state(error: BaseException) -> bool:
+    """Whether an error ends with what state the machine is in."""
+    return bool(error.args) and str(error.args[0]).endswith((USABLE, LOST))
+
+
+def _without_state(text: str) -> str:
+    return text.removesuffix(USABLE).removesuffix(LOST).rstrip()
 
 
 def cause_of(error: BaseException) -> str:
     """Error as one line for the notice of a failure."""
     with suppress(Exception):
-        first = str(error).strip().splitlines()
+        first = _without_state(str(error).strip()).splitlines()
         return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
     return type(error).__name__
 

@@ -190,6 +190,11 @@ class Site:
                 kept.popitem(last=False)
         return found
 
+    def forget(self) -> None:
+        """Let go of all that is kept; on all ranks alike."""
+        self._kept.clear()
+        self._last = None, None
+
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {self.where})"
 
@@ -201,13 +206,22 @@ def site_of(machine: Machine, function: Any) -> Site:
         watch.goes_on()
     path, place = THREAD.stack[-1][0], THREAD.place or user_place()
     known, key = machine.kept, (path, place, function)
-    sites: dict[tuple[str, Place, Any], Site] = (
-        known["sites"] if "sites" in known else known.setdefault("sites", {})
-    )
+    sites: dict[tuple[str, Place, Any], Site] = known["sites"] if "sites" in known else _first_site(machine)
     if key not in sites:
         place.machines.add(machine)
         sites.setdefault(key, Site(machine, path, function, place))
     return sites[key]
+
+
+def _first_site(machine: Machine) -> dict[tuple[str, Place, Any], Site]:
+    found: dict[tuple[str, Place, Any], Site] = machine.kept.setdefault("sites", {})
+
+    def forget() -> None:
+        for site in found.values():
+            site.forget()
+
+    machine.forgets.append(forget)
+    return found
 
 
 def sites(machine: Machine) -> list[Site]:

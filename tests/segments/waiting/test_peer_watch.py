@@ -13,7 +13,16 @@ from distdl_rma.errors import ExchangeTimeout, PeerFailedError, ShapeError
 from distdl_rma.segments.waiting import header as headers
 from distdl_rma.segments.waiting import peer_watch
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, WaitReason, parse
-from distdl_rma.segments.waiting.peer_watch import FailureNotices, PeerWatch, cause_of, in_seconds
+from distdl_rma.segments.waiting.peer_watch import (
+    LOST,
+    USABLE,
+    FailureNotices,
+    PeerWatch,
+    cause_of,
+    in_seconds,
+    say_state,
+    says_state,
+)
 
 RANKS = tuple(range(20))
 
@@ -167,6 +176,64 @@ def test_rank_whose_call_raised_is_waited_for_in_vain_unless_it_raised_here_too(
         PeerFailedError, match="rank 4 failed: IndexError: once more; rank 0 waited for rank 4"
     ):
         look(watch, waiting)
+
+
+def test_rank_that_settles_an_error_is_waited_for_in_vain_unless_this_one_does_so_too(node):
+    watch, boards, memories = node
+    waiting = WaitReason((4,), "to send in 'sum'")
+    boards[4].write(RankState.SETTLING, "MismatchError: another plan", (7,))
+    with pytest.raises(PeerFailedError, match="rank 4 failed: MismatchError: another plan") as caught:
+        look(watch, waiting)
+    # It can go on: nobody has failed.
+    assert not watch._notices.in_vain and not says_state(caught.value)
+    # Others wait for this rank, which waits for a third.
+    boards[4].write(RankState.RUNNING)
+    look(watch, waiting)
+    watch.done()
+    boards[5].write(RankState.SETTLING, "MismatchError: another plan", (0, 7))
+    with pytest.raises(PeerFailedError, match="rank 5 failed: MismatchError: another plan"):
+        _ = [look(watch, waiting) for _ in range(2)]
+    watch.settle("MismatchError: here too")
+    look(watch, WaitReason((4, 5), "to reach 'ranks that raise'"))
+    record = parse(memories[0].tobytes())
+    assert record.state is RankState.SETTLING and record.waits_for == (4, 5)
+    watch.done()
+    assert parse(memories[0].tobytes()).state is RankState.SETTLING
+    watch.goes_on()
+    assert parse(memories[0].tobytes()).state is RankState.RUNNING
+
+
+def test_ranks_that_wait_for_each_other_in_step_give_up(node):
+    watch, boards, _ = node
+    waiting = WaitReason((4,), "to send in 'roll'", in_step=True)
+    boards[4].write(RankState.WAITING_IN_STEP, "to connect 'sum'", (7, 5))
+    boards[5].write(RankState.WAITING_IN_STEP, "to send in 'roll'", (0,))
+    # This rank may be sent something by others than those that it waits for; and some wait no longer.
+    look(watch, WaitReason((4,), "to set notification 0", anyone=True))
+    watch.done()
+    for _ in range(20):
+        watch.look(waiting)
+        boards[5].write(RankState.RUNNING)
+        boards[5].write(RankState.WAITING_IN_STEP, "to send in 'roll'", (0,))
+    watch.done()
+    boards[5].write(RankState.WAITING, "to send in 'roll'", (0,))
+    look(watch, waiting)
+    boards[5].write(RankState.WAITING_IN_STEP, "to send in 'roll'", (0,))
+    look(watch, waiting)
+    with pytest.raises(ExchangeTimeout, match=r"rank 4 waits .* they wait for each other"):
+        look(watch, waiting)
+
+
+def test_error_of_several_ranks_ends_with_the_state_of_the_machine():
+    error = PeerFailedError("rank 1 failed: OSError: disk on fire", 1, "OSError: disk on fire")
+    assert not says_state(error)
+    for state in (USABLE, LOST):
+        assert str(say_state(error, state)) == f"rank 1 failed: OSError: disk on fire. {state}"
+        assert (
+            says_state(error) and cause_of(error) == "PeerFailedError: rank 1 failed: OSError: disk on fire."
+        )
+    assert str(say_state(ExchangeTimeout("is it late?"), LOST)) == f"is it late? {LOST}"
+    assert str(say_state(ShapeError("too long"), LOST)) == "too long"
 
 
 def test_ranks_that_left_still_take_puts(node):
