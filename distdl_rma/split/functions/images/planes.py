@@ -78,7 +78,8 @@ def max_unpool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     at = as_part(site, indices, lay.whole(layout, spatial), layout, 1)
 
     def compute(local: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = func(local, with_an_element(at), *others)
+        # Of others torch has no gradient, which ranks without any would not notice.
+        found: torch.Tensor = func(local, with_an_element(at).contiguous(), *others)
         return found
 
     return by_whole_dims(func, x, spatial, compute)

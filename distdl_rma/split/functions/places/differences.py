@@ -32,7 +32,7 @@ _T: Any = torch.Tensor
 def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
-    if not x.is_split:
+    if not isinstance(x, SplitTensor) or not x.is_split:
         return on_copies(func, (x, *rest), kwargs)
     spacing, order = kwargs.get("spacing"), kwargs.get("edge_order", 1)
     spacing = 1 if spacing is None else spacing

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from tests.split.against_whole import check
+from tests.split.against_whole import block, check
 
 PLANE = 2, 3, 8, 6
 
@@ -56,6 +56,18 @@ def test_grid_sample(P_world):
     check(P_world, lambda g, x: F.grid_sample(x, g, align_corners=True), [grid], [numbers(PLANE)])
     both = [numbers((2, 3, 8, 2)), grid]
     check(P_world, lambda x, g: F.grid_sample(x, g, align_corners=True), both)
+
+
+@pytest.mark.mpi
+def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
+    y, index = F.max_pool2d(numbers((1, 1, 8, 6)), 2, return_indices=True)
+    across = index.mT.contiguous().mT
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
+    whole = y.detach().requires_grad_()
+    mine = block(P_x, whole)
+    F.max_unpool2d(whole, index, 2).square().sum().backward()
+    F.max_unpool2d(mine, across, 2).square().sum().backward()
+    torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
 
 
 @pytest.mark.mpi

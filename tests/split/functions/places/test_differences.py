@@ -52,3 +52,9 @@ def test_integrals(P_world):
 @pytest.mark.mpi
 def test_a_spacing_of_none_is_one(P_world):
     check(P_world, lambda x: torch.gradient(x, spacing=None, dim=None, edge_order=1), [numbers(4, 7)])
+
+
+@pytest.mark.mpi
+def test_a_gradient_of_a_plain_tensor_by_split_coordinates(P_world):
+    at = torch.arange(7.0, dtype=torch.float64) ** 2
+    check(P_world, lambda at, x: torch.gradient(x, spacing=[at], dim=1), [at], [numbers(4, 7)])
