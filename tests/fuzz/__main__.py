@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all if none is named")
     parser.add_argument("--seconds", type=float, default=60.0, help="per family")
     parser.add_argument("--first", type=int, help="first seed; one of today's if none is given")
+    parser.add_argument(
+        "--coverage", action="store_true", help="which functions were in no program, or not how"
+    )
     options = parser.parse_args()
     unknown = set(options.families) - set(FAMILIES)
     if unknown:
@@ -59,6 +62,8 @@ def main() -> None:
             print(f"{family}: {count} configurations on {size} ranks, from seed {first}, {told}", flush=True)
             for function, times in getattr(module, "REFUSED", Counter()).most_common():
                 print(f"    refused {times} times: {function}", flush=True)
+            for line in getattr(module, "coverage", list)() if options.coverage else ():
+                print(f"    {line}", flush=True)
     sys.exit(findings > 0)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.table import RULES
 from tests.fuzz import samples
 from tests.fuzz.functions import call
 from tests.fuzz.scope import Scope
@@ -37,6 +38,13 @@ MOST_ELEMENTS = 4000
 GRIDS = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,), (3, 1)], 4: [(4,), (2, 2), (2, 1, 2)]}
 # Functions that were refused, by the names that their errors give them.
 REFUSED: Counter[str] = Counter()
+# How often each function was in a program that was compared to the end, and how, by its name.
+CALLED: defaultdict[str, Counter[str]] = defaultdict(Counter)
+WAYS = "at all", "with a gradient", "with an empty block", "under autocast", "in a checkpoint"
+# What is no function of elements, or refused.
+NOT_COMPARED = {"query", "value", "gradient", "creation", "refused", "registered"}
+# Inputs are changed so often by a rounding, to see how much a result changes by it.
+CHANGES = 8
 # So much rounding, in parts of the largest number of a result. Whole numbers are equal.
 ROUNDING = {
     torch.float64: 1e-8,
@@ -286,6 +294,8 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
     cuts = {name: (lay.described(each), each.splits) for name, each in layouts.items()}
     what = f"{program}\n    {cuts} of {P.shape}"
     function = program.compiled()
+    modes = program.autocast, program.checkpoint
+    changes = cache(partial(sensitivity, program, function))
     for time in range(rng.randint(1, 2)):
         wholes = [x.detach().clone().requires_grad_(x.requires_grad) for x in _inputs(program)]
         expected, theirs = _outcome(lambda wholes=wholes: program.run(function, wholes))
@@ -304,18 +314,75 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
             # What torch refuses to differentiate, blocks may allow.
             if not _same_end(comm, mine_error, mine_error and theirs, what) or theirs is not None:
                 return
+        ways = (True, expected["total"].requires_grad, any(each.leaves_out for each in layouts.values()))
+        for called in set(re.findall(r"\.(\w+)\(", " ".join(program.lines))):
+            CALLED[called].update(way for way, is_so in zip(WAYS, (*ways, *modes), strict=True) if is_so)
         rounding = torch.inf if program.drawn else _rounding(program)
         for name, y in expected.items():
-            # In a sum that cancels the rounding of its terms is much; these are compared themselves.
-            if name == "total" and (program.drawn or rounding > ROUNDING[torch.float32]):
+            if name == "total" and program.drawn:
                 continue
-            _agree(comm, found[name], y, rounding, f"{name}, time {time}, of {what}")
+            _agree(comm, found[name], y, rounding, f"{name}, time {time}, of {what}", name, changes)
         for name, one, other in zip(expected, given, wholes, strict=False):
             if not other.requires_grad:
                 continue
             # Of a plain tensor, nobody's parameter, gradients are summed where it is used.
             got, wanted = (torch.zeros_like(x) if x.grad is None else x.grad for x in (one, other))
-            _agree(comm, got, wanted, rounding, f"gradient of {name}, time {time}, of {what}")
+            grad = f"gradient of {name}"
+            _agree(comm, got, wanted, rounding, f"{grad}, time {time}, of {what}", grad, changes)
+
+
+def sensitivity(program: Program, function: Callable[..., dict[str, Any]]) -> dict[str, float]:
+    """How much numbers of a program change, by name, where its inputs do by a rounding of the shortest type.
+
+    Computed in double: of sums that cancel the rounding of terms is more than a part of the result.
+    """
+    dtypes = {x.dtype for x in _inputs(program)} & ROUNDING.keys()
+    dtypes |= {torch.bfloat16} if program.autocast else set()
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    alone, runs = replace(program, autocast=False, checkpoint=False), []
+    for seed in range(1 + CHANGES):
+        generator = torch.Generator().manual_seed(seed)
+        given = []
+        for x in _inputs(program):
+            y = x.detach().clone()
+            if y.dtype in ROUNDING:
+                change = 2 * torch.rand(y.shape, dtype=torch.float64, generator=generator) - 1
+                y = y.to(torch.complex128 if y.is_complex() else torch.float64) * (
+                    1 + bool(seed) * eps * change
+                )
+            given.append(y.requires_grad_(x.requires_grad))
+        found, error = _outcome(partial(alone.run, function, given))
+        if error is None and found["total"].requires_grad:
+            _, error = _outcome(found["total"].backward)
+        if error is not None:
+            return {}
+        names = (*program.split, *program.plain)
+        grads = {f"gradient of {name}": x.grad for name, x in zip(names, given, strict=True)}
+        runs.append({name: [*_tensors(y)] for name, y in {**found, **grads}.items()})
+    return {
+        name: max(
+            (_distance(*pair) for run in runs for pair in zip(run[name], ys, strict=False)), default=0.0
+        )
+        for name, ys in runs[0].items()
+    }
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    if x.shape != y.shape or not x.numel() or x.dtype not in ROUNDING:
+        return 0.0
+    return (x - y).detach().abs().nan_to_num(0, 0, 0).max().item()
+
+
+def coverage() -> Iterator[str]:
+    """Which functions that have a rule no program had so far, or not in some way."""
+    known = (
+        samples.plain_name(function) for function, rule in RULES.items() if rule.kind not in NOT_COMPARED
+    )
+    # The lists of an optimizer are no programs.
+    names = {name for name in known if not name.startswith("_")} - {""}
+    for way in WAYS:
+        missing = sorted(name for name in names if not CALLED[name][way])
+        yield f"{len(missing)} of {len(names)} functions never {way}: {', '.join(missing)}"
 
 
 def _inputs(program: Program) -> list[torch.Tensor]:
@@ -346,12 +413,22 @@ def _same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | N
     return mine is None and theirs is None
 
 
-def _agree(comm: MPI.Intracomm, found: Any, expected: Any, rounding: float, what: str) -> None:
-    # Raised on all ranks where one sees a difference.
+def _agree(
+    comm: MPI.Intracomm,
+    found: Any,
+    expected: Any,
+    rounding: float,
+    what: str,
+    name: str,
+    changes: Callable[[], dict[str, float]],
+) -> None:
+    # Raised on all ranks where one sees a difference, larger than what a rounding of the inputs changes.
     error = None
     try:
         found = [x.full_tensor() if isinstance(x, SplitTensor) else x for x in _tensors(found)] or found
         problem = _differences(found, expected, rounding)
+        if problem and rounding > ROUNDING[torch.float64]:
+            problem = _differences(found, expected, rounding, 4 * changes().get(name, 0.0))
     except Exception as caught:
         error, problem = caught, repr(caught)
     problems = [each for each in comm.allgather(problem) if each]
@@ -359,15 +436,15 @@ def _agree(comm: MPI.Intracomm, found: Any, expected: Any, rounding: float, what
         raise AssertionError(f"{problems[0]} ({len(problems)} ranks): {what}") from error
 
 
-def _differences(found: Any, expected: Any, rounding: float) -> str:
+def _differences(found: Any, expected: Any, rounding: float, more: float = 0.0) -> str:
     ones, others = [*_tensors(found)], [*_tensors(expected)]
     if len(ones) != len(others) or (not others and found != expected and found == found):
         return f"{found}, not {expected}"
     pairs = zip(ones, others, strict=True)
-    return next(filter(None, (_difference(*pair, rounding) for pair in pairs)), "")
+    return next(filter(None, (_difference(*pair, rounding, more) for pair in pairs)), "")
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> str:
+def _difference(found: torch.Tensor, expected: torch.Tensor, rounding: float, more: float) -> str:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
     if not found.numel() or rounding == torch.inf:
@@ -379,7 +456,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, rounding: float) ->
     rounding = max(rounding, ROUNDING.get(expected.dtype, 0.0))
     found, expected = found.to(wide), expected.to(wide)
     most = expected.abs().nan_to_num(0, 0, 0).max().item()
-    atol = rounding * max(1.0, most)
+    atol = rounding * max(1.0, most) + more
     if torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True):
         return ""
     return f"differs by {(found - expected).abs().max()}, largest {most}"

@@ -6,6 +6,7 @@ import inspect
 import math
 import pickle
 import random
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -45,6 +46,11 @@ class NoSample(Exception):
     """A seed has no program: what it drew has no text, or torch alone fails."""
 
 
+def plain_name(function: Any) -> str:
+    """Name of a function without its module, which those of C have in front."""
+    return re.sub("^(linalg|special|fft)_", "", getattr(function, "__name__", ""))
+
+
 @cache
 def operations() -> list[Any]:
     """Torch's descriptions of the functions that have a rule."""
@@ -53,7 +59,7 @@ def operations() -> list[Any]:
         from torch.testing._internal.common_methods_invocations import op_db
     # The import takes the right to switch kernels off, which the library does around some of torch's.
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
-    named = {getattr(function, "__name__", "") for function in RULES}
+    named = {plain_name(function) for function in RULES}
     found = []
     for op in op_db:
         names = {name.rpartition(".")[2] for name in _names(op)}
@@ -168,8 +174,10 @@ def _forms(op: Any) -> Iterator[tuple[str, bool]]:
             yield f"torch.{name}(", False
         if "." not in name and hasattr(torch.Tensor, short):
             yield f".{short}(", False
-    if op.inplace_variant is not None and hasattr(torch.Tensor, f"{op.name}_"):
-        yield f".{op.name}_(", True
+        if hasattr(torch.Tensor, f"{short}_"):
+            yield f".{short}_(", True
+        elif resolved(f"torch.{name}_") is not None:
+            yield f"torch.{name}_(", True
 
 
 def resolved(path: str) -> Any:
