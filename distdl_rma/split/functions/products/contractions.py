@@ -258,7 +258,9 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     labels: list[Labels] = [out[len(out) - _dims(x) :], first, second]
     site, work, blocks = prepared(func, [x, a, b], labels, out)
     if not work.summed:
-        return SplitTensor(func(*blocks, **factors), work.result)
+        # Torch's addmv of a number and a matrix without rows is a number.
+        added = blocks[0].expand(work.result.box(work.result.partition.me).shape)
+        return SplitTensor(func(added, *blocks[1:], **factors), work.result)
     y, dtype = _summed(site, product, [a, b], blocks[1:], work)
     if not (dtype.is_floating_point or dtype.is_complex):
         # It rounds them to the type of whole numbers.

@@ -45,7 +45,9 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
 def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank solves for its samples and right-hand sides, by matrices that are whole."""
-    names = ("input", "input2", "upper") if func.__name__ == "cholesky_solve" else ("A", "B")
+    names: tuple[str, ...] = ("A", "B") if func is torch.linalg.solve else ("input", "B")
+    if func.__name__ == "cholesky_solve":
+        names = ("input", "input2", "upper")
     if len(args) > len(names):
         raise refused(func, "it takes two tensors, and options by name")
     options = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -178,3 +178,10 @@ def test_sums_of_products_have_torchs_types(P_world):
 def test_factors_in_another_order_by_name(P_world):
     check(P_world, lambda x, y: torch.matmul(other=y, input=x), [numbers(4, 4), numbers(4, 4)])
     check(P_world, lambda x, y: torch.outer(vec2=y, input=x), [numbers(4), numbers(4)])
+
+
+@pytest.mark.mpi
+def test_a_number_is_added_to_products_where_a_rank_has_no_rows(P_world):
+    a, b, c = numbers(1, 4), numbers(4), numbers(4, 3)
+    check(P_world, lambda a, x, b: x.addmv(a, b, beta=0.2, alpha=0.6), [a], [numbers(), b])
+    check(P_world, lambda a, x, c: x.addmm(a, c, beta=0.2), [a], [numbers(), c])

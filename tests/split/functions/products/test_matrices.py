@@ -90,6 +90,7 @@ def test_what_is_solved_may_be_named(P_world):
             b.cholesky_solve(factor, True),
             torch.linalg.solve(B=b, A=a),
             torch.linalg.solve_triangular(factor, B=b, upper=True),
+            torch.linalg.solve_triangular(upper=True, B=b, input=factor),
         )
 
     check(P_world, solved, [b, a])
