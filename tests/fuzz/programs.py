@@ -385,6 +385,10 @@ def coverage() -> Iterator[str]:
         yield f"{len(missing)} of {len(names)} functions never {way}: {', '.join(missing)}"
 
 
+# Torch refuses a view for how the whole lies in memory; blocks that have moved lie otherwise.
+_OF_MEMORY = "view size is not compatible with input tensor's size and stride"
+
+
 def _inputs(program: Program) -> list[torch.Tensor]:
     return [*program.split.values(), *program.plain.values()]
 
@@ -408,7 +412,7 @@ def _same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | N
         raise AssertionError(f"ranks end otherwise: {told}: {what}") from mine
     if mine is not None and theirs is None:
         raise AssertionError(f"an error that torch has not: {mine!r}: {what}") from mine
-    if theirs is not None and mine is None:
+    if theirs is not None and mine is None and _OF_MEMORY not in str(theirs):
         raise AssertionError(f"torch alone raises {theirs!r}, split tensors nothing: {what}")
     return mine is None and theirs is None
 
