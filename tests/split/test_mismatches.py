@@ -57,7 +57,7 @@ CALLS = {
 @pytest.fixture
 def mine(comm):
     """A machine of this test, and the tensor split on it."""
-    with Machine(comm, segment_size="16MiB", timeout=30) as machine:
+    with Machine(comm, segment_size="16MiB", timeout=120) as machine:
         yield machine, shard(machine.partition((machine.size, 1, 1)), WHOLE)
 
 
@@ -69,7 +69,8 @@ def _error(call):
     begin = time.monotonic()
     with pytest.raises(OF_SEVERAL_RANKS) as caught:
         call()
-    assert time.monotonic() - begin < 10
+    # Long before the timeout, though the first backward of all imports a lot.
+    assert time.monotonic() - begin < 60
     return caught.value
 
 
@@ -87,7 +88,7 @@ def _check(x, call, *values):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("known", ["new", "known to one rank", "known to all"])
 @pytest.mark.parametrize("kind", CALLS)
 def test_calls_that_differ_raise_on_all_ranks_and_the_machine_goes_on(mine, kind, known):
