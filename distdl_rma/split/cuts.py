@@ -37,20 +37,20 @@ def even(split: Split, unit: int) -> Balanced:
 
 
 def elsewhere(found: Decomposition, dims: Collection[int], never: Collection[int] = ()) -> Decomposition:
-    """The same tensor uncut in some dimensions: cut in others instead, else in copies.
+    """The same tensor uncut in some dimensions: cut in others instead, in copies only where none is left.
 
-    Of the other uncut dimensions the longest is taken, the first of several; not those of ``never``.
+    Of the other uncut dimensions the longest is taken, the first of several; not those of ``never``. It may
+    be shorter than the number of ranks: then some have no elements, and the others fewer than of a copy.
     """
     splits, axes = list(found.splits), list(found.axes)
     for g, axis in enumerate(found.axes):
         if axis is None or axis not in dims:
             continue
         splits[axis], axes[g] = Balanced(splits[axis].extent, 1), None
-        parts = found.partition.shape[g]
         free = [d for d in range(len(splits)) if not (d in dims or d in never or d in axes)]
         longest = max(free, key=lambda d: splits[d].extent, default=None)
-        if longest is not None and splits[longest].extent >= parts:
-            splits[longest], axes[g] = Balanced(splits[longest].extent, parts), longest
+        if longest is not None and splits[longest].extent > 1:
+            splits[longest], axes[g] = Balanced(splits[longest].extent, found.partition.shape[g]), longest
     return lay.layout(found.partition, splits, tuple(axes))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.moves import all_sum, redistributed
@@ -155,33 +156,17 @@ def with_an_element(x: torch.Tensor) -> torch.Tensor:
     return x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
 
 
-def cut_elsewhere(layout: Decomposition, dims: Sequence[int]) -> Decomposition:
-    """A layout in which some dimensions are whole: others are cut instead, copies only where none is left.
-
-    It is the longest one that is neither cut nor among ``dims``, the first of several, and longer than 1.
-    """
-    axes, shape = list(layout.axes), layout.shape
-    splits = dict(enumerate(layout.splits))
-    for g, axis in enumerate(layout.axes):
-        if axis is None or axis not in dims:
-            continue
-        free = [d for d in range(len(shape)) if d not in dims and d not in axes and shape[d] > 1]
-        best = max(free, key=lambda d: shape[d], default=None)
-        splits[axis] = Balanced(shape[axis], 1)
-        axes[g] = best
-        if best is not None:
-            splits[best] = Balanced(shape[best], layout.partition.shape[g])
-    return lay.layout(layout.partition, [splits[d] for d in range(len(shape))], tuple(axes))
-
-
 def with_whole(
     site: Site, x: SplitTensor, dims: Sequence[int], what: str = "dimensions made whole"
 ) -> tuple[torch.Tensor, Decomposition]:
-    """A block in which some dimensions are whole, and its layout; differentiable, blocking if it moves."""
+    """A block in which some dimensions are whole, and its layout; differentiable, blocking if it moves.
+
+    The one way of functions that need dimensions whole: :func:`cuts.elsewhere`, and :func:`put_back` behind.
+    """
     layout, dims = x._layout, tuple(dims)
     if not any(axis in dims for axis in layout.axes):
         return local_of(x), layout
-    target = site.kept((layout, dims, "whole"), lambda: cut_elsewhere(layout, dims))
+    target = lay.kept(layout.partition, "elsewhere", (layout, dims), lambda: cuts.elsewhere(layout, dims))
     return redistributed(site, local_of(x), layout, target, what), target
 
 

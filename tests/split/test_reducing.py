@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import shard
+from distdl_rma.split import cuts, reducing
 from distdl_rma.split.reducing import (
     Along,
     arguments,
     chosen_dims,
-    cut_elsewhere,
     positive,
     put_back,
     with_whole,
@@ -62,9 +63,9 @@ def test_results_of_blocks_come_together(rows):
 def test_another_dimension_is_cut_meanwhile(rows):
     layout, along = rows.decomposition, Along.of(torch.sort, rows, 2)
     # The longest of those that are left, and copies where none is.
-    assert cut_elsewhere(layout, (2,)).cut_dims == (3,)
-    assert cut_elsewhere(layout, (2, 3)).cut_dims == (1,)
-    assert cut_elsewhere(layout, range(4)).cut_dims == ()
+    assert cuts.elsewhere(layout, (2,)).cut_dims == (3,)
+    assert cuts.elsewhere(layout, (2, 3)).cut_dims == (1,)
+    assert cuts.elsewhere(layout, range(4)).cut_dims == ()
     local, found = with_whole(along.site, rows, (2,))
     assert found.cut_dims == (3,) and local.shape[2] == 5
     back = put_back(along.site, local, found, layout)
@@ -72,3 +73,37 @@ def test_another_dimension_is_cut_meanwhile(rows):
     shorter = put_back(along.site, local[:, :, :3], found, layout)
     assert torch.equal(shorter.full_tensor(), rows.full_tensor()[:, :, :3])
     assert with_whole(along.site, rows, (0, 1)) == (rows.to_local(), layout)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sort(2).values,
+        lambda x: torch.fft.fft(x, dim=2),
+        lambda x: x.flip(2),
+        lambda x: x.index_select(2, torch.tensor([5, 0, 5])),
+        lambda x: F.unfold(x[:, :, :, :1].expand(1, 6, 8, 1), (3, 1)),
+        lambda x: F.interpolate(
+            x.expand(1, 5, 8, 3).contiguous(), scale_factor=0.6, mode="bilinear", antialias=True
+        ),
+    ],
+)
+def test_functions_that_need_a_dimension_whole_cut_the_longest_other_one(
+    function, P_world, comm, monkeypatch
+):
+    seen = []
+    move = reducing.redistributed
+
+    def recorded(site, x, source, target, *others):
+        seen.append(target)
+        return move(site, x, source, target, *others)
+
+    monkeypatch.setattr(reducing, "redistributed", recorded)
+    x = torch.rand(1, 1, 8, 3)
+    # Of three elements, some of four ranks have none meanwhile.
+    y = function(shard(P_world.create_cartesian_topology_partition((1, 1, comm.size, 1)), x))
+    free = [d for d in range(len(seen[0].shape)) if d != 2 and seen[0].shape[d] > 1]
+    assert seen[0].cut_dims == (max(free, key=lambda d: seen[0].shape[d]),)
+    torch.testing.assert_close(y.full_tensor(), function(x))

@@ -360,7 +360,7 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not cut:
         return SplitTensor(F.normalize(local, p, dims, eps), layout)
     if p <= 0:
-        return by_whole_dims(func, x, cut, lambda block: F.normalize(block, p, dims, eps))
+        return by_whole_dims(func, x, dims, lambda block: F.normalize(block, p, dims, eps))
     site = site_of(machine_of(x), func)
     # What is no element adds nothing to a norm.
     own = computed(lambda block: block.norm(p, dims, keepdim=True), local, dims)

@@ -1,4 +1,4 @@
-"""Functions that need some dimensions whole: of copies of these, cut again behind."""
+"""Functions that need some dimensions whole: cut in others meanwhile, and as before behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Listed, Split
+from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
@@ -19,35 +20,20 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
-from distdl_rma.split.reducing import computed, with_an_element
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.reducing import computed, put_back, with_an_element, with_whole
+from distdl_rma.split.tensor import SplitTensor, refused
 
 
 def by_whole_dims(
     func: Any, x: SplitTensor, dims: Sequence[int], compute: Callable[[torch.Tensor], torch.Tensor]
 ) -> SplitTensor:
-    """A function that needs some dimensions whole and treats the others apart: of copies, cut again behind.
+    """A function that needs some dimensions whole and treats the others apart.
 
     The result has the dimensions of the input in the same order.
     """
-    site, layout = site_of(machine_of(x), func), x._layout
-    whole = lay.whole(layout, dims)
-    local = redistributed(site, local_of(x), layout, whole, "whole dimensions")
-    y = computed(compute, local)
-
-    def make() -> tuple[Decomposition, Decomposition]:
-        extents = {d: y.shape[d] for d in dims}
-        copies = lay.with_splits(whole, {d: Balanced(n, 1) for d, n in extents.items()})
-        cut = {
-            d: layout.splits[d] if layout.shape[d] == n else Balanced(n, layout.splits[d].parts)
-            for d, n in extents.items()
-        }
-        return copies, lay.layout(
-            layout.partition, [cut.get(d, s) for d, s in enumerate(layout.splits)], layout.axes
-        )
-
-    copies, cut = site.kept(("cut again", layout, tuple(y.shape[d] for d in dims)), make)
-    return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
+    site = site_of(machine_of(x), func)
+    local, layout = with_whole(site, x, dims)
+    return put_back(site, computed(compute, local), layout, x._layout)
 
 
 @rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
@@ -75,14 +61,11 @@ def max_unpool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise ShapeError(f"{site.name}: input is {layout.shape}, the indices {tuple(indices.shape)}")
     dims = len(layout.shape)
     spatial = range(dims - int(func.__name__[-2]), dims)
-    at = as_part(site, indices, lay.whole(layout, spatial), layout, 1)
-
-    def compute(local: torch.Tensor) -> torch.Tensor:
-        # Of others torch has no gradient, which ranks without any would not notice.
-        found: torch.Tensor = func(local, with_an_element(at).contiguous(), *others)
-        return found
-
-    return by_whole_dims(func, x, spatial, compute)
+    local, whole = with_whole(site, x, spatial)
+    at = as_part(site, indices, whole, layout, 1)
+    # Of indices that are not contiguous torch has no gradient, which ranks without any would not notice.
+    y = computed(lambda block: func(block, with_an_element(at).contiguous(), *others), local)
+    return put_back(site, y, whole, layout)
 
 
 @rule("window", F.unfold)
@@ -95,24 +78,26 @@ def unfold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = {key: value for key, value in kwargs.items() if key != "input"}
     site, layout = site_of(machine_of(x), func), x._layout
     dims = len(layout.shape)
-    spatial, channels = (dims - 2, dims - 1), dims - 3
-    whole = lay.whole(layout, spatial)
-    local = redistributed(site, local_of(x), layout, whole, "whole planes")
+    channels = dims - 3
+    local, whole = with_whole(site, x, (dims - 2, dims - 1))
 
     def make() -> tuple[int, int, Decomposition, Decomposition]:
         global_shape = func(torch.empty(layout.shape, device="meta"), *args[1:], **others).shape
         times, patches = global_shape[-2] // max(layout.shape[channels], 1), global_shape[-1]
-        split: Split = layout.splits[channels]
-        split = Listed(tuple(n * times for n in _lengths(split)))
-        axes = [None if axis in spatial else axis for axis in layout.axes]
-        leading = [*layout.splits[:channels], split]
-        copies = lay.layout(layout.partition, [*leading, Balanced(patches, 1)], tuple(axes))
-        first = next((g for g, axis in enumerate(layout.axes) if axis in spatial), None)
-        if first is None:
-            return times, patches, copies, copies
-        axes[first] = dims - 2
-        row = Balanced(patches, layout.partition.shape[first])
-        return times, patches, copies, lay.layout(layout.partition, [*leading, row], tuple(axes))
+
+        def cut_as(found: Decomposition, row: int | None) -> Decomposition:
+            # Of which grid dimension ``row`` cuts the patches.
+            each = Listed(tuple(n * times for n in cuts.lengths(found.splits[channels])))
+            axes = [
+                dims - 2 if g == row else a if a in range(channels + 1) else None
+                for g, a in enumerate(found.axes)
+            ]
+            parts = 1 if row is None else found.partition.shape[row]
+            splits = [*found.splits[:channels], each, Balanced(patches, parts)]
+            return lay.layout(found.partition, splits, tuple(axes))
+
+        first = next((g for g, axis in enumerate(layout.axes) if axis in (dims - 2, dims - 1)), None)
+        return times, patches, cut_as(whole, None), cut_as(layout, first)
 
     times, patches, copies, cut = site.kept(("patches", layout, str((args[1:], others))), make)
     if local.numel():
@@ -137,19 +122,18 @@ def fold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = {key: value for key, value in kwargs.items() if key != "input"}
     site, layout = site_of(machine_of(x), func), x._layout
     rows, patches = len(layout.shape) - 2, len(layout.shape) - 1
-    whole = lay.whole(layout, (rows, patches))
-    local = redistributed(site, local_of(x), layout, whole, "whole planes")
+    local, whole = with_whole(site, x, (rows, patches))
 
     def make() -> tuple[Decomposition, Decomposition]:
         channels = layout.shape[rows] // times
-        leading = list(layout.splits[:rows])
         planes = [Balanced(channels, 1), *(Balanced(n, 1) for n in size)]
-        copies = lay.layout(layout.partition, [*leading, *planes], whole.axes)
+        copies = lay.layout(layout.partition, [*whole.splits[:rows], *planes], whole.axes)
         planes = [
             Balanced(channels, layout.splits[rows].parts),
             Balanced(size[0], layout.splits[patches].parts),
         ]
-        return copies, lay.layout(layout.partition, [*leading, *planes, Balanced(size[1], 1)], layout.axes)
+        planes = [*layout.splits[:rows], *planes, Balanced(size[1], 1)]
+        return copies, lay.layout(layout.partition, planes, layout.axes)
 
     copies, cut = site.kept(("planes", layout, times, size), make)
     if local.numel():
@@ -157,11 +141,6 @@ def fold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         y = local.new_zeros(copies.box(layout.partition.me).shape) + local.sum()
     return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
-
-
-def _lengths(split: Split) -> list[int]:
-    ends = [split.interval(part) for part in range(split.parts)]
-    return [stop - start for start, stop in ends]
 
 
 @rule("window", "grid_sample", "grid_sampler")

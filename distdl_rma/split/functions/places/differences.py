@@ -18,10 +18,9 @@ from distdl_rma.split.functions.places.shapes import (
     on_shape,
     tensor_and_rest,
     uncut,
-    whole_along,
 )
 from distdl_rma.split.operands import machine_of, on_copies
-from distdl_rma.split.reducing import positive
+from distdl_rma.split.reducing import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 _T: Any = torch.Tensor
@@ -88,7 +87,7 @@ def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
     )
     dims = [count - 1] if name == "diag_embed" else list(range(count))
-    local, layout = whole_along(site_of(machine_of(x), func), x, dims)
+    local, layout = with_whole(site_of(machine_of(x), func), x, dims)
     y = func(local, *rest, **kwargs)
 
     def make() -> Decomposition:

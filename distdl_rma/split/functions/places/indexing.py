@@ -27,11 +27,10 @@ from distdl_rma.split.functions.places.shapes import (
     seen_of,
     tensor_and_rest,
     uncut,
-    whole_along,
 )
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies, part_for
-from distdl_rma.split.reducing import positive
+from distdl_rma.split.reducing import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of, refused, tensors_in
 
 _T: Any = torch.Tensor
@@ -100,7 +99,7 @@ def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = 0 if iterates else argument(0, "dim", rest, kwargs, 0)
     on_shape(x).unbind(dim)
     dim %= len(x._layout.shape)
-    local, layout = whole_along(site_of(machine_of(x), func), x, [dim])
+    local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
     order = [d for d in range(len(layout.shape)) if d != dim]
     result = derived(x, ("element", layout, dim), lambda: lay.reordered(layout, order))
     found = tuple(seen_of(x, each, result, layout is not x._layout) for each in local.unbind(dim))
@@ -224,7 +223,7 @@ def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> Split
             raise refused(func, "a split mask stands beside other indices; torch.where keeps the shape")
         return _chosen_by_split(func, x, chosen)
     dims, index = from_whole(x, chosen)
-    local, layout = whole_along(site_of(machine_of(x), func), x, dims)
+    local, layout = with_whole(site_of(machine_of(x), func), x, dims)
     # Out of range on one rank is so on all: what is chosen from is whole.
     y = local[index]
     return SplitTensor(y, chosen_layout(layout, dims, y))
@@ -318,7 +317,7 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_copies(func, (x, *rest), kwargs)
     dim = positive(dim, len(x._layout.shape))
     site = site_of(machine_of(x), func)
-    local, layout = whole_along(site, x, [dim])
+    local, layout = with_whole(site, x, [dim])
     index = local_of(index) if isinstance(index, SplitTensor) else index
     if func.__name__ == "index_select":
         y = local.index_select(dim, index)

@@ -22,11 +22,10 @@ from distdl_rma.split.functions.places.shapes import (
     seen_of,
     tensor_and_rest,
     uncut,
-    whole_along,
 )
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import machine_of, on_copies
-from distdl_rma.split.reducing import positive
+from distdl_rma.split.reducing import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of
 
 _T: Any = torch.Tensor
@@ -49,7 +48,7 @@ def within_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
     )
     dims = tuple(positive(d, count) for d in dims)
-    local, layout = whole_along(site_of(machine_of(x), func), x, dims)
+    local, layout = with_whole(site_of(machine_of(x), func), x, dims)
     return SplitTensor(func(local, *rest, **kwargs), uncut(layout, {d: shape[d] for d in dims if shape}))
 
 
@@ -145,7 +144,7 @@ def unfolded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Windows along a dimension that must not be cut: another one is cut instead."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     dim = positive(argument(0, "dimension", rest, kwargs, 0), len(x._layout.shape))
-    local, layout = whole_along(site_of(machine_of(x), func), x, [dim])
+    local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
     y = func(local, *rest, **kwargs)
     longer = lay.reordered(layout, [*range(len(layout.shape)), None])
     # Of a number there is one window, along a new dimension.
@@ -164,7 +163,7 @@ def diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Those that torch takes where none are given: the last ones, or the first.
     first = -2 if func is torch.linalg.diagonal else 0
     both = [positive(argument(at, f"dim{at}", rest, kwargs, first + at - 1), count) for at in (1, 2)]
-    local, layout = whole_along(site_of(machine_of(x), func), x, both)
+    local, layout = with_whole(site_of(machine_of(x), func), x, both)
     y = func(local, *rest, **kwargs)
     longer = lay.reordered(layout, [*(d for d in range(count) if d not in both), None])
     return seen_of(x, y, uncut(longer, {count - 2: y.shape[-1]}), layout is not x._layout)

@@ -17,7 +17,7 @@ from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import machine_of, on_copies
-from distdl_rma.split.reducing import positive
+from distdl_rma.split.reducing import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
@@ -72,14 +72,6 @@ def argument(at: int, name: str, rest: Sequence[Any], kwargs: dict[str, Any], de
 def cut_as(site: Site, x: SplitTensor, target: Decomposition, what: str) -> torch.Tensor:
     """Block of a tensor by another layout."""
     return redistributed(site, local_of(x), x._layout, target, what)
-
-
-def whole_along(site: Site, x: SplitTensor, dims: Sequence[int]) -> tuple[torch.Tensor, Decomposition]:
-    """A tensor that is not cut along some dimensions, and its layout: cut in another one, else in copies."""
-    if not any(d in dims for d in lay.cut_dims(x._layout)):
-        return local_of(x), x._layout
-    target = derived(x, ("elsewhere", tuple(dims)), lambda: cuts.elsewhere(x._layout, dims))
-    return cut_as(site, x, target, f"whole along {', '.join(map(str, dims))}"), target
 
 
 def seen_of(x: SplitTensor, y: torch.Tensor, layout: Decomposition, moved: bool = False) -> SplitTensor:
@@ -211,7 +203,7 @@ def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
     ahead, mine = len(shape) - len(x._layout.shape), x._layout.shape
-    local, layout = whole_along(
+    local, layout = with_whole(
         site_of(machine_of(x), func), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]]
     )
 
@@ -264,7 +256,7 @@ def repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     mine, ahead = x._layout.shape, len(shape) - len(x._layout.shape)
     longer = [d for d, n in enumerate(mine) if n != shape[d + ahead]]
-    local, layout = whole_along(site_of(machine_of(x), func), x, longer)
+    local, layout = with_whole(site_of(machine_of(x), func), x, longer)
 
     def make() -> Decomposition:
         result = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
@@ -293,7 +285,7 @@ def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             lambda: lay.with_splits(x._layout, {dim: cuts.scaled(x._layout.splits[dim], times, 1)}),
         )
         return SplitTensor(torch.repeat_interleave(local_of(x), times, dim), layout)
-    local, layout = whole_along(site_of(machine_of(x), func), x, [dim])
+    local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
     y = torch.repeat_interleave(local, times, dim)
     return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
 

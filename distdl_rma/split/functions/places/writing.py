@@ -25,9 +25,10 @@ from distdl_rma.split.functions.places.indexing import (
     one_each,
 )
 from distdl_rma.split.functions.places.masks import is_mask
-from distdl_rma.split.functions.places.shapes import frozen, whole_along
+from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for
+from distdl_rma.split.reducing import with_whole
 from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, refused, tensors_in
 
 _T: Any = torch.Tensor
@@ -155,7 +156,7 @@ def _write_chosen(
         raise refused(func, f"it writes where only ranks with blocks of the indices know; {_REMEDY}")
     dims, index = from_whole(part, chosen)
     site = site_of(machine_of(part), func)
-    local, layout = whole_along(site, part, dims)
+    local, layout = with_whole(site, part, dims)
     if isinstance(value, torch.Tensor):
         before = local[index]
         result = chosen_layout(layout, dims, before)
