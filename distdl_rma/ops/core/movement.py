@@ -292,7 +292,8 @@ def movements_through(
 def _same_of_all(channel: Channel) -> list[Box]:
     # Boxes of the pieces, where all that comes, and what stays, is all of the result in the same pieces.
     exchange, itemsize = channel.exchange, channel.dtype.itemsize
-    if exchange.disjoint or any(piece.target != piece.box for piece in exchange.local):
+    # Images of one rank's data may lie on each other.
+    if exchange.disjoint or exchange.images or any(p.target != p.box for p in exchange.local):
         return []
     pieces = (*channel.receives, *in_steps(exchange.local, itemsize))
     first, *others = ([piece.box for piece in theirs] for _, theirs in by_peer(pieces))

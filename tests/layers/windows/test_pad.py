@@ -98,3 +98,20 @@ def test_impossible_arguments_are_refused(P_world):
         layers.DistributedZeroPad2d(P_x, (1, 2))
     with pytest.raises(UnsupportedError, match="crops one end of a dimension and wraps around at the other"):
         layers.DistributedCircularPad2d(P_x, (0, 0, -1, 2))
+
+
+def test_images_of_one_rank_that_lie_on_each_other_are_summed(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
+    P_y = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1, 1))
+    # Half of the rows twice: as many elements as there are, all from one rank.
+    padding = (0, P_world.size, -1, -1)
+    x = torch.randn(3, 4, 4, P_world.size, dtype=torch.float64, requires_grad=True)
+    expected = nn.CircularPad2d(padding)(x)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    local = shard(P_x, x).requires_grad_()
+    y = layers.DistributedCircularPad2d(P_x, padding, P_y=P_y)(local)
+    if P_y.active:
+        agree(y, expected)
+    y.backward(gradient if P_y.active else torch.zeros_like(y))
+    agree(local.grad, shard(P_x, x.grad), "gradient")
