@@ -6,6 +6,7 @@ import os
 import random
 import struct
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from distdl_rma.segments.waiting.header import (
     HEADER_BYTES,
     DoubleRecord,
+    HeaderRecord,
     HeaderWriter,
     PeerHeaders,
     RankState,
@@ -184,14 +186,12 @@ def test_who_never_answered_is_silent(segments):
 @pytest.mark.mpi
 def test_who_says_the_same_for_a_while_is_unchanged_only_while_it_waits(segments):
     headers, me = PeerHeaders(segments.segment), segments.rank
-    waits = SimpleNamespace(written=1.0, state=RankState.WAITING, process=os.getpid(), namespace=0)
+    waits = HeaderRecord(RankState.WAITING, os.getpid(), 0, 1.0, 1.0, (), "", "", 0, 0.0, 0)
     assert headers.unchanged(me, waits) == 0
     time.sleep(0.01)
     assert headers.unchanged(me, waits) >= 0.01
-    waits.state = RankState.RUNNING
-    assert headers.unchanged(me, waits) == 0
-    waits.state, waits.written = RankState.WAITING, 2.0
-    assert headers.unchanged(me, waits) == 0
+    assert headers.unchanged(me, replace(waits, state=RankState.RUNNING)) == 0
+    assert headers.unchanged(me, replace(waits, written=2.0)) == 0
     # Without a namespace nothing is known of a process.
     assert not headers.process_is_gone(me, waits)
 
