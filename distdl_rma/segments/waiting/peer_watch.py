@@ -153,8 +153,9 @@ class PeerWatch:
         self._left = ""
         # What was raised here that the ranks settle now.
         self._settling = ""
-        # Ranks that wait for each other, this one among them: what they say, since when, looks since then.
-        self._ring: tuple[Any, float, int] = (), 0.0, 0
+        # Ranks that wait for each other, this one among them: what they say, since when, how often all have
+        # said it again, and when each of them did so last.
+        self._ring: tuple[Any, float, int, list[float]] = (), 0.0, 0, []
         self._looks = 0
         # Ranks that seem to have gone: since when, and why.
         self._suspects: dict[int, tuple[float, str]] = {}
@@ -214,26 +215,31 @@ class PeerWatch:
         # Where all of a ring say for so long that they wait for each other, none will ever go on: on one node
         # what they have sent is there.
         ring = self._ring_through(reason.ranks)
-        said, since, looks = self._ring
-        if not ring or ring != said:
-            self._ring = ring, time.monotonic(), 0
+        says = [(rank, record.since, record.text) for rank, record in ring]
+        written = [record.written for _, record in ring]
+        said, since, times, last = self._ring
+        if not ring or says != said:
+            self._ring = says, time.monotonic(), 0, written
             return
-        self._ring = said, since, looks + 1
+        # A rank that does not run, as on a crowded machine, has not seen what came, and says nothing again.
+        if all(now != before for now, before in zip(written, last, strict=True)):
+            times, last = times + 1, written
+        self._ring = said, since, times, last
         seconds = time.monotonic() - since
-        if seconds > _SUSPICION_SECONDS and looks > _LOOKS_BEFORE_TROUBLE:
+        if seconds > _SUSPICION_SECONDS and times > _LOOKS_BEFORE_TROUBLE:
             mutual = replace(reason, hint=f"they wait for each other: {reason.hint}")
             raise ExchangeTimeout(self.timeout_message(mutual, seconds))
 
-    def _ring_through(self, ranks: tuple[int, ...]) -> tuple[tuple[int, float, str], ...]:
+    def _ring_through(self, ranks: tuple[int, ...]) -> tuple[tuple[int, HeaderRecord], ...]:
         # The shortest way over ranks that wait in step back to this one, and what each of them says.
-        ways: dict[int, tuple[tuple[int, float, str], ...]] = dict.fromkeys(ranks, ())
+        ways: dict[int, tuple[tuple[int, HeaderRecord], ...]] = dict.fromkeys(ranks, ())
         pending = list(ways)
         while pending and len(ways) < _LONGEST_CHAIN:
             rank = pending.pop(0)
             record = self._headers.glance(rank) if self._headers.is_near(rank) else None
             if record is None or record.state is not RankState.WAITING_IN_STEP:
                 continue
-            way = (*ways[rank], (rank, record.since, record.text))
+            way = (*ways[rank], (rank, record))
             if self.rank in record.waits_for:
                 return way
             for other in record.waits_for:
@@ -274,7 +280,7 @@ class PeerWatch:
     def done(self) -> None:
         """Tell others that the wait is over."""
         self._suspects.clear()
-        self._ring, self._looks = ((), 0.0, 0), 0
+        self._ring, self._looks = ((), 0.0, 0, []), 0
         self._headers.forget()
         self.say_done()
 
