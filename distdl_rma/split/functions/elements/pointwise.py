@@ -28,7 +28,7 @@ threshold clamp clip clamp_min clamp_max log_ndtr ndtr ndtri entr erfcx bessel_j
 _BINARY = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum
 minimum fmax fmin atan2 arctan2 hypot logaddexp logaddexp2 copysign nextafter ldexp heaviside xlogy
-xlog1py lerp addcmul addcdiv where masked_fill eq ne lt le gt ge greater greater_equal less less_equal
+xlog1py lerp addcmul addcdiv masked_fill eq ne lt le gt ge greater greater_equal less less_equal
 not_equal isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
 bitwise_right_shift rsub complex polar gcd lcm __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
 __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__

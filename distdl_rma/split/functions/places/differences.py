@@ -68,11 +68,29 @@ def _trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
         return y.sum(dim)
     if x is None:
         return (y.sum(dim) * 2 - y.select(dim, 0) - y.select(dim, n - 1)) * ((1 if dx is None else dx) / 2)
+    return _twice_areas(y, x, dx, dim).sum(dim) / 2
+
+
+@rule("reduction", "cumulative_trapezoid")
+@refusing
+def cumulative_trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Running sums of the means of neighbours, over the ranks."""
+    return composed(_cumulative_trapezoid, *args, **kwargs)
+
+
+def _cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
+    return _twice_areas(y, x, dx, dim).cumsum(dim) / 2
+
+
+def _twice_areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
+    n = y.shape[dim]
+    both = y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)
+    if x is None:
+        return both * dx
     # Dimensions go together from the last one on; a vector lies along the one that is summed.
     at = positive(dim, y.dim()) - y.dim()
     x = x.reshape(-1, *(1,) * (-1 - at)) if x.dim() == 1 else x
-    steps = x.narrow(at, 1, n - 1) - x.narrow(at, 0, n - 1)
-    return ((y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)) * steps).sum(dim) / 2
+    return both * (x.narrow(at, 1, x.shape[at] - 1) - x.narrow(at, 0, x.shape[at] - 1))
 
 
 @rule("movement", "diag", "diag_embed", "diagflat")

@@ -31,7 +31,7 @@ from distdl_rma.split.functions.places.shapes import (
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, local_of, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -294,12 +294,14 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     return by_rows(func, x, split[0])
 
 
-@rule("refused", *"nonzero argwhere take".split())
-def of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What no rank knows the shape of."""
-    if not any(x.is_split for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)):
-        return on_copies(func, args, kwargs)
-    raise refused(func, "no rank knows how many elements the result has; torch.where keeps the shape")
+@rule("movement", "take")
+@refusing
+def taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As tensors of indices choose from the flattened tensor."""
+    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    return composed(
+        _T.__getitem__, composed(torch.reshape, x, (-1,)), argument(0, "index", rest, kwargs, None)
+    )
 
 
 @rule("movement", *"index_select index_add index_copy index_fill".split())

@@ -8,12 +8,13 @@ import torch
 
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import argument, frozen, tensor_and_rest, uncut
 from distdl_rma.split.functions.products.contractions import Labels, prepared
 from distdl_rma.split.operands import as_whole, machine_of, on_copies
-from distdl_rma.split.reducing import positive, with_whole
+from distdl_rma.split.reducing import positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
 
 
@@ -65,6 +66,33 @@ def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "cholesky_solve":
         matrix, right = right, matrix
     return SplitTensor(func(matrix, right, **options), work.result)
+
+
+@rule("contraction", torch.linalg.lstsq)
+@refusing
+def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank solves for its samples; drivers that look at the rank of all matrices get all of them."""
+    (a, b), (rcond, driver) = args[:2], (argument(at, name, args, kwargs, None) for at, name in _OF_LSTSQ)
+    one, two = frozen(a), frozen(b)
+    if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
+        return on_copies(func, args, kwargs)
+    rows, sides = list(range(2 - len(one), 0)), ["k"] * (len(one) == len(two))
+    labels: list[Labels] = [[*rows, "m", "n"], [*rows, "m", *sides]]
+    _, work, blocks = prepared(func, [a, b], labels, [*rows, "n", *sides], ("m", "n", "k"))
+    found = func(*map(with_an_element, blocks), rcond, driver=driver)
+    shape = work.result.box(work.result.partition.me).shape[: len(rows)]
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        if y.shape == (0,):
+            return SplitTensor(y, lay.replicated(work.result.partition, y.shape))
+        longer = lay.reordered(work.result, [*range(len(rows)), *(None,) * (y.dim() - len(rows))])
+        layout = uncut(longer, {d: y.shape[d] for d in range(len(rows), y.dim())})
+        return SplitTensor(y[tuple(map(slice, shape))], layout)
+
+    return type(found)([split(each) for each in found])
+
+
+_OF_LSTSQ = (2, "rcond"), (3, "driver")
 
 
 @rule("contraction", "cross")

@@ -13,8 +13,8 @@ from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.reducing import Along, arguments, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.reducing import Along, arguments, chosen_dims, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, tensors_in
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -192,7 +192,7 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
 @refusing
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Vector norms of any order, Frobenius norms and largest sums; singular values only of whole tensors."""
+    """Vector norms of any order, Frobenius norms and largest sums; singular values of whole matrices."""
     split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]
     if not any(x.is_split for x in split):
         return on_copies(func, args, kwargs)
@@ -204,10 +204,13 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         extra = {"out": None} if func is torch.norm else {}
         given = arguments(func, args, kwargs, p="fro", dim=None, keepdim=False, **extra, dtype=None)
         order = 2 if given["p"] in ("fro", None) else given["p"]
-        if isinstance(order, str):
-            raise refused(func, f"a norm {order!r} needs singular values of a whole matrix")
         return composed(
-            vector_norm, given["input"], order, given["dim"], given["keepdim"], dtype=given["dtype"]
+            _norm_of_matrices if isinstance(order, str) else vector_norm,
+            given["input"],
+            order,
+            given["dim"],
+            given["keepdim"],
+            dtype=given["dtype"],
         )
     is_matrix = func is torch.linalg.matrix_norm
     start = {"ord": "fro", "dim": (-2, -1)} if is_matrix else {"ord": None, "dim": None}
@@ -226,7 +229,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             dtype=given["dtype"],
         )
     if order in ("nuc", 2, -2):
-        raise refused(func, f"a norm {order!r} needs singular values of a whole matrix")
+        return composed(_norm_of_matrices, x, order, dim, given["keepdim"], given["dtype"])
     x = x if given["dtype"] is None else composed(torch.Tensor.to, x, given["dtype"])
     first, second = (positive(d, x.dim()) for d in dim)
     if abs(order) != 1:
@@ -234,6 +237,16 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sums = composed(torch.sum, composed(torch.abs, x), first, given["keepdim"])
     second -= not given["keepdim"] and second > first
     return composed(torch.amax if order > 0 else torch.amin, sums, second, given["keepdim"])
+
+
+def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
+    # By singular values, of order "nuc", 2 or -2.
+    dims = chosen_dims(dim, x.dim())
+    values = torch.linalg.svdvals(x.to(dtype or x.dtype).movedim(dims, (-2, -1)))
+    found = values.sum(-1) if order == "nuc" else values.amax(-1) if order == 2 else values.amin(-1)
+    for d in dims if keepdim else ():
+        found = found.unsqueeze(d)
+    return found
 
 
 @rule("reduction", "equal", "allclose")

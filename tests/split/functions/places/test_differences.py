@@ -46,7 +46,13 @@ def test_integrals(P_world):
         check(P_world, lambda y, x, d=dim: torch.trapz(y, x, dim=d), [numbers(4, 5, 3), numbers(4, 5, 3)])
         x = numbers((4, 5, 3)[dim])
         check(P_world, lambda y, x, d=dim: torch.trapezoid(y, x, dim=d), [numbers(4, 5, 3)], [x])
-    check(P_world, torch.trapezoid, [numbers(4, 1)])
+        check(P_world, lambda y, d=dim: torch.cumulative_trapezoid(y, dx=0.5, dim=d), [numbers(4, 5, 3)])
+        check(P_world, lambda y, x, d=dim: torch.cumulative_trapezoid(y, x, dim=d), [numbers(4, 5, 3)] * 2)
+        check(P_world, lambda y, x, d=dim: torch.cumulative_trapezoid(y, x, dim=d), [numbers(4, 5, 3)], [x])
+    for function in (torch.trapezoid, torch.cumulative_trapezoid):
+        check(P_world, function, [numbers(4, 1)])
+        check(P_world, function, [numbers(2, 2)])
+        check(P_world, function, [torch.arange(12).view(4, 3)], gradients=False)
 
 
 @pytest.mark.mpi

@@ -62,6 +62,8 @@ INDEX = [
     lambda x: x.scatter_add(1, torch.arange(45).view(3, 3, 5) % 2 + 1, x[:, :3]),
     lambda x: x.index_add(1, AT, x[:, :3]),
     lambda x: x.clone().index_add_(1, AT, x[:, :3]).scatter_(1, torch.zeros(3, 1, 5, dtype=int), 7.0),
+    lambda x: x.take(torch.tensor([[5, -1], [89, 5]])),
+    lambda x: torch.take(x, torch.tensor(7)),
     lambda x: [row.sin() for row in x],
 ]
 
@@ -85,6 +87,8 @@ def test_extents_shorter_than_the_ranks_are_many(P_world):
 def test_by_split_indices(P_world):
     at = torch.randint(0, 6, (4, 5))
     check(P_world, lambda i, table: table[i], [at], [numbers(6, 3)])
+    check(P_world, lambda i, table: torch.take(table, i - 3), [at], [numbers(6, 3)])
+    check(P_world, lambda i, x: torch.take(input=x, index=i), [at, numbers(4, 5)])
     check(P_world, lambda i, table: table.index_select(0, i.flatten()), [at], [numbers(6, 3)])
     check(P_world, lambda i, table: table.index_select(0, i), [torch.tensor([0])], [numbers()])
     check(P_world, F.one_hot, [at])
@@ -104,9 +108,8 @@ def test_a_list_of_slices_is_a_tuple(P_world):
 def test_refused(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
     x = block(P_x, numbers(3, 6, 5).detach())
-    for function in (x.nonzero, lambda: x.index_put_((AT,), torch.tensor(1.0))):
-        with pytest.raises(UnsupportedError, match=r"torch.where|torch.cat"):
-            function()
+    with pytest.raises(UnsupportedError, match=r"torch.cat"):
+        x.index_put_((AT,), torch.tensor(1.0))
     with pytest.raises(IndexError):
         x[:, 6]
     with pytest.raises(IndexError, match="too many"):

@@ -94,3 +94,23 @@ def test_what_is_solved_may_be_named(P_world):
         )
 
     check(P_world, solved, [b, a])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
+def test_least_squares(P_world, driver):
+    def solved(a, b):
+        return tuple(torch.linalg.lstsq(a, b, driver=driver))
+
+    for batch in ((2,), (4, 3), ()):
+        check(P_world, solved, [numbers(*batch, 5, 3), numbers(*batch, 5, 2)], atol=1e-8)
+        check(P_world, solved, [numbers(*batch, 5, 3)], [numbers(*batch, 5, 2)], atol=1e-8)
+        check(P_world, solved, [numbers(*batch, 2, 4), numbers(*batch, 2, 3)], atol=1e-8)
+    check(P_world, solved, [numbers(4, 5, 3)], [numbers(4, 5)], atol=1e-8)
+    check(P_world, solved, [numbers(5, 3)], [numbers(5)], atol=1e-8)
+    check(P_world, solved, [numbers(4, 5, 3)], [numbers(1, 5, 2)], atol=1e-8)
+    if driver != "gels":
+        # Not of full rank: all matrices, and some.
+        for a in (torch.ones(2, 4, 3), torch.cat([torch.ones(1, 4, 3), torch.rand(3, 4, 3)])):
+            check(P_world, solved, [a.double(), numbers(len(a), 4, 2).detach()], atol=1e-8)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from distdl_rma.errors import UnsupportedError
 from tests.split.against_whole import block, check, grids
 
 SHAPE = 2, 3, 5, 4
@@ -191,12 +190,20 @@ def test_other_norms(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2)
-def test_singular_values_are_refused(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
-    for order in ("nuc", 2):
-        with pytest.raises(UnsupportedError, match="singular values"):
-            torch.linalg.matrix_norm(block(P_x, torch.ones(4, 5)), order)
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("order", ["nuc", 2, -2])
+def test_norms_of_singular_values(P_world, order):
+    for shape in ((5, 4, 3), (2, 3, 3), (3, 2, 2)):
+        for function in (
+            lambda x: torch.linalg.matrix_norm(x, order),
+            lambda x: torch.linalg.matrix_norm(x, order, (2, 0), True),
+            lambda x: torch.linalg.norm(x, order, (0, 1)),
+            lambda x: torch.linalg.norm(x[0], order),
+            lambda x: torch.linalg.matrix_norm(x, order, dtype=torch.float64),
+        ):
+            check(P_world, function, [torch.rand(shape, dtype=torch.float64, requires_grad=True)], atol=1e-8)
+    for function in (lambda x: torch.norm(x, "nuc", (0, 1)), lambda x: x.norm("nuc")):
+        check(P_world, function, [torch.rand(4, 3, dtype=torch.float64, requires_grad=True)], atol=1e-8)
 
 
 @pytest.mark.mpi
