@@ -9,6 +9,7 @@ more, which passes these gradients to torch's node, once, and what comes out to 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -137,6 +138,23 @@ class _Result(OperatorFunction):
         call = ctx.node.metadata[_CALL]
         call.node, call.gradients[ctx.number] = ctx.node, call.kind(gradient, ctx.layout)
         return None, gradient.new_empty(0), None, None, None
+
+
+def is_lost(ends: Sequence[torch.Tensor], kind: Any) -> bool:
+    """Whether a gradient of these comes to a split tensor itself: its block gets none of it.
+
+    So it is where an autograd function of a split tensor returns a plain one.
+    """
+    seen, ahead = set[Any](), [x.grad_fn for x in ends]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "variable", None), kind):
+            return True
+        seen.add(node)
+        ahead += [each for each, _ in node.next_functions]
+    return False
 
 
 def enter_graph(x: Any) -> None:

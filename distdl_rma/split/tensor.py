@@ -38,6 +38,10 @@ _ONE_ALONE = frozenset({"query", "value", "refused"})
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
 _hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 _NOTHING: dict[str, Any] = {}
+OF_NO_BLOCK = (
+    "an autograd function returned a plain tensor of a split one, whose block would get no gradient; let the"
+    " function return a split tensor, and call full_tensor() before or behind it"
+)
 # What torch asks a tensor of its shape within its own code.
 _ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
 _ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
@@ -297,6 +301,10 @@ class SplitTensor(torch.Tensor):
             return SplitTensor(args[0]._local.detach(), args[0]._layout)
         if name in _OF_GRADIENTS and inside:
             return composed(_OF_GRADIENTS[name], *args, **kwargs)
+        # Before a gradient is put into .grad.
+        ends = name == "aten.is_non_overlapping_and_dense.default" and torch._C._current_graph_task_id() >= 0
+        if ends and not inside:
+            raise UnsupportedError(_refusal("backward", OF_NO_BLOCK))
         raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

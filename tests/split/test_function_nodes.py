@@ -197,6 +197,41 @@ def test_what_cannot_be_exact_is_refused(P_x, whole):
         z + 1
 
 
+class Gathered(Function):
+    """Its result is plain: nothing links it to the blocks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().full_tensor()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * x
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_gradient_that_ends_before_the_blocks_is_refused(P_x, whole, rows, is_leaf):
+    x = shard(P_x, whole[:, :, :rows]).requires_grad_()
+    weight = torch.ones((), dtype=whole.dtype, requires_grad=True)
+    backwards = (
+        lambda y: y.backward(),
+        lambda y: y.backward(inputs=[x]),
+        lambda y: torch.autograd.grad(y, [x], allow_unused=True),
+        lambda y: torch.autograd.grad(y + x.sum(), [x, weight]),
+        lambda y: torch.autograd.backward([y, x.sum()], inputs=[x]),
+    )
+    for backward in backwards:
+        y = Gathered.apply(x if is_leaf else 2 * x)
+        with pytest.raises(UnsupportedError, match="whose block would get no gradient"):
+            backward(y.sum() * weight)
+    assert x.grad is None
+    (Gathered.apply(x).detach() * x).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), whole[:, :, :rows].square())
+
+
 def test_nothing_outlives_its_graph(P_x, whole):
     gc.collect()
     gc.disable()

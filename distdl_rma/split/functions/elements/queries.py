@@ -15,10 +15,12 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
+from distdl_rma.split.function_nodes import is_lost
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
 from distdl_rma.split.plain import beside, contributes
 from distdl_rma.split.tensor import (
+    OF_NO_BLOCK,
     ON_MANY_RANKS,
     SplitTensor,
     composed,
@@ -131,6 +133,7 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_alike(g, y) for g, y in zip(given, outputs, strict=True)]
     ends, roots = _roots(outputs, partition), mapped(_block_of, list(inputs))
+    _check_reached(func, ends)
     # Before the graph is gone that tells.
     later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
     LINEAGE.begins_backward(outputs)
@@ -160,8 +163,17 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = [_cut_alike(g, y) for g, y in zip(given, ends, strict=True)]
     inputs = None if inputs is None else mapped(_block_of, list(inputs))
     LINEAGE.begins_backward(tensors_in(ends))
+    roots = _roots(ends, partition)
+    if inputs is not None:
+        _check_reached(func, roots)
     with from_split_tensor():
-        composed(func, _roots(ends, partition), given, inputs=inputs, **kwargs)
+        composed(func, roots, given, inputs=inputs, **kwargs)
+
+
+def _check_reached(func: Any, roots: Sequence[torch.Tensor]) -> None:
+    # Torch says nothing where a gradient ends that is none of the inputs'.
+    if is_lost(roots, SplitTensor):
+        raise refused(func, OF_NO_BLOCK)
 
 
 def _roots(ends: Sequence[torch.Tensor], partition: Partition) -> list[torch.Tensor]:
