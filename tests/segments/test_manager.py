@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from distdl_rma import Machine, SegmentError
 from distdl_rma.errors import ExchangeTimeout
@@ -72,18 +71,30 @@ def test_the_segment_has_the_size_of_the_argument_else_of_the_environment(
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("options", [{}, {"reserve": True}, {"node_size": 1}])
-def test_without_a_size_ranks_of_one_node_have_room_to_grow(comm, monkeypatch, options):
+@pytest.mark.parametrize(
+    ("options", "registers", "grows"),
+    [({}, (), True), ({"node_size": 1}, (), True), ({"reserve": True}, (), False), ({}, (1,), False)],
+)
+def test_without_a_size_there_is_room_to_grow_where_pages_are_taken_when_touched(
+    comm, monkeypatch, options, registers, grows
+):
+    over = NodeMemory.window_over
+
+    def window_over(node_memory, memory):
+        if comm.rank in registers:
+            # As a network does that pins the memory of its windows.
+            memory[-1] = 0
+        return over(node_memory, memory)
+
     monkeypatch.delenv("DISTDL_RMA_SEGMENT_SIZE", raising=False)
     monkeypatch.setattr(node_memory, "_LARGEST_DEFAULT", 32 << 20)
     monkeypatch.setattr(NodeMemory, "_room", lambda memory: memory.node.size * (128 << 20))
-    own, node = comm.Dup(), comm.Split_type(MPI.COMM_TYPE_SHARED)
-    grows = not options and node.size == comm.size
+    monkeypatch.setattr(NodeMemory, "window_over", window_over)
+    own = comm.Dup()
     manager = SegmentManager(own, None, None, 15, **options)
     assert manager.stats().reserved == (64 << 20 if grows else 32 << 20)
     manager.close()
     own.Free()
-    node.Free()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -62,15 +62,15 @@ class NodeMemory:
 
     def agree_on_size(self, options: SegmentOptions) -> int:
         """Bytes of a segment; a wrong option is an error before anything is reserved."""
-        size, problem, room = 0, "", self._room()
+        asked, problem = None, ""
         try:
             options.check()
-            size = aligned(options.size() or self._default_size(room, options.reserve))
-            if size < _SMALLEST:
+            asked = options.size()
+            if asked is not None and aligned(asked) < _SMALLEST:
                 raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {options.nbytes!r}")
         except ConfigurationError as error:
             problem = str(error)
-        said = self._comm.allgather((problem, size, options.transport, options.reserve))
+        said = self._comm.allgather((problem, asked, options.transport, options.reserve))
         for rank, (theirs, *_) in zip(self._ranks, said, strict=True):
             if theirs:
                 raise ConfigurationError(f"rank {rank}: {theirs}")
@@ -80,8 +80,10 @@ class NodeMemory:
                     first = f"{option} is {said[0][at]!r} on rank {self._ranks[0]}"
                     raise ConfigurationError(f"{first} and {theirs[at]!r} on rank {rank}; give all the same")
         self._timeout = chosen_timeout(options.timeout)
-        # Different nodes may have different defaults; the smallest fits everywhere.
-        return min(int(size) for _, size, *_ in said)
+        sizes = [size for _, size, *_ in said if size is not None]
+        if len(sizes) < len(said):
+            sizes.append(self._default_size(options.reserve))
+        return aligned(min(sizes))
 
     def check_room(self, nbytes: int) -> None:
         """Raise ``SegmentError`` if a node has not so many bytes for each of its ranks."""
@@ -111,6 +113,10 @@ class NodeMemory:
             buffers = [cast(memoryview, window.Shared_query(at)[0]) for at in range(self.node.size)]
             memories += [np.frombuffer(buffer, np.uint8) for buffer in buffers]
         return window, memories
+
+    def window_over(self, memory: Bytes) -> MPI.Win:
+        """Window over such memory of every rank."""
+        return self.make_window(self._comm, lambda: MPI.Win.Create(memory, 1, comm=self._comm), memory.nbytes)
 
     def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
         """Window of ``nbytes`` on each rank of ``comm``, the node or all ranks; ``make`` is collective there.
@@ -174,14 +180,23 @@ class NodeMemory:
             return None
         return max(0, int(shutil.disk_usage(SHARED_MEMORY).free) - promised)
 
-    def _default_size(self, free: int | None, reserve: bool) -> int:
+    def _default_size(self, reserve: bool) -> int:
+        free = self._room()
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
-        # Ranks of one node consume pages when they touch them: the segment has room to grow. A network
-        # registers all pages at once, and so does who reserves them; of a rank alone nobody reads any.
-        if reserve or not 1 < self.node.size == self._comm.size:
-            share = min(share, _LARGEST_DEFAULT)
+        # Different nodes may have different shares; the smallest fits everywhere.
+        share = int(self._comm.allreduce(share, MPI.MIN))
+        # Pages that are consumed when they are touched leave room to grow. Who reserves them takes all at
+        # once, and so does a network that registers memory; of a rank alone nobody reads any.
+        if share > _LARGEST_DEFAULT and (reserve or self._comm.size == 1 or self._windows_take_pages()):
+            share = _LARGEST_DEFAULT
         # Too little for the smallest default is found by the check of the room that follows.
         return max(_SMALLEST_DEFAULT, min(share, sys.maxsize // 4))
+
+    def _windows_take_pages(self) -> bool:
+        # Whether MPI provides the pages of a window when it is made, on any rank.
+        memory = np.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), np.uint8)
+        self.window_over(memory).Free()
+        return bool(self._comm.allreduce(has_pages(memory), MPI.LOR))
 
     def _first_problem(self, problem: str) -> tuple[int, str] | None:
         # Of all ranks, the first that has one.
@@ -214,6 +229,13 @@ def _provide(chunk: Bytes) -> str:
     return os.strerror(problem) if problem else ""
 
 
+def has_pages(memory: Bytes) -> bool:
+    """Whether the kernel has provided a page of memory that begins with one; true where it does not tell."""
+    known = (ctypes.c_ubyte * -(-memory.nbytes // mmap.PAGESIZE))()
+    mincore = _of_system("mincore", ctypes.c_void_p)
+    return not mincore or mincore(memory.ctypes.data, memory.nbytes, known) != 0 or any(known)
+
+
 def _advise(memory: Bytes, advice: int, inside: bool = False) -> int:
     # Number of the error; 0 if there was none. The pages at both ends may be shared with other ranks.
     begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
@@ -221,13 +243,20 @@ def _advise(memory: Bytes, advice: int, inside: bool = False) -> int:
     end = end // mmap.PAGESIZE * mmap.PAGESIZE if inside else end
     if end <= begin:
         return 0
-    try:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
+    madvise = _of_system("madvise", ctypes.c_int)
+    if madvise is None:
         return errno.ENOSYS
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    madvise.restype = ctypes.c_int
     return ctypes.get_errno() if madvise(begin, end - begin, advice) else 0
+
+
+def _of_system(name: str, last: Any) -> Callable[..., int] | None:
+    # A call about an address, a length and something of the kind of ``last``; None where there is none.
+    try:
+        call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, last], ctypes.c_int
+    return cast(Callable[..., int], call)
 
 
 def _free() -> float:

@@ -61,9 +61,7 @@ class Segment:
                     for rank, memory, begin in zip(self.node_ranks, memories, begins, strict=True)
                 }
                 self.memory: Bytes = views[ranks[comm.rank]]
-                self._window = self._node_memory.make_window(
-                    comm, lambda: MPI.Win.Create(self.memory, 1, comm=comm), self.nbytes
-                )
+                self._window = self._node_memory.window_over(self.memory)
             except DistdlError:
                 # Nobody keeps what it has if one rank cannot have it all.
                 self._shared.Free()

@@ -1,6 +1,8 @@
 """Memory that is taken from the node when a machine is made."""
 
+import ctypes
 import errno
+import mmap
 
 import numpy as np
 import pytest
@@ -107,6 +109,24 @@ def test_memory_that_is_taken_is_zero_as_before(monkeypatch, problem):
         monkeypatch.setattr(node_memory, "_advise", lambda *arguments, **options: problem)
     memory = np.zeros((3 << 20) + 100, np.uint8)[7:]
     assert node_memory.reserve_pages(memory, 1) == "" and not memory.any()
+
+
+def test_pages_that_are_touched_or_locked_are_known_and_others_are_not(monkeypatch):
+    memory = np.frombuffer(mmap.mmap(-1, 5 * mmap.PAGESIZE), np.uint8)
+    # What a network registers is locked, and nobody has written to it.
+    for at, take in (2, lambda part: part.fill(0)), (3, lock):
+        assert not node_memory.has_pages(memory)
+        part = memory[at * mmap.PAGESIZE : (at + 1) * mmap.PAGESIZE]
+        take(part)
+        assert node_memory.has_pages(part) and node_memory.has_pages(memory[:-1])
+        assert not node_memory.has_pages(memory[: at * mmap.PAGESIZE])
+        memory = np.frombuffer(mmap.mmap(-1, 5 * mmap.PAGESIZE), np.uint8)
+    monkeypatch.setattr(node_memory, "_of_system", lambda *arguments: None)
+    assert node_memory.has_pages(memory)
+
+
+def lock(memory):
+    assert ctypes.CDLL(None).mlock(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)) == 0
 
 
 @pytest.mark.parametrize(
