@@ -334,3 +334,18 @@ def test_second_0_of_a_recording_is_when_all_ranks_have_come(machine, comm):
         pass
     # The ranks of a node have one clock.
     assert recording.zero >= max(comm.allgather(came))
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_handshake_that_was_given_up_meets_none_of_a_later_machine(comm, step):
+    # The numbers of communicators come again, as of those that are split or made by a group.
+    for ranks in (range(comm.size), range(comm.size)[::-1], range(comm.size)[step:]):
+        if comm.rank not in ranks:
+            continue
+        with Machine(comm, ranks, segment_size="1MiB") as machine:
+            machine.group().barrier()
+            others = [rank for rank in machine.ranks if rank != comm.rank]
+            if comm.rank == ranks[0] and others:
+                with pytest.raises(ExchangeTimeout):
+                    machine.segments.get_segment_buffer(64).exchange(others, "given up", timeout=0.01)
+            machine.segments.forget_handshakes(others)

@@ -253,11 +253,19 @@ class SegmentManager(SegmentContext, Uncopyable):
         if self.notices.in_vain:
             self.keep()
             return
+        self._drop_unmatched()
         self.communicators.close()
         self._header.close()
         self.notices.close()
         self.segment.close()
         self.comm.Free()
+
+    def _drop_unmatched(self) -> None:
+        # Messages of handshakes that were given up: MPI may give the number of a communicator to a later one,
+        # which would take them for its own. All ranks have met, so they are here.
+        status = MPI.Status()
+        while (found := self.comm.Improbe(status=status)) is not None:
+            found.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
 
     def gather_at_exit(self, say: Callable[[str], object]) -> bool:
         """Wait until all ranks are about to close, as long as they live; return whether they came.
