@@ -72,7 +72,7 @@ def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank solves for its samples; drivers that look at the rank of all matrices get all of them."""
-    (a, b), (rcond, driver) = args[:2], (argument(at, name, args, kwargs, None) for at, name in _OF_LSTSQ)
+    a, b, rcond, driver = (argument(at, name, args, kwargs, None) for at, name in enumerate(_OF_LSTSQ))
     one, two = frozen(a), frozen(b)
     if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
         return on_copies(func, args, kwargs)
@@ -92,7 +92,7 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return type(found)([split(each) for each in found])
 
 
-_OF_LSTSQ = (2, "rcond"), (3, "driver")
+_OF_LSTSQ = "input", "b", "rcond", "driver"
 
 
 @rule("contraction", "cross")

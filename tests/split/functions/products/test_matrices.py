@@ -110,6 +110,8 @@ def test_least_squares(P_world, driver):
     check(P_world, solved, [numbers(4, 5, 3)], [numbers(4, 5)], atol=1e-8)
     check(P_world, solved, [numbers(5, 3)], [numbers(5)], atol=1e-8)
     check(P_world, solved, [numbers(4, 5, 3)], [numbers(1, 5, 2)], atol=1e-8)
+    named = [numbers(2, 5, 3), numbers(2, 5, 3)]
+    check(P_world, lambda a, b: torch.linalg.lstsq(a, b=b, driver=driver).solution, named, atol=1e-8)
     if driver != "gels":
         # Not of full rank: all matrices, and some.
         for a in (torch.ones(2, 4, 3), torch.cat([torch.ones(1, 4, 3), torch.rand(3, 4, 3)])):
