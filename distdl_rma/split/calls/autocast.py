@@ -27,7 +27,8 @@ _LONGER += ["fft_hfft", "fft_ihfft"]
 _LONGER += """
 cholesky cholesky_inverse cholesky_solve inverse pinverse qr svd linalg_cholesky linalg_cholesky_ex
 linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_lstsq
-linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals ctc_loss fractional_max_pool2d fractional_max_pool3d
+linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals ctc_loss fractional_max_pool2d
+fractional_max_pool3d
 """.split()
 # What joins tensors takes the longest of their types.
 _JOINING = frozenset({"cat", "stack", "index_copy"})
