@@ -141,11 +141,13 @@ class _Driver:
     """A thread that takes operations further as long as somebody may wait for their futures.
 
     What is to be done then is done by the thread that settles a future, and may wait for other futures. So
-    that thread leaves the driving to another one before it settles any.
+    that thread leaves the driving to another one before it settles one, and all others that are over.
     """
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
+        # What is over or late, and is to be settled.
+        self._over: deque[tuple[_Pending, BaseException | None]] = deque()
         self._change = threading.Condition()
         # Whether a thread drives, how many wait to do so, and how many of these are to begin.
         self._driving, self._idle, self._appointed = False, 0, 0
@@ -158,7 +160,7 @@ class _Driver:
         by SIGABRT.
         """
         with self._change:
-            self._change.wait_for(lambda: not self._settling, _CALLBACK_SECONDS)
+            self._change.wait_for(lambda: not (self._settling or self._over), _CALLBACK_SECONDS)
 
     def add(
         self,
@@ -176,8 +178,8 @@ class _Driver:
             self._appoint()
 
     def _appoint(self) -> None:
-        # With the lock held: somebody drives as long as anything is pending.
-        if self._driving or not self._pending:
+        # With the lock held: somebody drives as long as anything is pending or to be settled.
+        if self._driving or not (self._pending or self._over):
             return
         self._driving = True
         if self._idle > self._appointed:
@@ -189,15 +191,17 @@ class _Driver:
     def _run(self) -> None:
         appointed = True
         while appointed:
-            settled = self._drive()
+            found = self._drive()
             with self._change:
                 self._driving = False
-                for item, _ in settled:
+                for item, _ in found:
                     self._pending.remove(item)
+                self._over += found
+                mine = [self._over.popleft()] if self._over else []
                 self._appoint()
                 self._settling += 1
             try:
-                for item, error in settled:
+                for item, error in mine:
                     _settle(item.future, item.tensors, error)
             finally:
                 with self._change:
@@ -210,9 +214,9 @@ class _Driver:
                 self._appointed -= appointed
 
     def _drive(self) -> list[tuple[_Pending, BaseException | None]]:
-        # Until something is over or late, or nothing is pending.
+        # Until something is over or late, or nothing is pending; not at all where something is to be settled.
         looked, looks = time.monotonic(), 0
-        while pending := self._all():
+        while not self._over and (pending := self._all()):
             now = time.monotonic()
             look = now - looked > _LOOK_SECONDS
             looked = now if look else looked
