@@ -144,6 +144,7 @@ def broadcast_nbytes(size, per_node, count):
         return SimpleNamespace(flags=None, view=lambda dtype, shape, offset: np.empty(shape, dtype))
 
     manager = SimpleNamespace(
+        closed=True,
         rank=0,
         segment=SimpleNamespace(direct_nodes=nodes, lock=threading.RLock(), store_fence=None, acquire=None),
         waiter=SimpleNamespace(spins=0),

@@ -22,8 +22,13 @@ class Machine:
 
     closed = False
 
-    def __init__(self):
+    def __init__(self, lasting=False):
         self.failures, self.errors_of_all, self.labels, self.segments = [], [], self, self
+        # What ranks raise together; and whether sums that may be half done forbid that.
+        self.settled, self.lasting = [], lasting
+
+    def settle(self, error):
+        self.settled.append(error)
 
     def fail(self, error):
         self.failures.append(error)
@@ -82,15 +87,26 @@ def test_a_backward_is_refused_in_a_graph():
     assert not (Double.machine.failures or Double.machine.errors_of_all)
 
 
-@pytest.mark.parametrize(("kind", "fails"), [(ValueError, False), (ExchangeTimeout, True)])
-def test_an_error_of_a_backward_that_may_come_to_all_leaves_the_machine_usable(monkeypatch, kind, fails):
-    machine, error = Machine(), kind("negative")
+@pytest.mark.parametrize(
+    ("kind", "lasting", "told"),
+    [
+        (ValueError, False, "errors_of_all"),
+        (ValueError, True, "errors_of_all"),
+        (ExchangeTimeout, False, "settled"),
+        (ExchangeTimeout, True, "failures"),
+    ],
+)
+def test_an_error_of_a_backward_that_may_come_to_all_leaves_the_machine_usable(
+    monkeypatch, kind, lasting, told
+):
+    machine, error = Machine(lasting), kind("negative")
     monkeypatch.setattr(Double, "machine", machine)
     monkeypatch.setattr(Double, "error", error)
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(kind, match="negative"):
         (-Double.apply(x)).sum().backward()
-    assert (machine.failures, machine.errors_of_all) == (([error], []) if fails else ([], [error]))
+    for name in ("failures", "errors_of_all", "settled"):
+        assert getattr(machine, name) == ([error] if name == told else [])
 
 
 def test_a_result_is_in_a_graph_where_any_rank_needs_a_gradient():
