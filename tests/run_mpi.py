@@ -27,7 +27,8 @@ FOLDER_VARIABLE = "RUN_MPI_FOLDER"
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 # Open MPI wants permission to run as root and to start more ranks than cores, and it reports on every window
 # that UCX cannot serve it, unless UCX is left out. Of its waits it gives the core away only where one job has
-# more ranks than cores: jobs that run beside each other take 1.4 times as long. MPICH reads none of these.
+# more ranks than cores; in two of three pairs, jobs that ran beside each other took 1.4 times as long without
+# yielding. MPICH reads none of these.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
