@@ -23,7 +23,8 @@ def settled(manager: SegmentManager, error: Exception, ranks: Sequence[int]) -> 
     have connected. The error says how it ended.
     """
     if not manager.notices.in_vain:
-        manager.watch.settle(error.cause if isinstance(error, PeerFailedError) else cause_of(error))
+        began = error if isinstance(error, PeerFailedError) else None
+        manager.watch.settle(began.cause if began else cause_of(error), began.rank if began else manager.rank)
         try:
             _meet(manager, tuple(sorted(ranks)))
             say_state(error, USABLE)

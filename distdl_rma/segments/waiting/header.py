@@ -111,8 +111,8 @@ class DoubleRecord:
         return (text, *fields) if self._text else tuple(fields)
 
 
-# Process, its namespace, state, since when, when written; ranks waited for (number, first few), text.
-_STATE = DoubleRecord(f"qqqddq{_RANKS}q{_TEXT}s", 0)
+# Process, its namespace, state, since when, when written, origin; ranks waited for (number, first few), text.
+_STATE = DoubleRecord(f"qqqddqq{_RANKS}q{_TEXT}s", 0)
 # Name, epoch and begin of the operation begun last, and the note of that moment.
 _OPERATION = DoubleRecord("qdq", _STATE.end, text=_NAME)
 
@@ -131,13 +131,17 @@ class RankState(enum.IntEnum):
 
 @dataclass(frozen=True)
 class HeaderRecord:
-    """Header of a segment, as read by another rank; times are seconds since the Unix epoch."""
+    """Header of a segment, as read by another rank; times are seconds since the Unix epoch.
+
+    ``origin`` is the rank that the error of ``text`` began on, -1 for the rank of this header.
+    """
 
     state: RankState
     process: int
     namespace: int
     since: float
     written: float
+    origin: int
     waits_for: tuple[int, ...]
     text: str
     operation: str
@@ -194,14 +198,17 @@ class HeaderWriter:
         self.begin(operation_name(""), 0)
         self.write(RankState.RUNNING)
 
-    def write(self, state: RankState, text: str = "", ranks: tuple[int, ...] = ()) -> None:
-        """Say what this rank does; the time since when is that of the last change of state."""
+    def write(self, state: RankState, text: str = "", ranks: tuple[int, ...] = (), origin: int = -1) -> None:
+        """Say what this rank does; the time since when is that of the last change of state.
+
+        ``origin`` is the rank that an error of another rank began on.
+        """
         if state is not self._state:
             self._state, self._since = state, time.time()
         listed = (*ranks[:_RANKS], *[-1] * (_RANKS - len(ranks[:_RANKS])))
         self._states += 1
-        fields = self._process, self._namespace, state, self._since, time.time(), len(ranks), *listed
-        _STATE.write(self._header, self._states, self._fence, *fields, clip(text, _TEXT))
+        fields = self._process, self._namespace, state, self._since, time.time(), origin, len(ranks)
+        _STATE.write(self._header, self._states, self._fence, *fields, *listed, clip(text, _TEXT))
 
     def begin(self, name: RecordText, epoch: int) -> None:
         """Say which operation this rank begins; ``name`` is ``operation_name`` of it."""
@@ -231,13 +238,12 @@ def parse(header: bytes) -> HeaderRecord | None:
     doing, begun = _STATE.read(header), _OPERATION.read(header)
     if doing is None or begun is None:
         return None
-    process, space, state, since, written, number, *ranks, text = doing
+    process, space, state, since, written, origin, number, *ranks, text = doing
     name, epoch, began, note = begun
     text, name = (words.rstrip(b"\0").decode(errors="replace") for words in (text, name))
     waits_for = tuple(ranks[: min(number, _RANKS)])
-    return HeaderRecord(
-        RankState(state), process, space, since, written, waits_for, text, name, epoch, began, note
-    )
+    said = RankState(state), process, space, since, written, origin, waits_for, text
+    return HeaderRecord(*said, name, epoch, began, note)
 
 
 class PeerHeaders:

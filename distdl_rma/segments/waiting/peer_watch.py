@@ -103,7 +103,7 @@ class FailureNotices:
         self.failed = True
         failed = self.rank if rank is None else rank
         self._own = cause if failed == self.rank else ""
-        self._header.write(RankState.FAILED, cause)
+        self._header.write(RankState.FAILED, cause, origin=failed)
         notice = np.zeros(_NOTICE_BYTES, np.uint8)
         notice[:8].view(np.int64)[0] = failed
         text = clip(cause, _NOTICE_BYTES - 8)
@@ -151,14 +151,14 @@ class PeerWatch:
         self.others = tuple(rank for rank in ranks if rank != self.rank)
         self._headers = PeerHeaders(segment)
         self._left = ""
-        # What was raised here that the ranks settle now.
-        self._settling = ""
+        # What was raised here that the ranks settle now, and the rank that it began on.
+        self._settling, self._origin = "", self.rank
         # Ranks that wait for each other, this one among them: what they say, since when, how often all have
         # said it again, and when each of them did so last.
         self._ring: tuple[Any, float, int, list[float]] = (), 0.0, 0, []
         self._looks = 0
-        # Ranks that seem to have gone: since when, and why.
-        self._suspects: dict[int, tuple[float, str]] = {}
+        # Ranks that seem to have gone: since when, and which rank failed why.
+        self._suspects: dict[int, tuple[float, int, str]] = {}
         self._watched = 0
         # How often a call of all ranks raised here.
         self._raised = 0
@@ -178,7 +178,7 @@ class PeerWatch:
         if self._left:
             self._header.write(RankState.LEFT, self._left, reason.ranks)
         elif self._settling:
-            self._header.write(RankState.SETTLING, self._settling, reason.ranks)
+            self._header.write(RankState.SETTLING, self._settling, reason.ranks, self._origin)
         else:
             state = RankState.WAITING_IN_STEP if reason.in_step else RankState.WAITING
             self._header.write(state, reason.what, reason.ranks)
@@ -190,26 +190,27 @@ class PeerWatch:
         # This rank itself does nothing while it waits.
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
-            cause, alive = self._gone(rank, reason)
+            failed, cause, alive = self._gone(rank, reason)
             if not cause:
                 self._suspects.pop(rank, None)
                 continue
-            since, _ = self._suspects.setdefault(rank, (now, cause))
+            since, *_ = self._suspects.setdefault(rank, (now, failed, cause))
             if now - since > _SUSPICION_SECONDS and not alive:
                 # It failed: nothing that it takes part in can go on.
-                self._notices.failures.setdefault(rank, cause)
-                self._notices.raise_for(rank, cause, reason, LOST)
+                self._notices.failures.setdefault(failed, cause)
+                self._notices.raise_for(failed, cause, reason, LOST)
         long_ago = now - _SUSPICION_SECONDS
         gone = [rank for rank in ranks if rank in self._suspects and self._suspects[rank][0] < long_ago]
         if gone and (not reason.anyone or len(gone) == len(ranks)):
-            self._notices.raise_for(gone[0], self._suspects[gone[0]][1], reason)
+            _, failed, cause = self._suspects[gone[0]]
+            self._notices.raise_for(failed, cause, reason)
 
     def _join_settlement(self, reason: WaitReason) -> None:
         # Ranks that raised wait for this one to do so too, though it may wait for others.
         for rank in self._some([rank for rank in self.others if self._headers.is_near(rank)]):
             record = self._headers.glance(rank)
             if record is not None and record.state is RankState.SETTLING and self.rank in record.waits_for:
-                self._notices.raise_for(rank, record.text, reason)
+                self._notices.raise_for(_origin(rank, record), record.text, reason)
 
     def _check_ring(self, reason: WaitReason) -> None:
         # Where all of a ring say for so long that they wait for each other, none will ever go on: on one node
@@ -255,21 +256,22 @@ class PeerWatch:
         self._watched = (self._watched + _WATCHED) % len(ranks)
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
-    def _gone(self, rank: int, reason: WaitReason) -> tuple[str, bool]:
-        # Why nothing more can come from a rank, "" while it can; and whether it has not failed all the same.
+    def _gone(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
+        # Which rank failed, and why nothing more can come from this one, "" while it can; and whether it has
+        # not failed all the same.
         record = self._headers.glance(rank)
         if record is None:
-            return "", False
+            return rank, "", False
         # Noted, for the message of a wait that reaches its deadline.
         self._headers.unchanged(rank, record)
         if record.state is RankState.FAILED:
-            return record.text, False
+            return _origin(rank, record), record.text, False
         raised = record.state is RankState.RAISED and record.waits_for > (self._raised,)
         if (raised or record.state is RankState.SETTLING) and not self._settling:
-            return record.text, True
+            return _origin(rank, record), record.text, True
         if record.state is RankState.LEFT and not (self._left or reason.leavers):
-            return f"it left, {record.text}", True
-        return self._end_of(rank, record), False
+            return rank, f"it left, {record.text}", True
+        return rank, self._end_of(rank, record), False
 
     def _end_of(self, rank: int, record: HeaderRecord) -> str:
         if not self._headers.process_is_gone(rank, record):
@@ -289,7 +291,7 @@ class PeerWatch:
         if self._left:
             self._header.write(RankState.LEFT, self._left)
         elif self._settling:
-            self._header.write(RankState.SETTLING, self._settling)
+            self._header.write(RankState.SETTLING, self._settling, origin=self._origin)
         elif not self._notices.failed:
             self._header.write(RankState.RUNNING)
 
@@ -308,12 +310,13 @@ class PeerWatch:
             # As a number of times.
             self._header.write(RankState.RAISED, text, (self._raised,))
 
-    def settle(self, text: str) -> None:
+    def settle(self, text: str, origin: int) -> None:
         """Tell others that a call of all ranks raised here, and waits for them to raise too.
 
-        Those that wait for this one, or that it waits for, raise ``PeerFailedError``. Until ``goes_on``.
+        Those that wait for this one, or that it waits for, raise ``PeerFailedError`` with the rank ``origin``
+        that the error began on. Until ``goes_on``.
         """
-        self._settling = text
+        self._settling, self._origin = text, origin
         self.say_done()
 
     def goes_on(self) -> None:
@@ -409,6 +412,10 @@ class PeerWatch:
                 if record.is_waiting:
                     pending += record.waits_for
         return clauses
+
+
+def _origin(rank: int, record: HeaderRecord) -> int:
+    return rank if record.origin < 0 else record.origin
 
 
 _E = TypeVar("_E", bound=BaseException)

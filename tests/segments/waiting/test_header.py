@@ -186,7 +186,7 @@ def test_who_never_answered_is_silent(segments):
 @pytest.mark.mpi
 def test_who_says_the_same_for_a_while_is_unchanged_only_while_it_waits(segments):
     headers, me = PeerHeaders(segments.segment), segments.rank
-    waits = HeaderRecord(RankState.WAITING, os.getpid(), 0, 1.0, 1.0, (), "", "", 0, 0.0, 0)
+    waits = HeaderRecord(RankState.WAITING, os.getpid(), 0, 1.0, 1.0, -1, (), "", "", 0, 0.0, 0)
     assert headers.unchanged(me, waits) == 0
     time.sleep(0.01)
     assert headers.unchanged(me, waits) >= 0.01

@@ -178,6 +178,14 @@ def test_rank_whose_call_raised_is_waited_for_in_vain_unless_it_raised_here_too(
         look(watch, waiting)
 
 
+@pytest.mark.parametrize("state", [RankState.SETTLING, RankState.FAILED])
+def test_error_is_of_the_rank_that_it_began_on_whoever_passes_it_on(node, state):
+    watch, boards, _ = node
+    boards[4].write(state, "IndexError: wrong", (0,), origin=5)
+    with pytest.raises(PeerFailedError, match="rank 5 failed: IndexError: wrong; rank 0 waited for rank 4"):
+        look(watch, WaitReason((4,), "to send in 'sum'"))
+
+
 def test_rank_that_settles_an_error_is_waited_for_in_vain_unless_this_one_does_so_too(node):
     watch, boards, memories = node
     waiting = WaitReason((4,), "to send in 'sum'")
@@ -193,10 +201,10 @@ def test_rank_that_settles_an_error_is_waited_for_in_vain_unless_this_one_does_s
     boards[5].write(RankState.SETTLING, "MismatchError: another plan", (0, 7))
     with pytest.raises(PeerFailedError, match="rank 5 failed: MismatchError: another plan"):
         _ = [look(watch, waiting) for _ in range(2)]
-    watch.settle("MismatchError: here too")
+    watch.settle("MismatchError: another plan", 5)
     look(watch, WaitReason((4, 5), "to reach 'ranks that raise'"))
     record = parse(memories[0].tobytes())
-    assert record.state is RankState.SETTLING and record.waits_for == (4, 5)
+    assert record.state is RankState.SETTLING and record.waits_for == (4, 5) and record.origin == 5
     watch.done()
     assert parse(memories[0].tobytes()).state is RankState.SETTLING
     watch.goes_on()
