@@ -10,7 +10,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import collectives, conv, layers, planning, process_group, rma, split, split_layers, training
+from benchmarks import (
+    by_hand,
+    collectives,
+    conv,
+    layers,
+    planning,
+    process_group,
+    rma,
+    split,
+    split_layers,
+    training,
+)
 from benchmarks.measure import COMM, Row
 from benchmarks.results.run import Run, machine_name
 from benchmarks.scaling import rows as scaling
@@ -26,6 +37,7 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "split_layers": split_layers.rows,
     "process_group": process_group.rows,
     "scaling": scaling.rows,
+    "by_hand": by_hand.rows,
     "planning": planning.rows,
 }
 # Not among those that run if none is named: for more ranks than cores, and for ranks that did nothing before.
