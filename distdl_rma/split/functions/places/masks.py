@@ -76,7 +76,7 @@ def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Places of elements, cut in their order: ranks tell each other how many they have."""
     x, rest, kwargs = tensor_and_rest(args, kwargs)
     if not x.is_split:
-        return on_copies(func, args, kwargs)
+        return on_copies(func, (x, *rest), kwargs)
     flat = reshape(x, (-1,))
     layout, site = flat._layout, site_of(machine_of(x), func)
     start, _ = layout.box(layout.partition.me).bounds[0]

@@ -45,6 +45,7 @@ def test_places_of_elements(P_world, shape):
         check(P_world, torch.nonzero, [x], gradients=False)
         check(P_world, lambda x: x.nonzero(as_tuple=True), [x], gradients=False)
         check(P_world, torch.argwhere, [x], gradients=False)
+        check(P_world, lambda x: torch.argwhere(input=x.sum()), [x], gradients=False)
         check(P_world, lambda x: torch.where(x > 0), [x], gradients=False)
         check(P_world, lambda x: len(torch.argwhere(x)), [x], gradients=False)
 
