@@ -194,9 +194,11 @@ def norm(s: Scope, v: str, x: torch.Tensor) -> str | None:
     tail = list(x.shape[s.rng.randint(0, x.dim() - 1) :])
     groups = s.rng.choice([g for g in range(1, c + 1) if c % g == 0] or [1])
     weights = s.some(0.5, f", {s.parameter(*tail)}, {s.parameter(*tail)}")
+    # Torch's own gradients of batch norms may be wrong elsewhere.
+    batch = x.shape[0] > 1 and x.shape[-1] > 1
     return s.rng.choice(
         [
-            f"F.batch_norm({v}, None, None, {affine + ', ' if affine else ''}training=True)",
+            *([f"F.batch_norm({v}, None, None, {affine + ', ' if affine else ''}training=True)"] * batch),
             f"F.instance_norm({v}{', ' + affine if affine else ''})",
             f"F.group_norm({v}, {groups}{', ' + affine if affine else ''})",
             f"F.layer_norm({v}, {tail}{weights})",

@@ -310,6 +310,9 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
             return
         if expected["total"].requires_grad:
             _, theirs = _outcome(expected["total"].backward)
+            if "ill-defined" in str(theirs):
+                # Only ranks with the values that torch refuses raise it themselves.
+                return
             _, mine_error = _outcome(found["total"].backward)
             # What torch refuses to differentiate, blocks may allow.
             if not _same_end(comm, mine_error, mine_error and theirs, what) or theirs is not None:
