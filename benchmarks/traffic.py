@@ -11,7 +11,7 @@ from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.engine.stepped_algorithm import number_of_pieces, slices
 from distdl_rma.segments.collectives.vote import WORDS, vote_turns
-from distdl_rma.segments.counters import Counters
+from distdl_rma.trace import Counters
 
 
 @dataclass(kw_only=True)

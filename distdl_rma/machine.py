@@ -18,12 +18,12 @@ from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.labels import Labels
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.collectives.settling import settled
-from distdl_rma.segments.lifecycle.meeting import meet, refuse
-from distdl_rma.segments.lifecycle.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.context import SharedByCopies
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
-from distdl_rma.segments.uncopyable import SharedByCopies
-from distdl_rma.segments.waiting.peer_watch import says_state
+from distdl_rma.segments.waiting.liveness import says_state
+from distdl_rma.segments.waiting.meeting import meet, refuse
+from distdl_rma.segments.waiting.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.trace import Recording
 
 # Where launchers say how many processes they started: of MPICH, of Open MPI, of Slurm.

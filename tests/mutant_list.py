@@ -145,10 +145,10 @@ _PROTOCOL = [
     ),
     Mutant(
         "a notification overtakes the put before it",
-        "distdl_rma/segments/transport/rma_peer.py",
+        "distdl_rma/segments/transport/links.py",
         "return self._arrived >= begun",
         "return True",
-        _plain("segments/transport/test_rma_peer.py"),
+        _plain("segments/transport/test_links.py"),
     ),
     Mutant(
         "a rank goes on before all of its node have told it",

@@ -13,8 +13,7 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.segments.lanes import SLOTS, Lane
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.transport.arena import Landing
-from distdl_rma.segments.transport.rma_peer import Bytes
+from distdl_rma.segments.transport.heap import Bytes, Landing
 
 Array = NDArray[Any]
 # Less than so many bytes are faster copied than addressed.

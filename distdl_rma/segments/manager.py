@@ -1,4 +1,4 @@
-"""The manager of a machine's segment: buffers, queues, progress, closing."""
+"""The manager of a machine's segment: buffers, queues, communicators, progress, closing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,66 @@ from distdl_rma.errors import (
     PeerFailedError,
     SegmentError,
 )
-from distdl_rma.segments.counters import Counters
-from distdl_rma.segments.lifecycle.communicators import Communicators
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.context import Queue, SegmentContext
+from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.peer_watch import LOST, FailureNotices, PeerWatch, cause_of, say_state
+from distdl_rma.segments.waiting.liveness import LOST, FailureNotices, PeerWatch, cause_of, say_state
 from distdl_rma.segments.waiting.waiter import Waiter
-from distdl_rma.trace import Tracer
+from distdl_rma.trace import Counters, Tracer
+
+_CREATE_TAG = 11
+
+
+class Communicators:
+    """Communicators of some ranks in order, of which several users may need one each at a time.
+
+    Making and freeing one is collective, and users come and go when it suits each rank: so what a user gives
+    back is kept for the next one of the same ranks, and freed in ``close``. There are never more than were
+    once in use on some rank at the same time. ``ranks`` are the rank ids of the positions of ``comm``, the
+    communicator of the machine.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+        self._comm, self._ranks = comm, ranks
+        self._made: dict[tuple[int, ...], list[MPI.Intracomm]] = {}
+        self._used: dict[tuple[int, ...], set[int]] = {}
+
+    def proposal(self, ranks: Sequence[int]) -> int:
+        """Number from which on no communicator of these ranks is in use here; local.
+
+        The largest proposal of all the ranks is what all of them ``take``.
+        """
+        return 1 + max(self._used.get(tuple(ranks), ()), default=-1)
+
+    def take(self, ranks: Sequence[int], number: int) -> MPI.Intracomm:
+        """Communicator of the ranks with this number, the same on all of them; belongs to the machine.
+
+        Collective over them, blocking without a deadline, if there is none yet: wait for a barrier first.
+        """
+        key = tuple(ranks)
+        made = self._made.setdefault(key, [])
+        while len(made) <= number:
+            group = self._comm.group.Incl([self._ranks.index(rank) for rank in key])
+            try:
+                made.append(self._comm.Create_group(group, _CREATE_TAG))
+            finally:
+                group.Free()
+        self._used.setdefault(key, set()).add(number)
+        return made[number]
+
+    def give_back(self, ranks: Sequence[int], number: int) -> None:
+        """End a use, in which nothing is under way any more; local."""
+        self._used[tuple(ranks)].discard(number)
+
+    def close(self) -> None:
+        """Free all of them, in the order in which all ranks made them; collective over the machine."""
+        for made in self._made.values():
+            for comm in made:
+                comm.Free()
+        self._made.clear()
+
 
 _SPINS = 2000
 # How long a rank that failed stays for the others to notice.

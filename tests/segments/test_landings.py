@@ -8,7 +8,7 @@ import pytest
 
 from distdl_rma import ExchangeTimeout
 from distdl_rma.segments import Channel, landings
-from distdl_rma.segments.transport.arena import Landing, own_arena
+from distdl_rma.segments.transport.heap import Landing, own_arena
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]

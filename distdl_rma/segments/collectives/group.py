@@ -15,7 +15,7 @@ from distdl_rma.segments.collectives.broadcast import Bcast
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduce_scatter import Reduce, Reducescatter
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.uncopyable import SharedByCopies
+from distdl_rma.segments.memory.context import SharedByCopies
 
 
 class Group(SharedByCopies):

@@ -8,7 +8,7 @@ from distdl_rma.errors import DistdlError, PeerFailedError
 from distdl_rma.segments.collectives.assembly import Assembly
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.peer_watch import USABLE, cause_of, say_state
+from distdl_rma.segments.waiting.liveness import USABLE, cause_of, say_state
 
 # So long a rank waits for the others to raise too: those that wait in vain notice after a second.
 GRACE_SECONDS = 5.0

@@ -15,8 +15,7 @@ from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.handshake import Handshake, Purpose
 from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, Location, RemoteBuffer
 from distdl_rma.segments.options import check_timeout
-from distdl_rma.segments.transport.heap import aligned
-from distdl_rma.segments.transport.rma_peer import Bytes
+from distdl_rma.segments.transport.heap import Bytes, aligned
 from distdl_rma.segments.waiting.header import WaitReason
 
 

@@ -1,20 +1,40 @@
-"""A rank's end of the segments, which its buffers share, and queues of puts and gets to wait for together."""
+"""A rank's end of the segments, which its buffers share and nobody copies; queues of puts and gets."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ArgumentError, ClosedError
+from distdl_rma.errors import ArgumentError, ClosedError, UnsupportedError
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import Waiter
+
+
+class Uncopyable:
+    """Cannot be pickled or copied, since other ranks know it by its place, and neither can what holds it."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} belongs to the processes that run now: layers can be copied and not"
+            " pickled, what lies in the segment neither; save state_dict(), or gather_state_dict(model)"
+        )
+
+
+class SharedByCopies(Uncopyable):
+    """Its copy is itself: copies of what holds it go on with the same one."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 class Handshake(Protocol):

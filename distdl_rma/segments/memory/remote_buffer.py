@@ -18,7 +18,8 @@ from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_off
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.memory.remote_memory import RemoteArray, RemoteMemory
 from distdl_rma.segments.options import check_timeout
-from distdl_rma.segments.transport.rma_peer import SHORT_RUN_BYTES, ByteRuns, Bytes
+from distdl_rma.segments.transport.heap import Bytes
+from distdl_rma.segments.transport.links import SHORT_RUN_BYTES, ByteRuns
 from distdl_rma.segments.waiting.header import WaitReason
 
 # A notification's word: value, then a number that differs from that of the one before.

@@ -12,7 +12,8 @@ from numpy.typing import DTypeLike, NDArray
 from distdl_rma.errors import ClosedError, ShapeError
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset, as_values
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
-from distdl_rma.segments.transport.rma_peer import SHORT_RUN_BYTES, ByteRuns, Bytes
+from distdl_rma.segments.transport.heap import Bytes
+from distdl_rma.segments.transport.links import SHORT_RUN_BYTES, ByteRuns
 from distdl_rma.segments.waiting.header import WaitReason
 
 

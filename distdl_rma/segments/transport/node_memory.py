@@ -8,8 +8,11 @@ import mmap
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +21,37 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
-from distdl_rma.segments.transport.deadline import ends_process_after
-from distdl_rma.segments.transport.heap import aligned
-from distdl_rma.segments.transport.rma_peer import Bytes
+from distdl_rma.segments.transport.heap import Bytes, aligned
+
+_TICK_SECONDS = 1.0
+
+
+@contextmanager
+def ends_process_after(seconds: float, why: str) -> Iterator[None]:
+    """End this process, with a line on standard error and status 1, if the block takes longer; local.
+
+    The launcher then ends the job: what hangs in MPI cannot be continued, nor can MPI be ended in order.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        # Ticks, not a clock: a job that is suspended as a whole has not waited meanwhile.
+        for ticks in count(1):
+            if over.wait(_TICK_SECONDS):
+                return
+            if ticks * _TICK_SECONDS > seconds:
+                break
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"distdl_rma: {why}\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="distdl_rma deadline", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
 
 SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_DEFAULT = 4 << 30

@@ -12,13 +12,11 @@ from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError
 from distdl_rma.geometry.partition import grouped
-from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import SegmentOptions
-from distdl_rma.segments.transport.arena import attach, own_arena
-from distdl_rma.segments.transport.heap import ALIGNMENT
-from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink
+from distdl_rma.segments.transport.heap import ALIGNMENT, Bytes, attach, own_arena
+from distdl_rma.segments.transport.links import Atomics, Link, RemoteLink, RmaPeer, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
-from distdl_rma.segments.transport.rma_peer import Atomics, Bytes, RmaPeer
+from distdl_rma.trace import Counters
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}

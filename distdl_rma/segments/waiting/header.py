@@ -16,7 +16,8 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import PeerFailedError
-from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.transport.heap import Bytes
+from distdl_rma.segments.transport.links import ByteRuns
 from distdl_rma.segments.transport.segment import Segment
 
 # The first bytes of every segment.

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given
 
 from distdl_rma.errors import ArgumentError, ClosedError, ShapeError
-from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.memory.remote_memory import RemoteMemory
-from distdl_rma.segments.transport.links import SharedLink
-from distdl_rma.segments.transport.rma_peer import ByteRuns
+from distdl_rma.segments.transport.links import ByteRuns, SharedLink
+from distdl_rma.trace import Counters
 from tests.segments.strategies import slices
 
 

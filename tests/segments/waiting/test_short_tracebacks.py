@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.segments.lifecycle.uncaught_errors import place_of, short_traceback
+from distdl_rma.segments.waiting.uncaught_errors import place_of, short_traceback
 
 
 def raised(act):

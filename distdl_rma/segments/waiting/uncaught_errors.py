@@ -18,7 +18,7 @@ from typing import Protocol
 import mpi4py
 
 from distdl_rma.errors import DistdlError, PeerFailedError
-from distdl_rma.segments.waiting.peer_watch import FailureNotices, cause_of
+from distdl_rma.segments.waiting.liveness import FailureNotices, cause_of
 
 _OWN = f"{Path(__file__).parents[2]}/"
 _LAUNCHERS = f"{Path(mpi4py.__file__).parent}/", runpy.__file__, "<frozen runpy>", contextlib.__file__

@@ -11,9 +11,9 @@ import pytest
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError, ShapeError
 from distdl_rma.segments.waiting import header as headers
-from distdl_rma.segments.waiting import peer_watch
+from distdl_rma.segments.waiting import liveness
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, WaitReason, parse
-from distdl_rma.segments.waiting.peer_watch import (
+from distdl_rma.segments.waiting.liveness import (
     LOST,
     USABLE,
     FailureNotices,
@@ -34,7 +34,7 @@ def board(memory):
 @pytest.fixture
 def node(monkeypatch):
     """What rank 0 sees of 20 ranks of its node, and their boards."""
-    monkeypatch.setattr(peer_watch, "_SUSPICION_SECONDS", -1.0)
+    monkeypatch.setattr(liveness, "_SUSPICION_SECONDS", -1.0)
     memories = {rank: np.zeros(HEADER_BYTES, np.uint8) for rank in RANKS}
     segment = SimpleNamespace(
         memory=memories[0],
@@ -121,7 +121,7 @@ def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node)
 
 def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(liveness, "_ANSWER_SECONDS", 0.5)
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
@@ -138,7 +138,7 @@ def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkey
 
 def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "_ANSWER_SECONDS", 0.05)
     waiting = WaitReason((1, 2), "to set notification 0")
     boards[1].write(RankState.WAITING, "to answer", (2,))
     boards[2].write(RankState.RUNNING)
@@ -274,7 +274,7 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
     watch._segment.link = lambda rank: far if rank == 1 else near(rank)
     watch._segment.node_ranks = RANKS[2:]
     monkeypatch.setattr(headers, "MPI", SimpleNamespace(Request=SimpleNamespace(Testall=all)))
-    monkeypatch.setattr(peer_watch, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "_ANSWER_SECONDS", 0.05)
     boards = {rank: board(memories[rank]) for rank in RANKS[1:]}
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma.segments.lifecycle.job_board import Announcement, JobBoard, Refusal, Stage, shortened
+from distdl_rma import ExchangeTimeout, PartitionError
+from distdl_rma.segments.waiting import meeting
+from distdl_rma.segments.waiting.meeting import Announcement, JobBoard, Refusal, Stage, shortened
 
 
 @pytest.fixture
@@ -120,3 +122,47 @@ def test_clauses_say_what_a_process_does():
     assert Announcement(Stage.LEFT, Refusal(), text="gave up after 2 s").doing == "gave up after 2 s"
     assert Announcement(Stage.REFUSED, Refusal(1, frozenset(), "no")).doing == "was refused: no"
     assert shortened((0, 1)) == "(0, 1)" and shortened(tuple(range(99))).endswith("...: 99 ranks")
+
+
+@pytest.mark.mpi
+def test_ranks_that_mean_the_same_get_a_communicator_in_their_order(comm):
+    for ranks in (tuple(range(comm.size))[::-1], tuple(range(comm.size))[1:], (comm.rank,)):
+        if comm.rank in ranks:
+            made = meeting.meet(comm, ranks, 30)
+            assert (made.size, made.rank) == (len(ranks), ranks.index(comm.rank))
+            made.Free()
+    comm.Barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_mean_others_learn_which(comm):
+    ranks = tuple(range(comm.size))[:: -1 if comm.rank == 0 else 1]
+    with pytest.raises(PartitionError, match=r"rank 0 was given M = \(.*\) but rank \d M = \(0, 1"):
+        meeting.meet(comm, ranks, 30)
+    comm.Barrier()
+    meeting.meet(comm, tuple(range(comm.size)), 30).Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_a_refusal_reaches_those_that_wait(comm):
+    everyone = tuple(range(comm.size))
+    if comm.rank == 0:
+        meeting.refuse(comm, everyone, "no room")
+    else:
+        with pytest.raises(PartitionError, match="rank 0: no room"):
+            meeting.meet(comm, everyone, 30)
+    comm.Barrier()
+    meeting.meet(comm, everyone, 30).Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_who_does_not_come_is_named(comm):
+    late = comm.size - 1
+    if comm.rank != late:
+        with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} waited 0.2 s for rank.* {late}"):
+            meeting.meet(comm, tuple(range(comm.size)), 0.2)
+    comm.Barrier()
+    meeting.meet(comm, tuple(range(comm.size)), 30).Free()

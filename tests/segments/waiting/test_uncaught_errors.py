@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdl_rma.segments.lifecycle import uncaught_errors
+from distdl_rma.segments.waiting import uncaught_errors
 
 
 class Manager:
