@@ -36,7 +36,7 @@ _INTERVALS, _HALO = _plain("geometry/test_intervals.py"), _plain("geometry/test_
 _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_movements.py")
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
 _CONV = _on(3, "layers/conv/test_conv.py")
-_COLLECTIVE = _on(3, "segments/collectives/engine/test_collective.py")
+_COLLECTIVE = _on(3, "segments/collectives/test_collective.py")
 _NORM, _STATISTICS = _on(3, "layers/norm/test_norm.py"), _on(3, "ops/norm/test_statistics.py")
 _SYNC = _on(3, "sync/test_gradients.py", "sync/test_accumulation.py")
 _NOTIFY = _on(2, "segments/memory/test_notifications.py")
@@ -152,7 +152,7 @@ _PROTOCOL = [
     ),
     Mutant(
         "a rank goes on before all of its node have told it",
-        "distdl_rma/segments/collectives/engine/stepped_algorithm.py",
+        "distdl_rma/segments/collectives/stepped_algorithm.py",
         "        for rank in ranks:\n            word = first",
         "        for rank in ranks[:1]:\n            word = first",
         _COLLECTIVE,

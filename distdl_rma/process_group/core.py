@@ -21,8 +21,8 @@ from distdl_rma.process_group.operations import Lines, Operation, Script
 from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.tensors import Flat, facts
 from distdl_rma.process_group.work import GroupWork
+from distdl_rma.segments.collectives.between_nodes import Messages
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.messages import Messages
 
 Tensor = torch.Tensor
 P = ParamSpec("P")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.process_group.operations import Lines, Operation
-from distdl_rma.segments.messages import Messages, Test
+from distdl_rma.segments.collectives.between_nodes import Messages, Test
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]

@@ -6,7 +6,7 @@ import pytest
 from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.process_group.operations import Lines
 from distdl_rma.process_group.points import Points
-from distdl_rma.segments.messages import Messages
+from distdl_rma.segments.collectives.between_nodes import Messages
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 

@@ -12,8 +12,7 @@ from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.process_group.collectives.reducers import Reducer
 from distdl_rma.process_group.collectives.rounds import DIGEST_BYTES, SAID_BYTES, Call, text_said
-from distdl_rma.segments.collectives.engine.stepped_algorithm import in_pieces, slices
-from distdl_rma.segments.messages import Messages, Test
+from distdl_rma.segments.collectives.between_nodes import Messages, Test, in_pieces, slices
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]

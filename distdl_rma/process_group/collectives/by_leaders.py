@@ -13,8 +13,7 @@ from distdl_rma.process_group.collectives.between_nodes import TURN_BYTES, Chunk
 from distdl_rma.process_group.collectives.on_node import NodeCollectives
 from distdl_rma.process_group.collectives.reducers import Reducer
 from distdl_rma.process_group.collectives.rounds import Call, Rounds
-from distdl_rma.segments.collectives.engine.stepped_algorithm import in_pieces, slices
-from distdl_rma.segments.messages import Messages
+from distdl_rma.segments.collectives.between_nodes import Messages, in_pieces, slices
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]

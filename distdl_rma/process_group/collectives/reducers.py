@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from distdl_rma.dtypes import NUMPY, WORDS
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.segments.collectives.engine.reduction import Fold, without_fp_errors
+from distdl_rma.segments.collectives.reduction import Fold, without_fp_errors
 
 Array = NDArray[Any]
 

@@ -11,10 +11,10 @@ from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
-from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
+from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
+from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
+from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _DONE = range(2)

@@ -11,7 +11,7 @@ from distdl_rma.process_group.collectives import between_nodes
 from distdl_rma.process_group.collectives.between_nodes import WideCollectives
 from distdl_rma.process_group.collectives.reducers import reducer_of
 from distdl_rma.process_group.collectives.rounds import Call
-from distdl_rma.segments.messages import Messages
+from distdl_rma.segments.collectives.between_nodes import Messages
 from tests.process_group.collectives.scripts import SUM, check, drive
 
 import torch  # isort: skip

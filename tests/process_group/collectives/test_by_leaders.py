@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from distdl_rma.process_group.collectives import between_nodes
 from distdl_rma.process_group.collectives.by_leaders import LedCollectives
 from distdl_rma.process_group.group import RmaProcessGroup
+from distdl_rma.segments.collectives.between_nodes import Messages
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.messages import Messages
 from tests.process_group.collectives.scripts import check
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.sizes(3, 4)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.collectives.engine.reduction import element_of
+from distdl_rma.segments.collectives.reduction import element_of
 
 pytestmark = pytest.mark.mpi
 

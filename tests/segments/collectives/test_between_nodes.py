@@ -1,12 +1,33 @@
-"""Messages and collectives by MPI of some ranks of a machine."""
+"""Looks at requests of MPI; messages and collectives by MPI of some ranks of a machine."""
 
 import numpy as np
 import pytest
 
-from distdl_rma.segments.messages import Messages
+from distdl_rma.segments.collectives.between_nodes import Messages, complete, looks
 from distdl_rma.segments.waiting.header import WaitReason
 
-pytestmark = pytest.mark.mpi
+
+class Fragments:
+    """A request that each test takes a fragment further."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def Test(self):  # noqa: N802
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_a_look_takes_as_many_tests_as_there_may_be_fragments():
+    assert [len(looks(nbytes)) for nbytes in (0, 8, 64 << 10, 1 << 20, 1 << 40)] == [1, 1, 2, 17, 128]
+
+
+def test_a_look_ends_with_the_last_fragment_and_another_goes_on():
+    request = Fragments(20)
+    assert not complete(request, looks(1 << 20))
+    assert request.left == 3
+    assert complete(request, looks(1 << 20))
+    assert request.left == 0
 
 
 def over(machine, *tests):
@@ -15,6 +36,7 @@ def over(machine, *tests):
         machine.segments.waiter.until(test, lambda: reason, 15)
 
 
+@pytest.mark.mpi
 def test_messages_and_collectives_are_over_when_their_tests_say_so(machine, comm):
     ranks = list(reversed(machine.ranks))
     messages = Messages(machine.segments, ranks, "some")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,81 +12,13 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.engine.collective import CollectiveSite
-from distdl_rma.segments.collectives.engine.node_layout import RankSlice, clipped
-from distdl_rma.segments.collectives.engine.reduction import Array, Reduction
+from distdl_rma.segments.collectives.between_nodes import BetweenNodes, complete, looks, number_of_pieces
+from distdl_rma.segments.collectives.collective import CollectiveSite
+from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.header import WaitReason
-
-# Over sockets MPI moves a fragment with each test, and a waiting rank sleeps between two looks: a look takes
-# about as many tests as fragments might have come meanwhile. One that finds nothing costs 0.2 us.
-_FRAGMENT_NBYTES = 64 << 10
-_MOST_TESTS = 128
-
-
-def looks(nbytes: int) -> range:
-    """As many tests as make a look at a request of so many bytes."""
-    return range(min(_MOST_TESTS, 1 + nbytes // _FRAGMENT_NBYTES))
-
-
-def complete(request: MPI.Request, tests: range) -> bool:
-    """Whether a request is complete; takes it further, and does not block."""
-    return any(request.Test() for _ in tests)
-
-
-# Takes the piece of a number, without waiting; returns what is left to wait for.
-Stage = Callable[[int], Iterable[None]]
-
-# A piece has so many bytes at least, and so many for each node: of less, latency outweighs what overlaps.
-_LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
-_MOST_PIECES = 4
-
-
-def number_of_pieces(nbytes: int, nodes: int) -> int:
-    """How many pieces a vector of so many bytes goes in between so many nodes; on one node it is one."""
-    if nodes == 1:
-        return 1
-    return min(_MOST_PIECES, max(1, nbytes // max(_LEAST_NBYTES, _LEAST_OF_NODE * nodes)))
-
-
-def slices(count: int, number: int) -> list[slice]:
-    """The pieces of so many elements, balanced; of few elements some are empty."""
-    split = Balanced(count, number)
-    return [slice(*split.interval(piece)) for piece in range(number)]
-
-
-def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[list[tuple[RankSlice, ...]]]:
-    """For each piece what it has of the parts of every node, each of which is cut into so many pieces."""
-    cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
-    return [
-        [
-            tuple(clipped(of_node, cut[piece].start, cut[piece].stop))
-            for of_node, cut in zip(parts, cuts, strict=True)
-        ]
-        for piece in range(number)
-    ]
-
-
-def in_pieces(number: int, stages: Sequence[Stage]) -> Iterator[None]:
-    """Take pieces through stages, each in its turn; yields as long as it has to wait.
-
-    What a stage leaves to wait for is waited for before the next stage of the same piece: meanwhile the stage
-    before begins on the next piece, and the stage behind goes on with the last one. Everything is called in
-    an order that follows from the two numbers alone, so that ranks which call MPI's collectives on one
-    communicator call them alike. Of one stage two pieces are under way at most.
-    """
-    under_way: dict[int, Iterable[None]] = {}
-    for turn in range(number + len(stages)):
-        for at in range(len(stages) + 1):
-            piece = turn - at
-            if 0 <= piece < number:
-                yield from under_way.pop(piece, ())
-                if at < len(stages):
-                    under_way[piece] = stages[at](piece)
 
 
 class Scripted:
@@ -118,52 +50,6 @@ _PARITIES = 2
 _PHASES = 4
 # Those of a reduction.
 _READY, _DONE = range(2)
-
-
-class BetweenNodes:
-    """Communicator of ranks of several nodes, in the order given; ``ranks`` is empty where there is none.
-
-    ``name`` and ``terms`` are alike on all of the ranks, as for :class:`Barrier`.
-    """
-
-    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str) -> None:
-        self._manager, self._name, self._terms = manager, name, terms
-        self.ranks = tuple(ranks) if len(ranks) > 1 else ()
-        self._barrier: Barrier | None = None
-        self._comm: MPI.Intracomm | None = None
-        self._number = 0
-
-    def connect(self, timeout: float | None) -> None:
-        """Make the communicator; once, blocking. After a timeout it can be repeated."""
-        if self.ranks and self._comm is None:
-            # Making a communicator cannot be interrupted: not before all its ranks are here.
-            barrier, shared = self._gathering(), self._manager.communicators
-            self._number = barrier.wait(timeout, shared.proposal(self.ranks))
-            self._comm = shared.take(self.ranks, self._number)
-            barrier.close()
-
-    def announce(self) -> None:
-        """Let the others see what this rank connects, without waiting for them."""
-        if self.ranks:
-            self._gathering().connect(0.0)
-
-    @property
-    def comm(self) -> MPI.Intracomm:
-        """The communicator; only where there is one."""
-        if self._comm is None:
-            raise RuntimeError(f"{self._name!r}: no communicator between nodes on this rank")
-        return self._comm
-
-    def free(self) -> None:
-        """Give the communicator back, local; for when nothing is under way on it."""
-        if self._comm is not None:
-            self._manager.communicators.give_back(self.ranks, self._number)
-        self._comm = None
-
-    def _gathering(self) -> Barrier:
-        if self._barrier is None:
-            self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
-        return self._barrier
 
 
 class SteppedAlgorithm(Scripted, ABC):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from distdl_rma.errors import PartitionError, ShapeError
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
+from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
 
 
 def machine_nodes(size, per_node):

@@ -11,7 +11,7 @@ import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, PartitionError, ProtocolError
 from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
-from distdl_rma.segments.collectives.engine.collective import CollectiveSite
+from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.manager import SegmentManager
 from tests.matrix import over_seeds
 from tests.segments.cases import Case

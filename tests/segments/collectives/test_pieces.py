@@ -9,14 +9,9 @@ import pytest
 
 from distdl_rma import ExchangeTimeout, ProtocolError
 from distdl_rma.segments import Allgather, Allreduce, Bcast, Reduce, Reducescatter
-from distdl_rma.segments.collectives.engine import stepped_algorithm
-from distdl_rma.segments.collectives.engine.node_layout import RankSlice
-from distdl_rma.segments.collectives.engine.stepped_algorithm import (
-    in_pieces,
-    number_of_pieces,
-    pieces_of_all,
-    slices,
-)
+from distdl_rma.segments.collectives import between_nodes
+from distdl_rma.segments.collectives.between_nodes import in_pieces, number_of_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.node_layout import RankSlice
 from tests.matrix import over_seeds
 from tests.segments.cases import Case
 
@@ -26,8 +21,8 @@ LONG = 30_000
 @pytest.fixture
 def tiny(monkeypatch):
     """Pieces of a few elements."""
-    monkeypatch.setattr(stepped_algorithm, "_LEAST_NBYTES", 40)
-    monkeypatch.setattr(stepped_algorithm, "_LEAST_OF_NODE", 1)
+    monkeypatch.setattr(between_nodes, "_LEAST_NBYTES", 40)
+    monkeypatch.setattr(between_nodes, "_LEAST_OF_NODE", 1)
 
 
 def test_pieces_are_few_and_of_small_vectors_there_is_one():

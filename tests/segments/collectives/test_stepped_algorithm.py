@@ -1,18 +1,43 @@
 """Steps that are generators: notifications on a node, communicators between nodes, shares of a reduction."""
 
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout
-from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.engine.reduction import Reduction, element_of
-from distdl_rma.segments.collectives.engine.stepped_algorithm import (
-    BetweenNodes,
-    ShareReduction,
-    SteppedAlgorithm,
-)
+from distdl_rma.segments.collectives.between_nodes import BetweenNodes
+from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
+from distdl_rma.segments.collectives.reduction import Reduction, element_of
+from distdl_rma.segments.collectives.stepped_algorithm import Scripted, ShareReduction, SteppedAlgorithm
 
-pytestmark = pytest.mark.mpi
+
+def scripted(script):
+    step = Scripted(SimpleNamespace(segment=SimpleNamespace(lock=threading.RLock())))
+    step._running = script
+    return step
+
+
+def test_a_step_is_over_when_its_script_is():
+    step = scripted(iter([None, None]))
+    assert [step.advance() for _ in range(4)] == [False, False, True, True]
+    assert not step.broken
+
+
+def test_an_interrupted_step_counts_as_over_and_says_what_it_was():
+    def script():
+        yield
+        raise KeyError("half done")
+
+    step = scripted(script())
+    assert not step.advance()
+    with pytest.raises(KeyError):
+        step.advance()
+    assert step.advance()
+    assert step.broken == "KeyError('half done')"
+
+
 COUNT = 11
 
 
@@ -42,6 +67,7 @@ def chain(segments):
     job.close()
 
 
+@pytest.mark.mpi
 def test_what_a_rank_stored_before_it_notifies_is_there_for_the_notified(segments, chain):
     node = next(node for node in segments.segment.direct_nodes if segments.rank in node)
     for step in range(100):
@@ -50,6 +76,7 @@ def test_what_a_rank_stored_before_it_notifies_is_there_for_the_notified(segment
         assert chain.wait().tolist() == [step + 1 + node.index(segments.rank)]
 
 
+@pytest.mark.mpi
 def test_a_step_that_waits_says_for_whom(segments, comm, chain):
     node = next(node for node in segments.segment.direct_nodes if segments.rank in node)
     chain.connect()
@@ -65,6 +92,7 @@ def test_a_step_that_waits_says_for_whom(segments, comm, chain):
     chain.wait()
 
 
+@pytest.mark.mpi
 def test_ranks_have_a_communicator_in_their_order_and_the_next_user_has_the_same(segments, comm):
     ranks = segments.ranks[::-1]
     if len(ranks) == 1:
@@ -86,6 +114,7 @@ def test_ranks_have_a_communicator_in_their_order_and_the_next_user_has_the_same
     assert made[0] == made[1]
 
 
+@pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
 def test_users_at_one_time_have_communicators_of_their_own(segments, comm):
     first, second = (BetweenNodes(segments, segments.ranks, name, "") for name in ("one", "other"))
@@ -113,6 +142,7 @@ class NodeSum(ShareReduction):
         yield
 
 
+@pytest.mark.mpi
 def test_the_holders_reduce_every_element_once_and_only_then_is_the_step_complete(segments):
     job = Collective(NodeSum(CollectiveSite.checked(segments, segments.ranks, "node sum")))
     node = next(node for node in segments.segment.direct_nodes if segments.rank in node)

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
-from distdl_rma.segments.collectives.engine.reduction import Array
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
 
