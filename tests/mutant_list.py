@@ -302,7 +302,7 @@ _COPIES, _JOINED = (
     _on(2, "model/test_copies.py"),
     _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv.py"),
 )
-_NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/collectives/test_by_leaders.py")
+_NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/test_hierarchical.py")
 
 _ALIKE = [
     Mutant(
@@ -380,14 +380,14 @@ _PARTS = [
     ),
     Mutant(
         "a root that leads no node gets no result",
-        "distdl_rma/process_group/collectives/by_leaders.py",
+        "distdl_rma/process_group/hierarchical.py",
         "if root is None or (of_root == self._team and self._teams[self._team][0] != root):",
         "if root is None:",
         _LED,
     ),
     Mutant(
         "parts lie in the order of ranks, not of nodes",
-        "distdl_rma/process_group/collectives/by_leaders.py",
+        "distdl_rma/process_group/hierarchical.py",
         "self._order = tuple(chain.from_iterable(teams))",
         "self._order = tuple(sorted(chain.from_iterable(teams)))",
         _LED,

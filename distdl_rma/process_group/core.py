@@ -12,15 +12,14 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from distdl_rma.errors import DistdlError
-from distdl_rma.process_group.collectives.between_nodes import WideCollectives
-from distdl_rma.process_group.collectives.by_leaders import LedCollectives
-from distdl_rma.process_group.collectives.on_node import NodeCollectives
-from distdl_rma.process_group.collectives.reducers import Reducer, reducer_of
-from distdl_rma.process_group.collectives.rounds import Call, Rounds
-from distdl_rma.process_group.operations import Lines, Operation, Script
+from distdl_rma.process_group.hierarchical import HierarchicalCollectives
+from distdl_rma.process_group.inter_node import InterNodeCollectives
+from distdl_rma.process_group.node_slots import Call, NodeSlots
+from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.quick import QuickReductions
+from distdl_rma.process_group.reducers import Reducer, reducer_of
 from distdl_rma.process_group.tensors import Flat, facts
-from distdl_rma.process_group.work import GroupWork
+from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall, Script
 from distdl_rma.segments.collectives.between_nodes import Messages
 from distdl_rma.segments.manager import SegmentManager
 
@@ -42,32 +41,32 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._me, self._ranks = tuple(ranks).index(manager.rank), len(ranks)
         super().__init__(self._me, self._ranks)
         self._manager, self._name, self._timeout = manager, name, timeout
-        self._lines = Lines(manager, name)
+        self._queue = OperationQueue(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
-        self._rounds: Rounds | None = None
-        self._way: NodeCollectives | WideCollectives
-        self._caller: Rounds | WideCollectives
+        self._rounds: NodeSlots | None = None
+        self._way: NodeCollectives | InterNodeCollectives
+        self._caller: NodeSlots | InterNodeCollectives
         self._quick: QuickReductions | None = None
         teams = _teams_of(manager, ranks)
         if len(teams) == 1:
-            self._rounds = self._caller = Rounds(manager, ranks, name)
+            self._rounds = self._caller = NodeSlots(manager, ranks, name)
             self._way = way = NodeCollectives(self._rounds)
-            self._quick = QuickReductions(self._rounds, self._lines, way)
-            self._lines.progress = self._rounds.steps
+            self._quick = QuickReductions(self._rounds, self._queue, way)
+            self._queue.progress = self._rounds.steps
         elif len(teams) == len(ranks):
-            self._way = self._caller = WideCollectives(self._messages, self._me, name)
+            self._way = self._caller = InterNodeCollectives(self._messages, self._me, name)
         else:
             team = next(team for team in teams if self._me in team)
-            self._rounds = Rounds(manager, [ranks[at] for at in team], name)
+            self._rounds = NodeSlots(manager, [ranks[at] for at in team], name)
             heads = [ranks[team[0]] for team in teams]
             leads = manager.rank in heads
             leaders = Messages(manager, heads, f"leaders of process group {name}") if leads else None
-            led = LedCollectives(self._messages, leaders, self._rounds, teams, self._me)
+            led = HierarchicalCollectives(self._messages, leaders, self._rounds, teams, self._me)
             self._way = self._caller = led
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
-        # The latest works on one element, see Reductions.
+        # The latest works on one element, see ReducingCollectives.
         self._counts: deque[Work] = deque(maxlen=64)
 
     def _begin(
@@ -89,8 +88,8 @@ class GroupCore(_Base):  # type: ignore[misc]
             for flat in stored:
                 flat.store()
 
-        operation = self._lines.append(Operation(begin, caller.waiting, finish))
-        return self._kept(GroupWork(self._lines, operation, result, self._timeout))
+        operation = self._queue.append(PendingCall(begin, caller.waiting, finish))
+        return self._kept(GroupWork(self._queue, operation, result, self._timeout))
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Tell ranks that wait in a call of all that this one refuses it; does not wait for them.
@@ -105,7 +104,7 @@ class GroupCore(_Base):  # type: ignore[misc]
 
         # Of a group that has ended nobody waits.
         with suppress(DistdlError):
-            self._lines.append(Operation(begin, caller.waiting, None))
+            self._queue.append(PendingCall(begin, caller.waiting, None))
 
     def _call(self, what: str, tensors: Sequence[Tensor]) -> Call:
         key = (what, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
@@ -133,16 +132,16 @@ class GroupCore(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Give up the memory; what other ranks still wait for goes on. Local, idempotent."""
-        self._lines.close()
+        self._queue.close()
         if not self._manager.closed:
             if self._rounds is not None:
-                over = Leaving(self._lines, self._rounds)
+                over = Leaving(self._queue, self._rounds)
                 over()
                 self._manager.retire(self._rounds.memory, over)
             # Else what is under way would meet what the next group of these ranks sends.
-            if self._lines.idle:
+            if self._queue.idle:
                 self._messages.close()
-                if isinstance(self._way, LedCollectives):
+                if isinstance(self._way, HierarchicalCollectives):
                     self._way.close()
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
@@ -163,12 +162,12 @@ class Leaving:
     also after a call that some of them did not make.
     """
 
-    def __init__(self, lines: Lines, rounds: Rounds) -> None:
-        self._lines, self._rounds, self._left = lines, rounds, False
+    def __init__(self, queue: OperationQueue, rounds: NodeSlots) -> None:
+        self._queue, self._rounds, self._left = queue, rounds, False
 
     def __call__(self) -> bool:
         """Go on with it, and say whether it is over."""
-        if not self._left and self._lines.resting:
+        if not self._left and self._queue.resting:
             self._left = True
             self._rounds.leave()
         return self._left and self._rounds.left()

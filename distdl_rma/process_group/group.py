@@ -12,15 +12,15 @@ from torch.distributed import Work
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.process_group.core import Tensor
-from distdl_rma.process_group.movements import Movements
-from distdl_rma.process_group.points import Points
-from distdl_rma.process_group.reductions import Reductions
+from distdl_rma.process_group.data_collectives import DataCollectives
+from distdl_rma.process_group.point_to_point import PointToPoint
+from distdl_rma.process_group.reducing_collectives import ReducingCollectives
 from distdl_rma.process_group.tensors import Flat, check, single
 from distdl_rma.process_group.work import GroupWork
 from distdl_rma.segments.manager import SegmentManager
 
 
-class RmaProcessGroup(Reductions, Movements):
+class RmaProcessGroup(ReducingCollectives, DataCollectives):
     """A process group of torch on the segments of a machine, for tensors on the processor.
 
     Made by ``torch.distributed.init_process_group("rma")`` and ``new_group``; collective over its ranks to
@@ -37,7 +37,7 @@ class RmaProcessGroup(Reductions, Movements):
         self, manager: SegmentManager, ranks: Sequence[int], name: str, timeout: float | None
     ) -> None:
         super().__init__(manager, ranks, name, timeout)
-        self._points = Points(self._messages, self._lines, self._me, name)
+        self._points = PointToPoint(self._messages, self._queue, self._me, name)
         self._torch_name, self._description = name, "undefined"
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -97,20 +97,20 @@ class RmaProcessGroup(Reductions, Movements):
         """Send a tensor to a rank of the group."""
         flat, tensor = self._message(tensors, "send")
         operation = self._points.send(flat.bytes, str(tensor.dtype), target, tag)
-        return self._kept(GroupWork(self._lines, operation, [tensor], self._timeout, self._me))
+        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, self._me))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor from a rank of the group."""
         flat, tensor = self._message(tensors, "recv")
         operation = self._points.receive(flat.bytes, str(tensor.dtype), source, tag, flat.store)
-        return self._kept(GroupWork(self._lines, operation, [tensor], self._timeout, source))
+        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, source))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         """Receive a tensor from whichever rank of the group is the first to send one with this tag."""
         flat, tensor = self._message(tensors, "recv")
         found: list[int] = []
         operation = self._points.receive_any(flat.bytes, str(tensor.dtype), tag, found.append, flat.store)
-        return self._kept(GroupWork(self._lines, operation, [tensor], self._timeout, found))
+        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, found))
 
     def _message(self, tensors: Sequence[Tensor], what: str) -> tuple[Flat, Tensor]:
         tensor: Tensor = single(tensors, self._who(what))
@@ -128,7 +128,7 @@ class RmaProcessGroup(Reductions, Movements):
         """End a block of coalesced calls that an error left; what it began goes on."""
         self._coalescing = None
 
-    abort = Reductions.shutdown
+    abort = ReducingCollectives.shutdown
 
 
 _Work: Any = Work

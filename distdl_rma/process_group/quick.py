@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.process_group.collectives.on_node import NodeCollectives
-from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Call, Rounds
-from distdl_rma.process_group.operations import Lines, Operation, Script
+from distdl_rma.process_group.node_slots import WHOLE_BYTES, Call, NodeSlots
+from distdl_rma.process_group.on_node import NodeCollectives
+from distdl_rma.process_group.reducers import Reducer
+from distdl_rma.process_group.work import OperationQueue, PendingCall, Script
 
 Array = NDArray[Any]
 Bytes = memoryview
@@ -42,8 +42,8 @@ class Quick(NamedTuple):
 class QuickReductions:
     """Carries out all-reduces of contiguous tensors on one node, where no other collective is under way."""
 
-    def __init__(self, rounds: Rounds, lines: Lines, way: NodeCollectives) -> None:
-        self._rounds, self._lines, self._way = rounds, lines, way
+    def __init__(self, rounds: NodeSlots, queue: OperationQueue, way: NodeCollectives) -> None:
+        self._rounds, self._queue, self._way = rounds, queue, way
         self._lock = rounds.manager.segment.lock
         self._most = min(WHOLE_BYTES, rounds.slot_bytes)
         # If nobody waits, and if somebody does.
@@ -76,7 +76,7 @@ class QuickReductions:
             some[me] = x
         return Quick(call, x.data.cast("B"), mine, tuple(reducer.bound(some, x) for some in rows), None)
 
-    def run(self, tensor: torch.Tensor, op: Hashable, hurry: bool) -> Operation | bool | None:
+    def run(self, tensor: torch.Tensor, op: Hashable, hurry: bool) -> PendingCall | bool | None:
         """Reduce a contiguous tensor in place.
 
         True if that is over, False if it cannot begin now, None if its memory has yet to be learned, or what
@@ -85,15 +85,15 @@ class QuickReductions:
         quick = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
         if quick is None:
             return None
-        rounds, lines = self._rounds, self._lines
+        rounds, queue = self._rounds, self._queue
         with self._lock:
-            if not (lines.ready and rounds.free(rounds.number + 1)):
+            if not (queue.ready and rounds.free(rounds.number + 1)):
                 return False
             rounds.call = quick.call
             try:
                 rest = (self._at_once if quick.script is None else self._by_script)(quick, hurry)
             except BaseException as error:
-                lines.break_off(error)
+                queue.break_off(error)
                 raise
             if rest is None:
                 return True
@@ -103,7 +103,7 @@ class QuickReductions:
                 # Until here its memory is used.
                 tensor.numel()
 
-            return lines.append(Operation(script, rounds.waiting, None))
+            return queue.append(PendingCall(script, rounds.waiting, None))
 
     def _at_once(self, quick: Quick, hurry: bool) -> Script | None:
         rounds = self._rounds

@@ -1,4 +1,4 @@
-"""What torch gives its callers to wait for: works and futures."""
+"""What a group has begun: pending calls, their queue, and the works and futures that torch waits for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,217 @@ import atexit
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Work
 
-from distdl_rma.errors import ExchangeTimeout, ProtocolError
-from distdl_rma.process_group.operations import Lines, Operation
+from distdl_rma.errors import ClosedError, DistdlError, ExchangeTimeout, ProtocolError
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.header import WaitReason
+
+Script = Iterator[None]
+
+# Looks before a wait lets others have the core.
+_SPINS = 30
+
+
+class PendingCall:
+    """Something under way: a script that yields as long as it waits, and what is done when it is over.
+
+    ``begin`` makes the script; ``reason`` says for whom it waits. ``error`` is what ended it, if anything.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Script], reason: Callable[[], WaitReason], finish: Callable[[], None] | None
+    ) -> None:
+        self.reason = reason
+        self._begin, self._finish = begin, finish
+        self._script: Script | None = None
+        self.done = False
+        self.error: BaseException | None = None
+
+    def advance(self) -> bool:
+        """Go on as far as possible; return whether it is over. What it raises is kept as well."""
+        if self.done:
+            return True
+        try:
+            if self._script is None:
+                self._script = self._begin()
+            for _ in self._script:
+                return False
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self._end()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """End it by an error."""
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        # It lets go of its data, and of the operation that it followed.
+        self.done, self._begin, self._script, self._finish = True, _nothing, None, None
+
+
+def _nothing() -> Script:
+    return iter(())
+
+
+def done() -> PendingCall:
+    """An operation that is over."""
+    operation = PendingCall(_nothing, lambda: WaitReason((), ""), None)
+    operation.done = True
+    return operation
+
+
+class OperationQueue:
+    """The operations of a group: collectives one after the other, in the order of the calls, and messages.
+
+    Every wait on the machine takes them further, in whatever order ranks wait for them. What goes wrong in a
+    collective ends the group: later calls raise the same.
+    """
+
+    def __init__(self, manager: SegmentManager, name: str) -> None:
+        self.manager, self.name = manager, name
+        self._lock = manager.segment.lock
+        self._collectives: deque[PendingCall] = deque()
+        self._messages: list[PendingCall] = []
+        self._broken: BaseException | None = None
+        self._closed = False
+        # Changes whenever a collective has come further.
+        self.progress: Callable[[], object] = bool
+
+    def check(self) -> None:
+        """Raise if nothing can be begun any more."""
+        if self._closed or self.manager.closed:
+            raise ClosedError(f"process group {self.name!r} was destroyed, or its machine closed")
+        if self._broken is not None:
+            if isinstance(self._broken, DistdlError):
+                raise self._broken
+            why = f"was interrupted by {self._broken!r}"
+            raise ProtocolError(f"process group {self.name!r} {why}: make it anew on all its ranks")
+
+    def append(self, operation: PendingCall) -> PendingCall:
+        """Begin a collective, as soon as those before it are over."""
+        self.check()
+        with self._lock:
+            self._collectives.append(operation)
+            if len(self._collectives) == 1:
+                self._begin(self.advance)
+        return operation
+
+    def add(self, operation: PendingCall) -> PendingCall:
+        """Begin a message, which waits for no other."""
+        self.check()
+        with self._lock:
+            self._messages.append(operation)
+            self._begin(self.advance_apart)
+        return operation
+
+    @property
+    def ready(self) -> bool:
+        """Whether a collective can begin now: none is under way, and nothing went wrong."""
+        return not (self._collectives or self._closed or self._broken is not None or self.manager.closed)
+
+    @property
+    def resting(self) -> bool:
+        """Whether no collective is under way."""
+        return not self._collectives
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._collectives or self._messages)
+
+    def _begin(self, advance: Callable[[], bool]) -> None:
+        # An error belongs to who waits for the operation.
+        over = False
+        with suppress(DistdlError):
+            over = advance()
+        if not over:
+            self.manager.defer(advance)
+
+    def advance(self) -> bool:
+        """Take the collectives as far as they go; return whether none is under way."""
+        with self._lock:
+            line = self._collectives
+            while line:
+                try:
+                    if not line[0].advance():
+                        return False
+                except BaseException as error:
+                    self.break_off(error)
+                    # What was raised in it by a signal is for whoever goes on here, and may wait for another.
+                    if not isinstance(error, Exception):
+                        raise
+                    return True
+                line.popleft()
+            return True
+
+    def advance_apart(self) -> bool:
+        """Take the messages as far as they go; return whether none is under way."""
+        with self._lock:
+            for operation in tuple(self._messages):
+                over = True
+                # Whoever waits for it raises it.
+                with suppress(DistdlError):
+                    over = operation.advance()
+                if over:
+                    self._messages.remove(operation)
+            return not self._messages
+
+    def wait(self, operation: PendingCall, timeout: float | None) -> None:
+        """Wait for an operation; blocking. Raises what ended it."""
+        if not operation.done:
+            self._wait(operation, self.manager.waiter.timeout if timeout is None else timeout)
+        if operation.error is not None:
+            raise operation.error
+
+    def _wait(self, operation: PendingCall, seconds: float) -> None:
+        # Every step that is made is waited for by itself: a wait that takes long looks less often.
+        waiter, whole, deadline = self.manager.waiter, seconds, time.monotonic() + seconds
+        # Whoever shares this core with others helps them by no more than a few looks.
+        spins = min(waiter.spins, _SPINS)
+        before: object = None
+
+        def further() -> bool:
+            if not operation.done:
+                self.advance()
+                self.advance_apart()
+            return operation.done or self.progress() != before
+
+        while not operation.done:
+            before = self.progress()
+            waiter.until(further, operation.reason, seconds, spins, whole)
+            seconds = max(deadline - time.monotonic(), 0.0)
+
+    def fail(self, operation: PendingCall, error: BaseException) -> None:
+        """End an operation by an error from elsewhere: a collective and those behind it, or a message."""
+        with self._lock:
+            if operation in self._collectives:
+                self.break_off(error)
+            elif not operation.done:
+                operation.fail(error)
+
+    def break_off(self, error: BaseException) -> None:
+        """End all collectives, and the group, by an error."""
+        self._broken = self._broken or error
+        for operation in self._collectives:
+            operation.fail(error)
+        self._collectives.clear()
+
+    def close(self) -> None:
+        """Begin nothing any more; what is under way goes on."""
+        self._closed = True
+
 
 # Looks before a pause, and how long it is.
 _LOOKS, _PAUSE_SECONDS = 20, 5e-5
@@ -32,21 +235,21 @@ class GroupWork(_Work):  # type: ignore[misc]
 
     def __init__(
         self,
-        lines: Lines,
-        operation: Operation,
+        queue: OperationQueue,
+        operation: PendingCall,
         tensors: Any,
         timeout: float | None,
         source: int | list[int] = -1,
     ) -> None:
         super().__init__()
-        self._lines, self._operation, self._tensors = lines, operation, tensors
+        self._queue, self._operation, self._tensors = queue, operation, tensors
         self._timeout, self._source = timeout, source
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the operation is over; raises what ended it, ``ExchangeTimeout`` at the deadline."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        self._lines.wait(self._operation, seconds or self._timeout)
+        self._queue.wait(self._operation, seconds or self._timeout)
         return True
 
     def synchronize(self) -> None:
@@ -56,7 +259,7 @@ class GroupWork(_Work):  # type: ignore[misc]
     def is_completed(self) -> bool:
         """Whether the operation is over, by success or not; goes on with it, and does not block."""
         if not self._operation.done:
-            self._lines.manager.waiter.advance()
+            self._queue.manager.waiter.advance()
         return self._operation.done
 
     def is_success(self) -> bool:
@@ -87,7 +290,7 @@ class GroupWork(_Work):  # type: ignore[misc]
             if self._operation.done:
                 _settle(self._future, self._tensors, self._operation.error)
             else:
-                _driver.add(self._lines, self._operation, self._future, self._tensors, self._timeout)
+                _driver.add(self._queue, self._operation, self._future, self._tensors, self._timeout)
         return self._future
 
 
@@ -120,8 +323,8 @@ class _Failure:
 class _Pending(NamedTuple):
     """Somebody may wait for the future of an operation that is under way."""
 
-    lines: Lines
-    operation: Operation
+    queue: OperationQueue
+    operation: PendingCall
     future: torch.futures.Future[Any]
     tensors: Any
     # How long in seconds, which may be for ever, and since when.
@@ -130,7 +333,7 @@ class _Pending(NamedTuple):
 
     def say_done(self) -> None:
         """Tell others that it is not waited for any more, if they were told that it is."""
-        manager = self.lines.manager
+        manager = self.queue.manager
         if time.monotonic() - self.begun > _LOOK_SECONDS:
             with manager.segment.lock:
                 if not manager.closed:
@@ -164,15 +367,15 @@ class _Driver:
 
     def add(
         self,
-        lines: Lines,
-        operation: Operation,
+        queue: OperationQueue,
+        operation: PendingCall,
         future: torch.futures.Future[Any],
         tensors: Any,
         timeout: float | None,
     ) -> None:
         """Settle a future when an operation is over, or when that took too long."""
-        seconds = lines.manager.waiter.timeout if timeout is None else timeout
-        item = _Pending(lines, operation, future, tensors, seconds, time.monotonic())
+        seconds = queue.manager.waiter.timeout if timeout is None else timeout
+        item = _Pending(queue, operation, future, tensors, seconds, time.monotonic())
         with self._change:
             self._pending.append(item)
             self._appoint()
@@ -221,7 +424,7 @@ class _Driver:
             look = now - looked > _LOOK_SECONDS
             looked = now if look else looked
             settled: list[tuple[_Pending, BaseException | None]] = []
-            before = [item.lines.progress() for item in pending]
+            before = [item.queue.progress() for item in pending]
             for item in pending:
                 try:
                     self._go_on(item, look)
@@ -230,7 +433,7 @@ class _Driver:
                     settled.append((item, error))
                 except BaseException as error:  # noqa: BLE001
                     # A rank failed, or the machine was closed: it belongs to who waits for the future.
-                    item.lines.fail(item.operation, error)
+                    item.queue.fail(item.operation, error)
             late = [item.operation for item, _ in settled]
             settled += [
                 (item, item.operation.error)
@@ -242,7 +445,7 @@ class _Driver:
                     item.say_done()
                 return settled
             # What has come further may soon go on.
-            looks = looks + 1 if before == [item.lines.progress() for item in pending] else 0
+            looks = looks + 1 if before == [item.queue.progress() for item in pending] else 0
             if looks > _LOOKS:
                 time.sleep(_PAUSE_SECONDS)
         return []
@@ -253,7 +456,7 @@ class _Driver:
 
     @staticmethod
     def _go_on(item: _Pending, look: bool) -> None:
-        operation, manager = item.operation, item.lines.manager
+        operation, manager = item.operation, item.queue.manager
         if operation.done:
             return
         # What is under way goes on after the group is destroyed: others may wait for it.

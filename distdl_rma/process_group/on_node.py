@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
-from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Rounds
+from distdl_rma.process_group.node_slots import WHOLE_BYTES, NodeSlots
+from distdl_rma.process_group.reducers import Reducer
 
 Array = NDArray[Any]
 Script = Iterator[None]
@@ -39,7 +39,7 @@ class NodeCollectives:
     one, this rank shows the next.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: NodeSlots) -> None:
         self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
         # In whose slot lies what the rank of a position makes: in its own, where it shows nothing to itself.
         # Of two ranks, in place of what the other one showed to it, which is in the cache already.

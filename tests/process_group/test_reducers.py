@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.process_group.collectives.reducers import reducer_of
+from distdl_rma.process_group.reducers import reducer_of
 from distdl_rma.process_group.tensors import Flat
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from distdl_rma.errors import MismatchError, PartitionError
-from distdl_rma.process_group.collectives.rounds import Call, Rounds
+from distdl_rma.process_group.node_slots import Call, NodeSlots
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -69,5 +69,5 @@ def test_ranks_that_do_not_reach_each_others_memory_are_refused_on_all_of_them(m
     if len(machine.segments.segment.direct_nodes) == 1:
         pytest.skip("the ranks reach each other's memory")
     with pytest.raises(PartitionError, match=r"group 'apart': .* of \[0, .* do not reach .* on another node"):
-        Rounds(machine.segments, machine.ranks, "apart")
+        NodeSlots(machine.segments, machine.ranks, "apart")
     comm.Barrier()

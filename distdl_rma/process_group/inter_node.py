@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import DIGEST_BYTES, SAID_BYTES, Call, text_said
+from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, text_said
+from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.segments.collectives.between_nodes import Messages, Test, in_pieces, slices
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -24,7 +24,7 @@ TURN_BYTES = 8 << 20
 _BYTE = np.dtype(np.uint8)
 
 
-class WideCollectives:
+class InterNodeCollectives:
     """Scripts of collectives as of :class:`NodeCollectives`, by MPI's collectives on one communicator.
 
     A call begins with a word of every rank, by which all know that all call the same. Every element is

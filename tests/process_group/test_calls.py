@@ -2,14 +2,14 @@
 
 import pytest
 
-from distdl_rma.process_group.collectives import rounds
-from distdl_rma.process_group.collectives.rounds import Call, Kinds, text_said
+from distdl_rma.process_group import node_slots
+from distdl_rma.process_group.node_slots import Call, Kinds, text_said
 
 
 def test_what_is_said_has_the_whole_identity_and_the_text_as_far_as_there_is_room():
     long = "all_gather of " + "é" * 300
     one, other = Call(long, (long, 1)), Call(long, (long, 2))
-    assert len(one.said) <= rounds.SAID_BYTES
+    assert len(one.said) <= node_slots.SAID_BYTES
     assert text_said(one.said) == text_said(other.said) == one.said[32:-1].decode()
     assert long.startswith(text_said(one.said))
     assert one.digest != other.digest and one.said.startswith(one.digest)
@@ -23,7 +23,7 @@ def test_the_same_call_that_all_refuse_is_one_kind_whatever_the_reasons():
 
 @pytest.mark.parametrize("kept", [2, 1000])
 def test_ranks_with_equal_calls_have_equal_numbers_and_different_kinds_never_share_one(monkeypatch, kept):
-    monkeypatch.setattr(rounds, "_KEPT", kept)
+    monkeypatch.setattr(node_slots, "_KEPT", kept)
     here, there = Kinds(), Kinds()
     for step in range(200):
         what = step * step % 7

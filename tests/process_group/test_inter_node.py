@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import MismatchError
-from distdl_rma.process_group.collectives import between_nodes
-from distdl_rma.process_group.collectives.between_nodes import WideCollectives
-from distdl_rma.process_group.collectives.reducers import reducer_of
-from distdl_rma.process_group.collectives.rounds import Call
+from distdl_rma.process_group import inter_node
+from distdl_rma.process_group.inter_node import InterNodeCollectives
+from distdl_rma.process_group.node_slots import Call
+from distdl_rma.process_group.reducers import reducer_of
 from distdl_rma.segments.collectives.between_nodes import Messages
-from tests.process_group.collectives.scripts import SUM, check, drive
+from tests.process_group.scripts import SUM, check, drive
 
 import torch  # isort: skip
 
@@ -22,20 +22,20 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 @pytest.fixture
 def way(machine):
     messages = Messages(machine.segments, machine.ranks, "collectives by MPI")
-    yield WideCollectives(messages, machine.ranks.index(machine.rank), "by MPI")
+    yield InterNodeCollectives(messages, machine.ranks.index(machine.rank), "by MPI")
     messages.close()
 
 
 @pytest.mark.parametrize("turn", [8 << 20, 1 << 14], ids=["at once", "in turns"])
 def test_every_script_is_what_it_means(machine, way, monkeypatch, turn):
-    monkeypatch.setattr(between_nodes, "TURN_BYTES", turn)
+    monkeypatch.setattr(inter_node, "TURN_BYTES", turn)
     check(machine.segments, way, way, 5000)
 
 
 @pytest.mark.parametrize("root", [None, 0])
 def test_long_vector_takes_no_more_memory_than_a_few_turns(machine, way, monkeypatch, root):
     turn = 1 << 16
-    monkeypatch.setattr(between_nodes, "TURN_BYTES", turn)
+    monkeypatch.setattr(inter_node, "TURN_BYTES", turn)
     x = np.ones(1 << 18)
     tracemalloc.start()
     drive(machine.segments, way.reduced(x, reducer_of(SUM, torch.float64, way.size), root), random.Random(0))

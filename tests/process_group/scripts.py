@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch.distributed import ReduceOp
 
-from distdl_rma.process_group.collectives.reducers import reducer_of
-from distdl_rma.process_group.collectives.rounds import Call
+from distdl_rma.process_group.node_slots import Call
+from distdl_rma.process_group.reducers import reducer_of
 from distdl_rma.segments.manager import SegmentManager
 
 import torch  # isort: skip

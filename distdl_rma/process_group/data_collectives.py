@@ -11,11 +11,11 @@ from torch.distributed import Work
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, root_of
-from distdl_rma.process_group.operations import Script
 from distdl_rma.process_group.tensors import Flat, check, parts_of, rows_of, same_type, single
+from distdl_rma.process_group.work import Script
 
 
-class Movements(GroupCore):
+class DataCollectives(GroupCore):
     """Calls that give ranks what others have; see :class:`RmaProcessGroup`."""
 
     @of_all

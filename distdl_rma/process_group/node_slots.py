@@ -1,4 +1,4 @@
-"""Rounds: how the ranks of a group on one node show each other data, in memory of a bounded size."""
+"""Slots in which the ranks of a group on one node show each other data, round by round."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _KIND_BITS = 16
 _FOREVER = 1 << 62
 
 
-class Rounds:
+class NodeSlots:
     """Memory of the ranks of a group, and how far each of them is.
 
     In a round every rank shows something in its slot of the round's parity, says so to all, reads what the

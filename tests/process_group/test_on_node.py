@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from distdl_rma.errors import MismatchError
-from distdl_rma.process_group.collectives.on_node import NodeCollectives
-from distdl_rma.process_group.collectives.reducers import reducer_of
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Call
-from tests.process_group.collectives.scripts import SUM, check, drive
+from distdl_rma.process_group.node_slots import WHOLE_BYTES, Call
+from distdl_rma.process_group.on_node import NodeCollectives
+from distdl_rma.process_group.reducers import reducer_of
+from tests.process_group.scripts import SUM, check, drive
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.process_group.collectives.between_nodes import TURN_BYTES, Chunk, WideCollectives
-from distdl_rma.process_group.collectives.on_node import NodeCollectives
-from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import Call, Rounds
+from distdl_rma.process_group.inter_node import TURN_BYTES, Chunk, InterNodeCollectives
+from distdl_rma.process_group.node_slots import Call, NodeSlots
+from distdl_rma.process_group.on_node import NodeCollectives
+from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.segments.collectives.between_nodes import Messages, in_pieces, slices
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -20,8 +20,8 @@ Array = NDArray[Any]
 Script = Iterator[None]
 
 
-class LedCollectives(WideCollectives):
-    """Scripts of collectives as of :class:`WideCollectives`, of which each element comes to a node once.
+class HierarchicalCollectives(InterNodeCollectives):
+    """Scripts of collectives as of :class:`InterNodeCollectives`, of which each element comes to a node once.
 
     All ranks first see by MPI that all call the same. Then the ranks of a node go in rounds, of which the
     first one, their leader, has a part in what MPI does between the leaders. What is reduced is reduced on
@@ -33,7 +33,7 @@ class LedCollectives(WideCollectives):
         self,
         messages: Messages,
         leaders: Messages | None,
-        rounds: Rounds,
+        rounds: NodeSlots,
         teams: Sequence[tuple[int, ...]],
         me: int,
     ) -> None:
@@ -41,7 +41,7 @@ class LedCollectives(WideCollectives):
         self._team = next(at for at, team in enumerate(teams) if me in team)
         self._place = self._teams[self._team].index(me)
         # Who is led by others has nothing to do between the nodes.
-        self._across = None if leaders is None else WideCollectives(leaders, self._team, rounds.name)
+        self._across = None if leaders is None else InterNodeCollectives(leaders, self._team, rounds.name)
         self._order = tuple(chain.from_iterable(teams))
         super().__init__(messages, me, rounds.name)
         self._reason = super().waiting

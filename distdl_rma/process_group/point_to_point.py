@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, MismatchError
-from distdl_rma.process_group.operations import Lines, Operation
+from distdl_rma.process_group.work import OperationQueue, PendingCall
 from distdl_rma.segments.collectives.between_nodes import Messages, Test
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -20,29 +20,29 @@ Finish = Callable[[], None]
 _KINDS = 3
 
 
-class Points:
+class PointToPoint:
     """Sends and receives of a group.
 
     The sender first says what it has, and the receiver what it expects; both raise ``MismatchError`` where
     that differs. Messages of one tag between the same two ranks follow one another.
     """
 
-    def __init__(self, messages: Messages, lines: Lines, me: int, name: str) -> None:
-        self._messages, self._lines, self._me, self._name = messages, lines, me, name
+    def __init__(self, messages: Messages, queue: OperationQueue, me: int, name: str) -> None:
+        self._messages, self._queue, self._me, self._name = messages, queue, me, name
         self._most = messages.largest_tag() // _KINDS - 1
-        self._last: dict[tuple[str, int, int], Operation] = {}
+        self._last: dict[tuple[str, int, int], PendingCall] = {}
 
-    def send(self, data: Array, kind: str, target: int, tag: int) -> Operation:
+    def send(self, data: Array, kind: str, target: int, tag: int) -> PendingCall:
         """Begin to send bytes, the elements of which are of a ``kind``."""
         return self._begun("send", data, kind, target, tag)
 
-    def receive(self, out: Array, kind: str, source: int, tag: int, finish: Finish) -> Operation:
+    def receive(self, out: Array, kind: str, source: int, tag: int, finish: Finish) -> PendingCall:
         """Begin to receive bytes into an array, then ``finish``."""
         return self._begun("recv", out, kind, source, tag, finish)
 
     def receive_any(
         self, out: Array, kind: str, tag: int, found: Callable[[int], None], finish: Finish
-    ) -> Operation:
+    ) -> PendingCall:
         """Begin to receive bytes from whoever sends first, which is then ``found``."""
         self._check_tag(tag)
 
@@ -54,11 +54,11 @@ class Points:
 
         others = tuple(rank for at, rank in enumerate(self._messages.ranks) if at != self._me)
         reason = WaitReason(others, f"to send with tag {tag} in group {self._name!r}", anyone=True)
-        return self._lines.add(Operation(script, lambda: reason, finish))
+        return self._queue.add(PendingCall(script, lambda: reason, finish))
 
     def _begun(
         self, verb: str, data: Array, kind: str, peer: int, tag: int, finish: Finish | None = None
-    ) -> Operation:
+    ) -> PendingCall:
         self._check_tag(tag)
         key = verb, peer, tag
         before = self._last.get(key)
@@ -71,9 +71,9 @@ class Points:
 
         what = f"to {'receive' if sends else 'send'} {data.size} bytes with tag {tag} in group {self._name!r}"
         reason = WaitReason((self._messages.ranks[peer],), what, "did it make the matching call?")
-        operation = Operation(script, lambda: reason, finish)
+        operation = PendingCall(script, lambda: reason, finish)
         self._last[key] = operation
-        return self._lines.add(operation)
+        return self._queue.add(operation)
 
     def _send(self, data: Array, kind: str, target: int, tag: int) -> Script:
         mine, theirs = _facts(data, kind), _facts(data[:0], "")

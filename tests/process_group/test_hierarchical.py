@@ -8,12 +8,12 @@ import torch
 from torch.distributed import BroadcastOptions, ReduceOp, ReduceOptions
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from distdl_rma.process_group.collectives import between_nodes
-from distdl_rma.process_group.collectives.by_leaders import LedCollectives
+from distdl_rma.process_group import inter_node
 from distdl_rma.process_group.group import RmaProcessGroup
+from distdl_rma.process_group.hierarchical import HierarchicalCollectives
 from distdl_rma.segments.collectives.between_nodes import Messages
 from distdl_rma.segments.manager import SegmentManager
-from tests.process_group.collectives.scripts import check
+from tests.process_group.scripts import check
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.sizes(3, 4)]
 
@@ -34,7 +34,7 @@ def group(request, manager, comm):
     ranks = list(range(comm.size))
     ranks = ranks if request.param == "in order" else [*ranks[::2], *ranks[1::2]]
     group = RmaProcessGroup(manager, ranks, f"led {request.param}", None)
-    assert isinstance(group._way, LedCollectives)
+    assert isinstance(group._way, HierarchicalCollectives)
     yield group
     group.shutdown()
     comm.Barrier()
@@ -42,8 +42,8 @@ def group(request, manager, comm):
 
 def test_every_script_is_what_it_means(manager, group, monkeypatch):
     # So that there are several turns.
-    monkeypatch.setattr(between_nodes, "TURN_BYTES", 1 << 14)
-    monkeypatch.setattr("distdl_rma.process_group.collectives.by_leaders.TURN_BYTES", 1 << 14)
+    monkeypatch.setattr(inter_node, "TURN_BYTES", 1 << 14)
+    monkeypatch.setattr("distdl_rma.process_group.hierarchical.TURN_BYTES", 1 << 14)
     check(manager, group._way, group._way, 3000)
 
 

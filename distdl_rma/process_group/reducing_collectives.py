@@ -10,17 +10,16 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.process_group.collectives.reducers import OPERATIONS
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, op_of, root_of
-from distdl_rma.process_group.operations import Script, done
 from distdl_rma.process_group.quick import QuickReductions
+from distdl_rma.process_group.reducers import OPERATIONS
 from distdl_rma.process_group.tensors import Flat, check, parts_of, same_type, single
-from distdl_rma.process_group.work import GroupWork
+from distdl_rma.process_group.work import GroupWork, Script, done
 
 _Work: Any = Work
 
 
-class Reductions(GroupCore):
+class ReducingCollectives(GroupCore):
     """Calls that reduce tensors of all ranks; see :class:`RmaProcessGroup`."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
@@ -42,7 +41,7 @@ class Reductions(GroupCore):
                 return self._held(work, tensor)
             if begun is not False:
                 operation = done() if begun is True else begun
-                return self._held(GroupWork(self._lines, operation, tensors, self._timeout), tensor)
+                return self._held(GroupWork(self._queue, operation, tensors, self._timeout), tensor)
         return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
 
     def _learn(self, quick: QuickReductions, tensor: Tensor, number: Hashable, op: Any) -> None:

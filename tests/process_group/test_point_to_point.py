@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ArgumentError, MismatchError
-from distdl_rma.process_group.operations import Lines
-from distdl_rma.process_group.points import Points
+from distdl_rma.process_group.point_to_point import PointToPoint
+from distdl_rma.process_group.work import OperationQueue
 from distdl_rma.segments.collectives.between_nodes import Messages
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -17,15 +17,18 @@ def nothing():
 
 @pytest.fixture
 def points(machine, comm):
-    messages, lines = Messages(machine.segments, machine.ranks, "points"), Lines(machine.segments, "points")
-    yield Points(messages, lines, comm.rank, "points")
+    messages, queue = (
+        Messages(machine.segments, machine.ranks, "points"),
+        OperationQueue(machine.segments, "points"),
+    )
+    yield PointToPoint(messages, queue, comm.rank, "points")
     comm.Barrier()
     messages.close()
 
 
 def test_messages_of_one_tag_follow_one_another_and_those_of_others_do_not_wait(points, comm):
     target, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    wait = points._lines.wait
+    wait = points._queue.wait
     got = {(tag, k): np.zeros(5, np.uint8) for tag in (0, 4) for k in range(3)}
     receives = [points.receive(got[4, k], "uint8", source, 4, nothing) for k in range(3)]
     sends = [
@@ -39,11 +42,11 @@ def test_messages_of_one_tag_follow_one_another_and_those_of_others_do_not_wait(
     for operation in (*receives, *sends):
         wait(operation, 20)
     assert all((array == 10 * tag + k).all() for (tag, k), array in got.items())
-    assert points._lines.idle
+    assert points._queue.idle
 
 
 def test_the_first_that_sends_is_found(points, comm):
-    wait, found = points._lines.wait, []
+    wait, found = points._queue.wait, []
     if comm.rank == 0:
         for _ in range(comm.size - 1):
             out = np.zeros(3, np.uint8)
@@ -60,7 +63,7 @@ def test_both_learn_what_differs_and_the_next_message_comes(points, comm):
         points.send(np.zeros(1, np.uint8), "uint8", 0, -1)
     if comm.size == 1 or comm.rank > 1:
         return
-    wait, peer = points._lines.wait, 1 - comm.rank
+    wait, peer = points._queue.wait, 1 - comm.rank
     x = np.zeros(8, np.uint8)
     for kind, fits in (("float32", False), ("float64", True)):
         if comm.rank == 0:
