@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
-from distdl_rma.segments.landings import Landings, LandingsOfPeer, results_land
+from distdl_rma.segments.direct_receive import PostedResults, ResultsOfPeer, receives_directly
 from distdl_rma.segments.lanes import LANDS, SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.transport.heap import Landing
@@ -48,16 +48,16 @@ class Channel:
         self._manager = manager
         link = manager.segment.link
         itemsize, arenas = self.dtype.itemsize, manager.segment.arenas
-        lands = make_result is not None and results_land(exchange, itemsize, arenas.__contains__)
+        lands = make_result is not None and receives_directly(exchange, itemsize, arenas.__contains__)
         lanes = Lanes(exchange, itemsize, lambda peer: link(peer).memory is not None, lands)
         self.sends, self.receives = lanes.sends, lanes.receives
         self._outgoing, self._incoming = lanes.outgoing, lanes.incoming
-        self._landings: Landings | None = None
+        self._posted: PostedResults | None = None
         if make_result is not None and lands:
             here = [lane for lane in self._incoming if lane.lands]
-            self._landings = Landings(make_result, here, exchange.need)
+            self._posted = PostedResults(make_result, here, exchange.need)
         self.landed = [lane.lands for lane in self._incoming for _ in lane.pieces]
-        self._results_of: dict[int, LandingsOfPeer] = {}
+        self._results_of: dict[int, ResultsOfPeer] = {}
         self._own_shape = exchange.own.shape
         self._cuts = [piece.box.slices(exchange.own) for piece in self.sends]
         self._buffer = manager.get_segment_buffer(lanes.nbytes, lanes.flags, name)
@@ -97,8 +97,8 @@ class Channel:
         kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
         # What a peer must know: where its data goes, which flag announces it, which flag acknowledges.
         facts = {peer: [-1, -1, -1, kind] for peer in self.exchange.peers}
-        if self._landings is not None:
-            self._landings.connect(self._buffer)
+        if self._posted is not None:
+            self._posted.connect(self._buffer)
         for lane in self._incoming:
             facts[lane.peer][:2] = LANDS if lane.lands else lane.offset, lane.notification
         for lane in self._outgoing:
@@ -116,7 +116,7 @@ class Channel:
             lane.write_to(remote, self._buffer, self.dtype)
             if lane.lands:
                 arena = self._manager.segment.arenas[lane.peer]
-                self._results_of[lane.peer] = LandingsOfPeer(lane, remote, arena, need, self.dtype)
+                self._results_of[lane.peer] = ResultsOfPeer(lane, remote, arena, need, self.dtype)
         for lane in self._incoming:
             lane.read_from(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
@@ -178,7 +178,7 @@ class Channel:
 
         Its memory is the caller's when the epoch was received. Until then pieces land in it.
         """
-        return None if self._landings is None else self._landings.take(epoch)
+        return None if self._posted is None else self._posted.take(epoch)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
@@ -267,8 +267,8 @@ class Channel:
             if lane.staged:
                 lane.remote.flush(timeout)
         # Last: until here everything can be handed out once more.
-        if self._landings is not None:
-            self._landings.finish(epoch)
+        if self._posted is not None:
+            self._posted.finish(epoch)
         for lane in self._incoming:
             lane.acknowledge(epoch)
         self._finished = epoch

@@ -337,7 +337,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             return True
         # Others may already wait for this rank to close as well.
         notices.pass_on()
-        for rank, why in watch.gone():
+        for rank, why in watch.ended():
             say(
                 f"rank {rank} will not end together with rank {self.rank}: {why}; MPI, which ends now,"
                 " may wait for it for ever: end the job if it does"

@@ -311,10 +311,10 @@ class PeerHeaders:
         """Believe no answer any more that was given before."""
         self._answers.clear()
 
-    def process_is_gone(self, rank: int, record: HeaderRecord) -> bool:
+    def process_has_ended(self, rank: int, record: HeaderRecord) -> bool:
         """Whether a rank's process has ended; False if it is none of this node, where that cannot be told."""
         near = rank in self._segment.node_ranks and record.namespace == self._namespace
-        return near and bool(record.namespace) and is_gone(record.process)
+        return near and bool(record.namespace) and has_ended(record.process)
 
     def _hear(self, rank: int) -> bool:
         # Whether the rank answered just now. Asks, or takes in the answer.
@@ -346,7 +346,7 @@ def namespace() -> int:
         return 0
 
 
-def is_gone(process: int) -> bool:
+def has_ended(process: int) -> bool:
     """Whether a process of this node and namespace has ended, reaped or not."""
     try:
         os.kill(process, 0)

@@ -1,4 +1,4 @@
-"""What a rank learns of the others while it waits: who failed, left, is missing, and who waits for whom."""
+"""Which ranks still live: who failed, left, is missing or has ended, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class PeerWatch:
         # This rank itself does nothing while it waits.
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
-            failed, cause, alive = self._gone(rank, reason)
+            failed, cause, alive = self._why_in_vain(rank, reason)
             if not cause:
                 self._suspects.pop(rank, None)
                 continue
@@ -256,7 +256,7 @@ class PeerWatch:
         self._watched = (self._watched + _WATCHED) % len(ranks)
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
-    def _gone(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
+    def _why_in_vain(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
         # Which rank failed, and why nothing more can come from this one, "" while it can; and whether it has
         # not failed all the same.
         record = self._headers.glance(rank)
@@ -274,7 +274,7 @@ class PeerWatch:
         return rank, self._end_of(rank, record), False
 
     def _end_of(self, rank: int, record: HeaderRecord) -> str:
-        if not self._headers.process_is_gone(rank, record):
+        if not self._headers.process_has_ended(rank, record):
             return ""
         self._ended[rank] = f"it is silent, its process {record.process} has ended"
         return self._ended[rank]
@@ -360,7 +360,7 @@ class PeerWatch:
             record = self._headers.glance(rank)
             if record is None or self._headers.age(rank) > _ANSWER_SECONDS:
                 silent.append(rank)
-            elif self._headers.process_is_gone(rank, record):
+            elif self._headers.process_has_ended(rank, record):
                 ended.append(rank)
             elif record.state is not RankState.LEFT:
                 there.append(rank)
@@ -368,7 +368,7 @@ class PeerWatch:
                 silent.append(rank)
         return (*ended, *there, *silent)[:_WATCHED]
 
-    def gone(self) -> list[tuple[int, str]]:
+    def ended(self) -> list[tuple[int, str]]:
         """Ranks of this node whose process has ended, and a clause that says so."""
         for rank in self.others:
             record = self._headers.glance(rank)
@@ -403,7 +403,7 @@ class PeerWatch:
                 near = self._headers.is_near(peer)
                 why = "its header could not be read" if near else f"no answer within {in_seconds(seconds)}"
                 clauses.append(f"rank {peer} is silent: {why}")
-            elif self._headers.process_is_gone(peer, record):
+            elif self._headers.process_has_ended(peer, record):
                 clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
             else:
                 silent = self._headers.unchanged(peer, record)

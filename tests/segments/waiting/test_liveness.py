@@ -114,7 +114,7 @@ def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node)
     boards[17]._process = ended()
     boards[17].write(RankState.LEFT, "closing the machine")
     assert watch.missing() == (17, 4)
-    assert [rank for rank, _ in watch.gone()] == [17]
+    assert [rank for rank, _ in watch.ended()] == [17]
     with pytest.raises(PeerFailedError, match="rank 17 failed: it is silent"):
         look(watch, WaitReason(watch.missing(), "to close the machine", leavers=True))
 
@@ -159,7 +159,7 @@ def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_b
     with pytest.raises(PeerFailedError, match="rank 4 failed: it is silent"):
         look(watch, WaitReason((4,), "to send in 'enc1'"))
     memories[4][:] = 0
-    assert [rank for rank, _ in watch.gone()] == [4]
+    assert [rank for rank, _ in watch.ended()] == [4]
 
 
 def test_rank_whose_call_raised_is_waited_for_in_vain_unless_it_raised_here_too(node):
@@ -288,7 +288,7 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
 
 def test_header_of_this_process_is_that_of_a_process_that_lives(node):
     watch, boards, _ = node
-    assert boards[1]._process == os.getpid() and watch.gone() == []
+    assert boards[1]._process == os.getpid() and watch.ended() == []
 
 
 @pytest.mark.parametrize(

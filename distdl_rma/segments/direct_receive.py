@@ -22,7 +22,7 @@ _SMALLEST_NBYTES = 1 << 20
 _KNOWN = 8
 
 
-class Landings:
+class PostedResults:
     """Memory for the results of the next two epochs of a channel, which its near writers have been told of.
 
     ``make`` makes memory for one result, of the shape ``need``. The offsets of those that are posted lie at
@@ -64,7 +64,7 @@ class Landings:
             lane.views[epoch % SLOTS] = views_in(landing.array, lane, self._need)
 
 
-class LandingsOfPeer:
+class ResultsOfPeer:
     """Where the results of a peer lie, for a rank of its node that puts into them."""
 
     def __init__(
@@ -92,7 +92,7 @@ def views_in(whole: Array, lane: Lane, need: Box) -> tuple[Array, ...]:
     return tuple(whole[piece.box.slices(need)] for piece in lane.pieces)
 
 
-def results_land(exchange: Exchange, itemsize: int, near: Callable[[int], bool]) -> bool:
+def receives_directly(exchange: Exchange, itemsize: int, near: Callable[[int], bool]) -> bool:
     """Whether a rank shall have its results put together by those that send to it.
 
     Only where nothing is summed, nothing stays as it was, and most of it comes from near ranks.

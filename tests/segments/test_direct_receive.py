@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import ExchangeTimeout
-from distdl_rma.segments import Channel, landings
+from distdl_rma.segments import Channel, direct_receive
 from distdl_rma.segments.transport.heap import Landing, own_arena
 from tests.segments.exchanges import NAMES, expected, movements, values
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 @pytest.fixture(autouse=True)
 def results_of_any_size_land(monkeypatch):
-    monkeypatch.setattr(landings, "_SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
 
 
 class Results:
