@@ -11,8 +11,7 @@ from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.manager import SegmentManager, SegmentStats
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue
-from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.memory.remote_memory import RemoteArray
+from distdl_rma.segments.memory.remote_buffer import RemoteArray, RemoteBuffer
 
 __all__ = [
     "Allgather",
