@@ -138,7 +138,7 @@ class Tracer:
         """
         recording = self.recording
         if recording is None:
-            return _nothing
+            return lambda: None
         number = next(self._numbers)
         self._under_way[number] = recording, kind, name, recording.now
         return lambda: self._arrive(number)
@@ -163,10 +163,6 @@ class Tracer:
 
 
 _NOTHING = nullcontext()
-
-
-def _nothing() -> None:
-    pass
 
 
 # Built in, since an operation calls it a handful of times: it never does anything.

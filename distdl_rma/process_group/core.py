@@ -21,6 +21,7 @@ from distdl_rma.process_group.reducers import Reducer, reducer_of
 from distdl_rma.process_group.tensors import Flat, facts
 from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall, Script
 from distdl_rma.segments.collectives.between_nodes import Messages
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
 
 Tensor = torch.Tensor
@@ -47,7 +48,10 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._way: NodeCollectives | InterNodeCollectives
         self._caller: NodeSlots | InterNodeCollectives
         self._quick: QuickReductions | None = None
-        teams = _teams_of(manager, ranks)
+        # Positions of ranks that reach each other's memory; alike on all of them.
+        positions = {rank: at for at, rank in enumerate(ranks)}
+        nodes = NodeLayout(tuple(ranks), manager.segment.direct_nodes, manager.rank).nodes
+        teams = [tuple(positions[rank] for rank in node) for node in nodes]
         if len(teams) == 1:
             self._rounds = self._caller = NodeSlots(manager, ranks, name)
             self._way = way = NodeCollectives(self._rounds)
@@ -135,9 +139,9 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._queue.close()
         if not self._manager.closed:
             if self._rounds is not None:
-                over = Leaving(self._queue, self._rounds)
-                over()
-                self._manager.retire(self._rounds.memory, over)
+                leaving = self._leaving(self._queue, self._rounds)
+                leaving()
+                self._manager.retire(self._rounds.memory, leaving)
             # Else what is under way would meet what the next group of these ranks sends.
             if self._queue.idle:
                 self._messages.close()
@@ -146,31 +150,23 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
 
+    @staticmethod
+    def _leaving(queue: OperationQueue, rounds: NodeSlots) -> Callable[[], bool]:
+        """What goes on with the end of a group on this rank, and says whether its memory is free.
 
-def _teams_of(manager: SegmentManager, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    # Positions of ranks that reach each other's memory; alike on all of them.
-    places = {rank: at for at, rank in enumerate(ranks)}
-    nodes = manager.segment.direct_nodes
-    teams = (tuple(sorted(places[rank] for rank in node if rank in places)) for node in nodes)
-    return sorted(team for team in teams if team)
+        The rank leaves as soon as nothing of its own is under way. Until all have left they may write to each
+        other, also after a call that some of them did not make.
+        """
+        left = False
 
+        def leaving() -> bool:
+            nonlocal left
+            if not left and queue.resting:
+                left = True
+                rounds.leave()
+            return left and rounds.left()
 
-class Leaving:
-    """The end of a group on this rank; whether its memory is free, if called.
-
-    It leaves as soon as nothing of its own is under way. Until all have left they may write to each other,
-    also after a call that some of them did not make.
-    """
-
-    def __init__(self, queue: OperationQueue, rounds: NodeSlots) -> None:
-        self._queue, self._rounds, self._left = queue, rounds, False
-
-    def __call__(self) -> bool:
-        """Go on with it, and say whether it is over."""
-        if not self._left and self._queue.resting:
-            self._left = True
-            self._rounds.leave()
-        return self._left and self._rounds.left()
+        return leaving
 
 
 def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

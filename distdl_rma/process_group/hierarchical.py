@@ -38,7 +38,7 @@ class HierarchicalCollectives(InterNodeCollectives):
         me: int,
     ) -> None:
         self._rounds, self._node, self._teams = rounds, NodeCollectives(rounds), tuple(teams)
-        self._team = next(at for at, team in enumerate(teams) if me in team)
+        self._team = self._team_of(me)
         self._place = self._teams[self._team].index(me)
         # Who is led by others has nothing to do between the nodes.
         self._across = None if leaders is None else InterNodeCollectives(leaders, self._team, rounds.name)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, text_said
+from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, check_pairs, other_call
 from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.segments.collectives.between_nodes import Messages, Test, in_pieces, slices
 from distdl_rma.segments.waiting.header import WaitReason
@@ -82,7 +81,7 @@ class InterNodeCollectives:
 
         def reduce(turn: int) -> Script:
             reducer.reduce(list(rows.pop(turn)), out[turn * most : (turn + 1) * most])
-            return _nothing()
+            return iter(())
 
         yield from in_pieces(turns, [exchange, reduce])
 
@@ -114,7 +113,7 @@ class InterNodeCollectives:
 
         def store(turn: int) -> Script:
             self._store(taken.pop(turn), counted(turn), outs, turn * most)
-            return _nothing()
+            return iter(())
 
         yield from in_pieces(-(-max(sizes) // most), [give, store])
 
@@ -138,14 +137,7 @@ class InterNodeCollectives:
         table = np.empty((self.size, lengths.size), np.int64)
         yield from over(self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size))
         sent, wanted = table[:, : self.size], table[:, self.size :].T
-        wrong = np.argwhere(sent != wanted)
-        if wrong.size:
-            source, target = wrong[0].tolist()
-            raise MismatchError(
-                f"group {self.name!r}: {self.call.text}: rank {self.ranks[source]} has"
-                f" {sent[source, target]} bytes for rank {self.ranks[target]}, which expects"
-                f" {wanted[source, target]}"
-            )
+        check_pairs(self, sent, wanted)
         most, taken = TURN_BYTES // self.size, {}
 
         def counted(turn: int) -> list[int]:
@@ -159,7 +151,7 @@ class InterNodeCollectives:
 
         def store(turn: int) -> Script:
             self._store(taken.pop(turn), counted(turn), outs, turn * most)
-            return _nothing()
+            return iter(())
 
         yield from in_pieces(-(-int(table.max()) // most), [give, store])
 
@@ -186,11 +178,7 @@ class InterNodeCollectives:
             all_said = np.empty((self.size, SAID_BYTES), _BYTE)
             yield from over(self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size))
             other = int(np.argmax(others))
-            raise MismatchError(
-                f"group {self.name!r}: rank {self.ranks[self.me]} calls {self.call.text}, but rank"
-                f" {self.ranks[other]} calls {text_said(all_said[other].tobytes())}: all ranks of a group"
-                " make the same calls in the same order, with tensors of the same sizes and types"
-            )
+            raise other_call(self, other, all_said[other].tobytes())
 
 
 class Chunk:
@@ -227,7 +215,3 @@ def over(test: Test) -> Script:
     """Wait until what was begun is over."""
     while not test():
         yield
-
-
-def _nothing() -> Script:
-    return iter(())

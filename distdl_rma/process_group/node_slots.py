@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason, clip
+
+Array = NDArray[Any]
 
 # What a rank says of a call of a new kind: the digest of all facts, then the text for messages.
 DIGEST_BYTES = 32
@@ -48,6 +51,42 @@ def text_said(said: bytes) -> str:
     return said[DIGEST_BYTES:SAID_BYTES].partition(b"\0")[0].decode(errors="replace")
 
 
+class Callers(Protocol):
+    """Ranks that make a call together."""
+
+    name: str
+    ranks: tuple[int, ...]
+    me: int
+
+    @property
+    def call(self) -> Call:
+        """What they call."""
+
+
+def other_call(callers: Callers, position: int, said: bytes) -> MismatchError:
+    """Error where the rank at a position has said that it calls something else."""
+    return MismatchError(
+        f"group {callers.name!r}: rank {callers.ranks[callers.me]} calls {callers.call.text}, but rank"
+        f" {callers.ranks[position]} calls {text_said(said)}: all ranks of a group make the same calls in the"
+        " same order, with tensors of the same sizes and types"
+    )
+
+
+def check_pairs(callers: Callers, sent: Array, wanted: Array) -> None:
+    """Raise ``MismatchError`` if a rank has not as many bytes for another one as that expects.
+
+    ``sent`` and ``wanted`` are tables of numbers of bytes, by source and target.
+    """
+    wrong = np.argwhere(sent != wanted)
+    if wrong.size:
+        source, target = wrong[0].tolist()
+        ranks = callers.ranks
+        raise MismatchError(
+            f"group {callers.name!r}: {callers.call.text}: rank {ranks[source]} has {sent[source, target]}"
+            f" bytes for rank {ranks[target]}, which expects {wanted[source, target]}"
+        )
+
+
 class Kinds:
     """Numbers of the kinds of calls that all ranks of a group have made together; without communication.
 
@@ -67,8 +106,6 @@ class Kinds:
             self._numbers.clear()
         self._numbers.setdefault(call.digest, len(self._numbers) + 1)
 
-
-Array = NDArray[Any]
 
 # Up to so many bytes everyone reduces everything itself, in one round.
 WHOLE_BYTES = 64 << 10
@@ -100,7 +137,12 @@ class NodeSlots:
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
         self.manager, self.ranks, self.name = manager, tuple(ranks), name
-        self._check_reach()
+        nodes = NodeLayout(self.ranks, manager.segment.direct_nodes, manager.rank).nodes
+        if len(nodes) > 1:
+            raise PartitionError(
+                f"group {name!r}: rounds are for ranks that reach each other's memory, but of {list(ranks)}"
+                f" {list(nodes[0])} do not reach {list(nodes[1])}: these are on another node"
+            )
         self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
         self.crowded = manager.segment.crowded
         room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
@@ -146,15 +188,6 @@ class NodeSlots:
         self._first = self._kind = self._past = 0
         self._said: list[Call | None] = [None] * _PARITIES
         self._late: tuple[int, ...] = ()
-
-    def _check_reach(self) -> None:
-        nodes = [set(node).intersection(self.ranks) for node in self.manager.segment.direct_nodes]
-        parts = sorted(sorted(node) for node in nodes if node)
-        if len(parts) > 1:
-            raise PartitionError(
-                f"group {self.name!r}: rounds are for ranks that reach each other's memory, but of"
-                f" {list(self.ranks)} {parts[0]} do not reach {parts[1]}: these are on another node"
-            )
 
     def slots(self, dtype: np.dtype[Any]) -> list[tuple[Array, Array]]:
         """Everyone's slots, of even and of odd rounds, as arrays of a type; kept."""
@@ -214,7 +247,7 @@ class NodeSlots:
             if word != value:
                 if word >> _KIND_BITS < number:
                     return False
-                raise self._mismatch(number, at)
+                raise self._other_call(number, at)
         if self._acquire is not None:
             self._acquire()
         if number == self._first:
@@ -282,14 +315,9 @@ class NodeSlots:
         for at in self._shown_at[number & 1]:
             theirs = self._tables[at % self.size][number & 1][:DIGEST_BYTES].tobytes()
             if theirs != self.call.digest:
-                raise self._mismatch(number, at)
+                raise self._other_call(number, at)
         self._kinds.agree(self.call)
 
-    def _mismatch(self, number: int, at: int) -> MismatchError:
+    def _other_call(self, number: int, at: int) -> MismatchError:
         position = at % self.size
-        theirs = text_said(self._tables[position][number & 1].tobytes())
-        return MismatchError(
-            f"group {self.name!r}: rank {self.ranks[self.me]} calls {self.call.text}, but rank"
-            f" {self.ranks[position]} calls {theirs}: all ranks of a group make the same calls in the same"
-            " order, with tensors of the same sizes and types"
-        )
+        return other_call(self, position, self._tables[position][number & 1].tobytes())

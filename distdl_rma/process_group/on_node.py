@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import MismatchError
-from distdl_rma.process_group.node_slots import WHOLE_BYTES, NodeSlots
+from distdl_rma.process_group.node_slots import WHOLE_BYTES, NodeSlots, check_pairs
 from distdl_rma.process_group.reducers import Reducer
 
 Array = NDArray[Any]
@@ -247,7 +246,7 @@ class NodeCollectives:
         rounds.announce(number, True)
         yield from rounds.seen(number)
         table = np.stack([rounds.numbers(number, position) for position in range(size)])
-        self._check_pairs(table[:, :size], table[:, size:].T)
+        check_pairs(rounds, table[:, :size], table[:, size:].T)
         turns = max(1, -(-int(table.max()) // most))
         yield from self._in_turns(turns, slots[me], show, take, [number])
         if not _same_memory(outs[me], sends[me]):
@@ -283,17 +282,6 @@ class NodeCollectives:
             shown = sends[position][begin : begin + most]
             if shown.size:
                 slot[position * most : position * most + shown.size] = shown
-
-    def _check_pairs(self, sent: Array, wanted: Array) -> None:
-        wrong = np.argwhere(sent != wanted)
-        if wrong.size:
-            source, target = wrong[0].tolist()
-            ranks = self._rounds.ranks
-            raise MismatchError(
-                f"group {self._rounds.name!r}: {self._rounds.call.text}: rank {ranks[source]} has"
-                f" {sent[source, target]} bytes for rank {ranks[target]}, which expects"
-                f" {wanted[source, target]}"
-            )
 
 
 def _bytes(array: Array) -> memoryview:

@@ -11,7 +11,6 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, op_of, root_of
-from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.reducers import OPERATIONS
 from distdl_rma.process_group.tensors import Flat, check, parts_of, same_type, single
 from distdl_rma.process_group.work import GroupWork, Script, done
@@ -37,16 +36,13 @@ class ReducingCollectives(GroupCore):
             if begun is None:
                 # What is refused is refused here, in the same words as tensors that are not plain.
                 work = self._all_reduce("all_reduce", [tensor], op_of(opts))
-                self._learn(quick, tensor, number, op_of(opts))
+                reducer = self._reducer(op_of(opts), tensor.dtype)
+                quick.learn(tensor, number, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
                 return self._held(work, tensor)
             if begun is not False:
                 operation = done() if begun is True else begun
                 return self._held(GroupWork(self._queue, operation, tensors, self._timeout), tensor)
         return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
-
-    def _learn(self, quick: QuickReductions, tensor: Tensor, number: Hashable, op: Any) -> None:
-        reducer = self._reducer(op, tensor.dtype)
-        quick.learn(tensor, number, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
 
     def _held(self, work: Work, tensor: Tensor) -> Work:
         # DDP hands the work that counts who has joined on to C++, where it would wait for ever once nobody

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.dtypes import WORDS
+from distdl_rma.dtypes import NUMPY, WORDS
 from distdl_rma.errors import ShapeError, UnsupportedError
 
 Array = NDArray[Any]
@@ -64,26 +64,17 @@ class _Memory:
         self.tensor = tensor
         self.__array_interface__ = {
             "shape": (tensor.numel(),),
-            "typestr": _CODES[tensor.dtype],
+            "typestr": NUMPY[tensor.dtype].str,
             "data": (address, False),
             "version": 3,
         }
 
 
-class _Codes(dict[torch.dtype, str]):
-    # What numpy calls types.
-    def __missing__(self, dtype: torch.dtype) -> str:
-        found = self[dtype] = torch.empty(0, dtype=dtype).numpy().dtype.str
-        return found
-
-
-_CODES = _Codes()
-
-
 def _array_of(tensor: torch.Tensor) -> Array:
-    address = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+    known = type(tensor) is torch.Tensor and tensor.dtype in NUMPY
+    address = tensor.data_ptr() if known else 0
     if not address:
-        # Without elements, or one that hides where they are.
+        # Without elements, of a type that numpy has not, or one that hides where they are.
         return tensor.numpy().reshape(-1)
     return np.asarray(_Memory(tensor, address))
 

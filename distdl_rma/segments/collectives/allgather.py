@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,9 +84,9 @@ class _AllgatherByNodes(SteppedAlgorithm):
             yield from self.wait_for(_TAKEN, layout.others_here)
         elif len(layout.nodes) > 1:
             row = rows[layout.here.index(self._leader)]
-            for piece in range(self.pieces):
+            for piece, runs in enumerate(self._pieces):
                 yield from self.wait_for(_SPREAD, (self._leader,), piece)
-                for run in self._from_others(piece):
+                for run in chain(*runs[: layout.my_node], *runs[layout.my_node + 1 :]):
                     self._load(parity, row, slice(run.start, run.stop))
             self.notify(_TAKEN, (self._leader,))
         # Nobody writes its next vector before all have read this one.
@@ -94,11 +95,6 @@ class _AllgatherByNodes(SteppedAlgorithm):
     def _load(self, parity: int, row: Array, part: slice) -> None:
         if part.start < part.stop:
             self.load(self.vectors[parity][part], row[part])
-
-    def _from_others(self, piece: int) -> Iterator[RankSlice]:
-        for node, runs in enumerate(self._pieces[piece]):
-            if node != self.layout.my_node:
-                yield from runs
 
     def _gather(self, vector: Array, packed: dict[int, Array], piece: int) -> Iterable[None]:
         # Fills in what other nodes have; what this one has is there.

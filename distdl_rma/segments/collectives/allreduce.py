@@ -98,7 +98,13 @@ class _ByAllPush:
         self._all_push = AllPush(manager, layout.ranks, count, reduction.element.storage, name, terms)
         me, rows = layout.ranks.index(layout.me), self._all_push.rows
         self.operands = self.results = tuple(vectors[me] for vectors in rows)
-        self._reduce = tuple(_reducer(reduction, vectors, vectors[me]) for vectors in rows)
+        # Everything that can be looked up before is: a small step takes a few microseconds in all.
+        self._reduce = tuple(
+            adder(vectors, vectors[me])
+            if adds_two(reduction, vectors)
+            else partial(reduction.reduce, vectors, (vectors[me],))
+            for vectors in rows
+        )
         self.connect, self.waiting = self._all_push.connect, self._all_push.missing
         self._push, self._arrived = self._all_push.push, self._all_push.arrived
         self._begun = self._done = 0
@@ -129,11 +135,6 @@ class _ByAllPush:
         # Others may still write for a step that broke: its memory is not used again.
         if not self.broken:
             self._all_push.close()
-
-
-def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[], object]:
-    # Everything that can be looked up before is: a small step takes a few microseconds in all.
-    return adder(rows, out) if adds_two(reduction, rows) else lambda: reduction.reduce(rows, (out,))
 
 
 def adds_two(reduction: Reduction, rows: Sequence[Array]) -> bool:

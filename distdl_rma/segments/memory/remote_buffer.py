@@ -222,8 +222,6 @@ _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
 # One copy of more than about half of a core's own cache takes longer than several of so many bytes.
 _PIECE_NBYTES = 512 << 10
-# Integers of 64 bits, and operations on them.
-_LEAST, _LARGEST = -(1 << 63), (1 << 63) - 1
 _SUM, _REPLACE, _NO_OP = MPI.SUM, MPI.REPLACE, MPI.NO_OP
 
 _Memory = TypeVar("_Memory", memoryview, NDArray[Any])
@@ -579,7 +577,7 @@ class RemoteBuffer:
 
 def _int64(value: int) -> int:
     number = as_int(value)
-    if not _LEAST <= number <= _LARGEST:
+    if not -(1 << 63) <= number < 1 << 63:
         raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number
 

@@ -147,7 +147,8 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
             manager.fail(error)
         shows = _previous_hooks[-1]
         elsewhere = ""
-        if still_open and shows is sys.__excepthook__ and isinstance(error, Exception) and not _wants_all():
+        shortens = shows is sys.__excepthook__ and not os.environ.get(_FULL)
+        if still_open and shortens and isinstance(error, Exception):
             elsewhere = _said_elsewhere(error, still_open[0])
             _write(elsewhere or short_traceback(error))
         else:
@@ -161,10 +162,6 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
             time.sleep(_LAST_WORDS_SECONDS + (_NOTICE_SECONDS if elsewhere else 0))
     finally:
         _telling.clear()
-
-
-def _wants_all() -> bool:
-    return bool(os.environ.get(_FULL))
 
 
 def _said_elsewhere(error: Exception, manager: Failing) -> str:
