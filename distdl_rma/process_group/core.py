@@ -1,4 +1,4 @@
-"""What all calls of a process group are made of: how one begins, and how the group ends."""
+"""What all calls of a process group share: how a call begins, and how the group ends."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class GroupCore(_Base):  # type: ignore[misc]
         result: Any,
         stored: Sequence[Flat] = (),
     ) -> Work:
-        # ``what`` and the sizes of the tensors are alike on all ranks; the result is what ``stored`` fills.
+        # ``what`` and the sizes of the tensors are the same on all ranks. ``stored`` fills the result.
         caller, call = self._caller, self._call(what, tensors)
 
         def begin() -> Script:
@@ -96,9 +96,9 @@ class GroupCore(_Base):  # type: ignore[misc]
         return self._kept(GroupWork(self._queue, operation, result, self._timeout))
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Tell ranks that wait in a call of all that this one refuses it; does not wait for them.
+        """Tell the ranks that wait in a collective call that this rank refuses it; does not wait for them.
 
-        They raise ``MismatchError``, with the reason. Where all refuse it, the group goes on.
+        They raise ``MismatchError`` with the reason. If all ranks refuse the call, the group stays usable.
         """
         caller, call = self._caller, Call.refused(what, error)
 
@@ -106,7 +106,7 @@ class GroupCore(_Base):  # type: ignore[misc]
             caller.call = call
             return self._way.barrier()
 
-        # Of a group that has ended nobody waits.
+        # No rank waits for a group that has ended.
         with suppress(DistdlError):
             self._queue.append(PendingCall(begin, caller.waiting, None))
 
@@ -135,14 +135,14 @@ class GroupCore(_Base):  # type: ignore[misc]
         return f"{what} in group {self._name!r}"
 
     def shutdown(self) -> None:
-        """Give up the memory; what other ranks still wait for goes on. Local, idempotent."""
+        """Free the memory; operations that other ranks wait for continue. Local, idempotent."""
         self._queue.close()
         if not self._manager.closed:
             if self._rounds is not None:
                 leaving = self._leaving(self._queue, self._rounds)
                 leaving()
                 self._manager.retire(self._rounds.memory, leaving)
-            # Else what is under way would meet what the next group of these ranks sends.
+            # Otherwise messages under way would match those of the next group of these ranks.
             if self._queue.idle:
                 self._messages.close()
                 if isinstance(self._way, HierarchicalCollectives):
@@ -152,10 +152,10 @@ class GroupCore(_Base):  # type: ignore[misc]
 
     @staticmethod
     def _leaving(queue: OperationQueue, rounds: NodeSlots) -> Callable[[], bool]:
-        """What goes on with the end of a group on this rank, and says whether its memory is free.
+        """Return what continues the end of a group on this rank, and returns whether its memory is free.
 
-        The rank leaves as soon as nothing of its own is under way. Until all have left they may write to each
-        other, also after a call that some of them did not make.
+        This rank leaves when none of its operations is under way. Until all ranks have left, they may write
+        to each other, also after a call that some of them did not make.
         """
         left = False
 
@@ -170,7 +170,7 @@ class GroupCore(_Base):  # type: ignore[misc]
 
 
 def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A call that all ranks make: what one of them refuses, the others learn."""
+    """Decorate a collective call: if one rank refuses it, the others learn of that."""
 
     @wraps(method)
     def call(group: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -184,11 +184,11 @@ def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any
 
 
 def op_of(opts: Any) -> Any:
-    """Reduction that options ask for, or a reduction itself; the sum if None."""
+    """Reduction operation of some options, or the operation itself; the sum if None."""
     found = getattr(opts, "reduceOp", opts)
     return ReduceOp.SUM if found is None else getattr(found, "op", found)
 
 
 def root_of(opts: Any) -> int:
-    """Root that options ask for, a rank in the group."""
+    """Root of some options: a rank in the group."""
     return int(opts.rootRank) if opts is not None else 0

@@ -1,4 +1,4 @@
-"""What a process group hands on: the calls of torch, checked and begun."""
+"""Collectives of torch that move data without a reduction: arguments are checked, operations begun."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distdl_rma.process_group.work import Script
 
 
 class DataCollectives(GroupCore):
-    """Calls that give ranks what others have; see :class:`RmaProcessGroup`."""
+    """Collectives that move data; see :class:`RmaProcessGroup`."""
 
     @of_all
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        """Give all ranks what the root has."""
+        """Copy the root's tensor to all ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         tensor, root = single(tensors, self._who("broadcast")), root_of(opts)
         check([tensor], self._who("broadcast"))
@@ -38,7 +38,7 @@ class DataCollectives(GroupCore):
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Give all ranks the tensors of all, which may be of different sizes."""
+        """Copy the tensors of all ranks to all ranks; sizes may differ."""
         who = self._who("all_gather")
         targets = list(single(outputs, who))
         return self._all_gather("all_gather", [(single(inputs, who), targets)], [targets])
@@ -47,20 +47,20 @@ class DataCollectives(GroupCore):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Give all ranks several tensors of all; ``outputs`` has a list of them for every rank."""
+        """Copy several tensors of all ranks to all ranks; ``outputs`` has a list of them for every rank."""
         pairs = [(mine, [row[k] for row in outputs]) for k, mine in enumerate(inputs)]
         return self._all_gather("all_gather_coalesced", pairs, outputs)
 
     @of_all
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Give all ranks the equally large tensors of all in one; the input may be its part of it."""
+        """Copy the equally large tensors of all ranks into one tensor; the input may be a part of it."""
         return self._gather_singles("all_gather_single", [output], [input])
 
     @of_all
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Give all ranks several tensors of all, in one each."""
+        """Copy several tensors of all ranks to all ranks, each into one tensor."""
         return self._gather_singles("all_gather_single_coalesced", outputs, inputs)
 
     _allgather_base = all_gather_single
@@ -99,7 +99,7 @@ class DataCollectives(GroupCore):
 
     @of_all
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        """Give the root the tensors of all."""
+        """Copy the tensors of all ranks to the root."""
         tensor, root = single(inputs, self._who("gather")), root_of(opts)
         targets = list(outputs[0]) if outputs and self._me == root else []
         self._check_parts("gather", tensor, targets, root)
@@ -115,7 +115,7 @@ class DataCollectives(GroupCore):
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Work:
-        """Give every rank a tensor of the root."""
+        """Copy one of the root's tensors to each rank."""
         tensor, root = single(outputs, self._who("scatter")), root_of(opts)
         sources = list(inputs[0]) if inputs and self._me == root else []
         self._check_parts("scatter", tensor, sources, root)
@@ -141,7 +141,7 @@ class DataCollectives(GroupCore):
 
     @of_all
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        """Give every rank a tensor of every rank; sizes may differ."""
+        """Send one tensor from every rank to every rank; sizes may differ."""
         return self._all_to_all("all_to_all", list(outputs), list(inputs), list(outputs))
 
     @of_all
@@ -153,7 +153,7 @@ class DataCollectives(GroupCore):
         input_splits: Any = None,
         opts: Any = None,
     ) -> Work:
-        """Give every rank some rows of a tensor; equal parts without the numbers of rows."""
+        """Send some rows of a tensor to every rank; equal parts if no numbers of rows are given."""
         who = self._who("all_to_all_single")
         outs = rows_of(output, output_splits, self._ranks, who)
         ins = rows_of(input, input_splits, self._ranks, who)

@@ -1,4 +1,4 @@
-"""Collectives of a group with several ranks on several nodes: by way of a rank of each node."""
+"""Collectives of a group with several ranks on several nodes: one rank of each node talks to others."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Script = Iterator[None]
 
 
 class HierarchicalCollectives(InterNodeCollectives):
-    """Scripts of collectives as of :class:`InterNodeCollectives`, of which each element comes to a node once.
+    """Scripts as those of :class:`InterNodeCollectives`; each element travels to a node once.
 
-    All ranks first see by MPI that all call the same. Then the ranks of a node go in rounds, of which the
-    first one, their leader, has a part in what MPI does between the leaders. What is reduced is reduced on
-    each node in the order of its ranks, then in the order of the nodes, unrounded, and bitwise alike on all
-    ranks. ``teams`` are the positions of the ranks of each node, and ``leaders`` is None but on leaders.
+    First all ranks compare by MPI what they call. Then the ranks of each node work in rounds; their first
+    rank, the leader, also takes part in MPI's collectives of the leaders. A reduction is in the order of the
+    ranks on each node, then in the order of the nodes, without rounding in between, and bitwise the same on
+    all ranks. ``teams`` are the positions of the ranks of each node; only leaders have ``leaders``.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class HierarchicalCollectives(InterNodeCollectives):
         self._rounds, self._node, self._teams = rounds, NodeCollectives(rounds), tuple(teams)
         self._team = self._team_of(me)
         self._place = self._teams[self._team].index(me)
-        # Who is led by others has nothing to do between the nodes.
+        # Only leaders take part between the nodes.
         self._across = None if leaders is None else InterNodeCollectives(leaders, self._team, rounds.name)
         self._order = tuple(chain.from_iterable(teams))
         super().__init__(messages, me, rounds.name)
@@ -62,7 +62,7 @@ class HierarchicalCollectives(InterNodeCollectives):
         return self._reason()
 
     def close(self) -> None:
-        """Give the communicator of the leaders back."""
+        """Give back the communicator of the leaders."""
         if self._across is not None:
             self._across.close()
 
@@ -147,7 +147,7 @@ class HierarchicalCollectives(InterNodeCollectives):
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
-        """Give what ranks have to all, or to one ``reader``, to whom each rank sends what it has."""
+        """Copy the data of some ranks to all, or to a ``reader``; to that each rank sends its data itself."""
         if reader is not None:
             return super().spread(sizes, mine, outs, reader)
         filled = [at for at, size in enumerate(sizes) if size]
@@ -225,7 +225,7 @@ class HierarchicalCollectives(InterNodeCollectives):
         return self._on_node(self._from_place(0, data, None if out is None else out.view(np.uint8)))
 
     def _from_place(self, place: int, data: Array, out: Array | None) -> Script:
-        # Of one rank of this node to those that have a place for it.
+        # From one rank of this node to those that have a target.
         sizes = [data.size if at == place else 0 for at in range(self._node.size)]
         outs = [out if at == place else None for at in range(self._node.size)]
         return self._node.spread(sizes, data if self._place == place else data[:0], outs)

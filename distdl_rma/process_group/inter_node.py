@@ -1,4 +1,4 @@
-"""Collectives of a group whose ranks are on several nodes: MPI carries bytes, this rank reduces them."""
+"""Collectives of a group whose ranks are on several nodes: MPI moves bytes, the ranks reduce them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from distdl_rma.segments.waiting.header import WaitReason
 Array = NDArray[Any]
 Script = Iterator[None]
 
-# Bytes of all ranks in one turn of a long vector. While one travels, the last is reduced or stored: what is
-# taken beside the tensors is a few times this.
+# Bytes of all ranks in one turn of a long vector. While one turn travels, the one before is reduced or
+# stored: the memory beside the tensors is a few times this.
 TURN_BYTES = 8 << 20
 _BYTE = np.dtype(np.uint8)
 
 
 class InterNodeCollectives:
-    """Scripts of collectives as of :class:`NodeCollectives`, by MPI's collectives on one communicator.
+    """Scripts as those of :class:`NodeCollectives`, by MPI's collectives on one communicator.
 
-    A call begins with a word of every rank, by which all know that all call the same. Every element is
-    reduced on one rank, in the order of the ranks.
+    At the begin of a call the ranks compare what they call. Every element is reduced on one rank, in the
+    order of the ranks.
     """
 
     def __init__(self, messages: Messages, me: int, name: str) -> None:
@@ -36,7 +36,7 @@ class InterNodeCollectives:
         self.call = Call("nothing")
 
     def waiting(self) -> WaitReason:
-        """Which ranks are waited for, as far as this one knows."""
+        """Which ranks this one waits for, as far as it knows."""
         others = tuple(rank for at, rank in enumerate(self.ranks) if at != self.me)
         what = f"in {self.call.text} of group {self.name!r}"
         return WaitReason(others, what, "did every rank make the same calls?")
@@ -58,13 +58,13 @@ class InterNodeCollectives:
         yield from self.reduced(x, reducer, root)
 
     def reduced(self, x: Array, reducer: Reducer, root: int | None) -> Script:
-        """Reduce a vector in place, on all ranks or one, that are known to call the same."""
+        """Reduce a vector in place, on all ranks or on ``root``, without a comparison of the calls."""
         turns = -(-x.nbytes // TURN_BYTES)
         chunks = [self.chunk(x[at], reducer, root) for at in slices(x.size, turns)] if turns else []
         return in_pieces(turns, [lambda at: chunks[at].exchange(), lambda at: chunks[at].give()])
 
     def chunk(self, x: Array, reducer: Reducer, root: int | None) -> Chunk:
-        """Part of a vector that is to be reduced in place."""
+        """Part of a vector to reduce in place."""
         return Chunk(self._messages, self.me, x, reducer, root)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
@@ -86,7 +86,7 @@ class InterNodeCollectives:
         yield from in_pieces(turns, [exchange, reduce])
 
     def exchanged(self, x: Array, counts: Sequence[int]) -> tuple[Array, Script]:
-        """Give every rank so many elements; return the rows of all that this one gets, once that is over."""
+        """Send so many elements to every rank; return the rows that come here, complete after the script."""
         rows = np.empty((self.size, counts[self.me]), x.dtype)
         sent, taken = [count * x.itemsize for count in counts], [rows[0].nbytes] * self.size
         return rows, over(self._messages.exchange(x, sent, rows.reshape(-1), taken))
@@ -94,7 +94,7 @@ class InterNodeCollectives:
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
-        """Give what ranks have to all, or to one ``reader``."""
+        """Copy the data of some ranks to all ranks, or to one ``reader``."""
         yield from self._agree()
         most, taken = TURN_BYTES // self.size, {}
 
@@ -118,7 +118,7 @@ class InterNodeCollectives:
         yield from in_pieces(-(-max(sizes) // most), [give, store])
 
     def gathered(self, part: Array, taken: Array, counts: Sequence[int]) -> Script:
-        """Give the bytes of all ranks to all, one behind the other."""
+        """Copy the bytes of all ranks to all ranks, one behind the other."""
         filled = [at for at, count in enumerate(counts) if count]
         if len(filled) != 1:
             return over(self._messages.gather_all(part, taken, counts))
@@ -127,7 +127,7 @@ class InterNodeCollectives:
         return self.given(taken, filled[0])
 
     def given(self, data: Array, root: int) -> Script:
-        """Give the bytes of one rank to all."""
+        """Copy the bytes of one rank to all ranks."""
         return over(self._messages.broadcast(data, root))
 
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
@@ -167,7 +167,7 @@ class InterNodeCollectives:
         self._messages.close()
 
     def _agree(self) -> Script:
-        # The same call on all ranks, or an error on all.
+        # All ranks make the same call, or all raise.
         row = np.frombuffer(self.call.digest, np.int64)
         table = np.empty((self.size, row.size), np.int64)
         yield from over(self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size))
@@ -182,7 +182,7 @@ class InterNodeCollectives:
 
 
 class Chunk:
-    """A part of a vector that is reduced in place: each rank gets a share of all, and gives what it makes."""
+    """A part of a vector to reduce in place: each rank reduces a share of it, and sends the result."""
 
     def __init__(self, messages: Messages, me: int, x: Array, reducer: Reducer, root: int | None) -> None:
         self._messages, self._me, self._x, self._reducer, self._root = messages, me, x, reducer, root
@@ -190,17 +190,17 @@ class Chunk:
         self._rows = np.empty((0, 0), x.dtype)
 
     def exchange(self) -> Script:
-        """Begin to give shares to those who reduce them."""
+        """Begin to send each share to the rank that reduces it."""
         size, count, itemsize = len(self._counts), self._counts[self._me], self._x.itemsize
         self._rows = np.empty((size, count), self._x.dtype)
         sent = [each * itemsize for each in self._counts]
         return over(self._messages.exchange(self._x, sent, self._rows.reshape(-1), [count * itemsize] * size))
 
     def give(self) -> Script:
-        """Reduce a share, and begin to give it to all, or to one."""
+        """Reduce a share, and begin to send it to all ranks or to the root."""
         reduced = np.empty(self._rows.shape[1], self._x.dtype)
         self._reducer.reduce(list(self._rows), reduced)
-        # A slice would hold all of it, as long as there is this part.
+        # Frees the memory now: the chunk itself lives on.
         self._rows = np.empty((0, 0), self._x.dtype)
         taken, size = [each * self._x.itemsize for each in self._counts], len(self._counts)
         if self._root is None:
@@ -212,6 +212,6 @@ class Chunk:
 
 
 def over(test: Test) -> Script:
-    """Wait until what was begun is over."""
+    """Script that waits until a test is true."""
     while not test():
         yield

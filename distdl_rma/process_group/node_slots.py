@@ -18,18 +18,18 @@ from distdl_rma.segments.waiting.header import WaitReason, clip
 
 Array = NDArray[Any]
 
-# What a rank says of a call of a new kind: the digest of all facts, then the text for messages.
+# What a rank shows of a call of a new kind: a digest of its identity, then the text for messages.
 DIGEST_BYTES = 32
 _TEXT_BYTES = 256
 SAID_BYTES = DIGEST_BYTES + _TEXT_BYTES
-# How many kinds have numbers at a time.
+# So many kinds have numbers at a time.
 _KEPT = 1024
 
 
 class Call:
-    """A kind of calls: how it reads in messages, and what all ranks that make it have in common.
+    """A kind of calls: its text in messages, and its identity, which is the same on all ranks.
 
-    ``identity`` is compared by its ``repr``; the text if None. ``said`` are its digest and the text in bytes.
+    The ``repr`` of ``identity`` is compared; the text if None. ``said`` are its digest and the text in bytes.
     """
 
     __slots__ = ("digest", "said", "text")
@@ -42,12 +42,12 @@ class Call:
 
     @classmethod
     def refused(cls, what: str, error: BaseException) -> Call:
-        """In place of a call that a rank refuses, whatever its reason: the same where all refuse it."""
+        """Call of a rank that refuses another call, the same for all reasons."""
         return cls(f"nothing, since it refuses {error}", ("refused", what))
 
 
 def text_said(said: bytes) -> str:
-    """What another rank says it calls."""
+    """Text of the call that another rank shows."""
     return said[DIGEST_BYTES:SAID_BYTES].partition(b"\0")[0].decode(errors="replace")
 
 
@@ -88,48 +88,47 @@ def check_pairs(callers: Callers, sent: Array, wanted: Array) -> None:
 
 
 class Kinds:
-    """Numbers of the kinds of calls that all ranks of a group have made together; without communication.
+    """Numbers of the kinds of calls that all ranks of a group have made; without communication.
 
-    The ranks compare digests when a call of a kind is made that has no number, and give it the next one. As
-    they have made the same calls up to here, all of them have the same numbers, and equal numbers are equal
-    calls. 0 is none.
+    At a call of a kind without a number, the ranks compare digests and give it the next number. Since all
+    ranks have made the same calls, they have the same numbers, and equal numbers mean equal calls. 0 is none.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
-        # Number of the kind with a digest, or else what is given: a call of C on the way of each call.
+        # Number of the kind with a digest, or a default: a function of C, since every call needs it.
         self.number_of = self._numbers.get
 
     def agree(self, call: Call) -> None:
-        """Number a kind that all ranks were seen to call; at the same one of their calls on all ranks."""
+        """Give a number to a kind that all ranks call; at the same call on all ranks."""
         if len(self._numbers) >= _KEPT:
             self._numbers.clear()
         self._numbers.setdefault(call.digest, len(self._numbers) + 1)
 
 
-# Up to so many bytes everyone reduces everything itself, in one round.
+# Up to so many bytes every rank reduces the whole vector itself, in one round.
 WHOLE_BYTES = 64 << 10
 _PARITIES = 2
-# Memory of one slot at most. And a part of a segment, so that there is room for many groups.
+# Most bytes of a slot, also as a share of the segment, which has room for many groups.
 _SLOT_BYTES = 4 << 20
 _SHARE_OF_SEGMENT = 512
 _PAGE = 4096
-# A word that announces a round: its number, then that of the kind of call.
+# A word that announces a round: the round's number, then the number of the kind of call.
 _KIND_BITS = 16
-# Of a rank that is through with all rounds there may ever be.
+# Number of the last round for a rank that has left.
 _FOREVER = 1 << 62
 
 
 class NodeSlots:
-    """Memory of the ranks of a group, and how far each of them is.
+    """Slots of the ranks of a group, and the round that each rank has reached.
 
-    In a round every rank shows something in its slot of the round's parity, says so to all, reads what the
-    others show, and says that it is through with it. Between the two, what it has made of some of it may lie
-    in a slot, and it says that as well. A slot is written again two rounds later, once all are through.
+    In a round every rank shows data in its slot of the round's parity and announces it to all, reads the data
+    of the others, and announces that it has read them. In between it may store a result in a slot, and
+    announces that as well. A slot is written again two rounds later, when all ranks have read it.
 
-    The word that announces a round has the number of the kind of call that its rank makes: who sees another
-    one raises ``MismatchError``, on all ranks, since all ranks see the first word of a call of all. Of a kind
-    that has no number yet they compare what identifies it.
+    The word that announces a round has the number of the kind of call of its rank. A rank that sees another
+    number raises ``MismatchError``; all ranks do, since each sees the first word of every rank's call. Kinds
+    without a number are compared by their digests.
 
     Collective over ``ranks`` to construct, blocking. ``PartitionError``, on all of them and before they talk,
     where they do not all reach each other's memory.
@@ -164,8 +163,8 @@ class NodeSlots:
         self._memories = [memory for memory in memories if memory is not None]
         self._mine = self._memories[self.me].data
         size, me = self.size, self.me
-        # Words that this rank reads, and those of others that it writes: how far they are with showing, in
-        # even and odd rounds, with reading, and with what they make of it.
+        # Words that this rank reads, and words of others that it writes: the last round that was shown, even
+        # or odd, the last that was read, and the last whose results are stored.
         self.words = self.memory.flags
         self.others = [at for at in range(size) if at != me]
         flags = [remote.flags for remote in everyone]
@@ -178,13 +177,13 @@ class NodeSlots:
             [m[k * self._table :][: self._table] for k in range(_PARITIES)] for m in self._memories
         ]
         self._slots: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
-        # None where they do nothing.
+        # None where no fence is needed.
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.load_fence
         self.number = 0
         self.call = Call("nothing")
         self._kinds = Kinds()
-        # Of the call that is under way: its first round, the number of its kind, and what was said of the
-        # calls before. All ranks are through with all rounds up to ``_past``.
+        # First round of the call under way, the number of its kind, and the calls that the tables hold. All
+        # ranks have read all rounds up to ``_past``.
         self._first = self._kind = self._past = 0
         self._said: list[Call | None] = [None] * _PARITIES
         self._late: tuple[int, ...] = ()
@@ -200,13 +199,13 @@ class NodeSlots:
         return found
 
     def numbers(self, number: int, position: int) -> Array:
-        """Integers, two for each rank, that a rank shows in a round beside its data."""
+        """Table of integers, two for each rank, that a rank shows in a round beside its data."""
         table = self._tables[position][number & 1]
         found: Array = table[SAID_BYTES : SAID_BYTES + 16 * self.size].view(np.int64)
         return found
 
     def free(self, number: int) -> bool:
-        """Whether all ranks are through with the round two before; then the slots can be written."""
+        """Whether all ranks have read the round two before, so that the slots can be written."""
         before = number - _PARITIES
         if before > self._past:
             words = self.words
@@ -224,7 +223,7 @@ class NodeSlots:
         self.number = number
 
     def announce(self, number: int, first: bool) -> None:
-        """Tell all ranks that this one shows what it shows in a round, the first of a call or another."""
+        """Tell all ranks that this rank's data of a round are there; ``first`` of a call, or a later one."""
         parity = number & 1
         if first:
             call = self.call
@@ -240,7 +239,7 @@ class NodeSlots:
             words[word] = value
 
     def all_shown(self, number: int) -> bool:
-        """Whether all ranks show what they have for a round; ``MismatchError`` if that is of another call."""
+        """Whether the data of all ranks are there; ``MismatchError`` if a rank makes another call."""
         words, value = self.words, number << _KIND_BITS | self._kind
         for at in self._shown_at[number & 1]:
             word = words[at]
@@ -257,13 +256,13 @@ class NodeSlots:
         return True
 
     def seen(self, number: int) -> Iterator[None]:
-        """Wait until all ranks show what they have for a round."""
+        """Wait until the data of all ranks for a round are there."""
         while not self.all_shown(number):
             self._wait_for(self._shown_at[number & 1], number << _KIND_BITS)
             yield
 
     def made(self, number: int) -> None:
-        """Tell all ranks that what this one makes of a round can be read."""
+        """Tell all ranks that this rank's results of a round can be read."""
         if self._fence is not None:
             self._fence()
         word = self._my_made
@@ -271,7 +270,7 @@ class NodeSlots:
             words[word] = number
 
     def all_made(self, number: int) -> Iterator[None]:
-        """Wait until what all ranks make of a round can be read."""
+        """Wait until the results of all ranks of a round can be read."""
         words = self.words
         while any(words[at] < number for at in self._made_at):
             self._wait_for(self._made_at, number)
@@ -280,7 +279,7 @@ class NodeSlots:
             self._acquire()
 
     def read(self, number: int) -> None:
-        """Tell all ranks that this one is through with a round: it reads nothing more of it."""
+        """Tell all ranks that this one has read a round."""
         if self._fence is not None:
             self._fence()
         word = self._my_read
@@ -297,11 +296,11 @@ class NodeSlots:
         return WaitReason(self._late, what, "did every rank make the same calls?")
 
     def leave(self) -> None:
-        """Tell all ranks that this one neither reads nor writes anything of theirs any more."""
+        """Tell all ranks that this one reads and writes their memory no more."""
         self.read(_FOREVER)
 
     def left(self) -> bool:
-        """Whether all the others have left, so that this rank's memory is its own."""
+        """Whether all others have left, so that this rank's memory can be freed."""
         words = self.words
         return all(words[at] == _FOREVER for at in self._read_at)
 
@@ -310,8 +309,8 @@ class NodeSlots:
         self._late = tuple(self.ranks[at % self.size] for at in places if words[at] < value)
 
     def _compare(self, number: int) -> None:
-        # Of a kind without a number what was said decides. Who finds that it agrees with all others knows
-        # that these agree with each other.
+        # Kinds without a number are compared by digest. If this rank agrees with all others, they agree with
+        # each other.
         for at in self._shown_at[number & 1]:
             theirs = self._tables[at % self.size][number & 1][:DIGEST_BYTES].tobytes()
             if theirs != self.call.digest:

@@ -1,4 +1,4 @@
-"""Collectives of a group whose ranks share a node: by load and store, in rounds."""
+"""Collectives of a group whose ranks share a node, by load and store in rounds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Array = NDArray[Any]
 Script = Iterator[None]
 
 
-# Both slots of so many bytes fit into the cache of a core. But a rank that shares its core, with others or
-# with programs that it knows nothing of, waits for its turn in each round: long vectors have few of them.
+# Two slots of so many bytes fit into the cache of a core. But a rank that shares its core with other
+# processes waits for its turn in each round: long vectors take few rounds.
 _CACHED_BYTES, _ROUNDS = 512 << 10, 16
 
 
 class Cut(NamedTuple):
-    """A vector in the parts of all ranks: pairs of where a copy goes, and from where."""
+    """Views of a vector, cut into the parts of all ranks; copies are pairs of target and source."""
 
     show: list[tuple[memoryview, memoryview]]
     reduce: Callable[[], object]
@@ -40,12 +40,12 @@ class NodeCollectives:
 
     def __init__(self, rounds: NodeSlots) -> None:
         self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
-        # In whose slot lies what the rank of a position makes: in its own, where it shows nothing to itself.
-        # Of two ranks, in place of what the other one showed to it, which is in the cache already.
+        # In whose slot the result of the rank at each position lies: in its own, where it shows nothing to
+        # itself. Of two ranks, in place of the data that the other one showed: the cache has these already.
         self.places = [1, 0] if self.size == 2 else list(range(self.size))
 
     def _piece(self, nbytes: int, parts: int) -> int:
-        """Bytes of a part shown in one round at most, of so many parts that have ``nbytes`` each."""
+        """Most bytes of a part in one round, of so many parts with ``nbytes`` each."""
         room = self._rounds.slot_bytes // parts // 8 * 8
         if self._rounds.crowded:
             return room
@@ -87,9 +87,9 @@ class NodeCollectives:
         rounds.read(number)
 
     def shares(self, x: Array, reducer: Reducer) -> Callable[[], Script]:
-        """Scripts that reduce a long vector in place, on all ranks; for calls that come again.
+        """Maker of scripts that reduce a long vector in place, on all ranks; for calls that are repeated.
 
-        What fits into one round is cut into its parts here.
+        A vector that fits into one round is cut into its parts here, once.
         """
         most = self._piece(x.nbytes // self.size, self.size) // x.itemsize * self.size
         if x.size > most:
@@ -137,7 +137,7 @@ class NodeCollectives:
         rounds.read(number)
 
     def _reduce_shares(self, x: Array, reducer: Reducer, root: int | None) -> Script:
-        """Every rank reduces a share of each round's chunk, and puts what became of it into a slot."""
+        """Every rank reduces a share of each round's chunk, and stores the result in a slot."""
         rounds, me, size = self._rounds, self.me, self.size
         slots = rounds.slots(x.dtype)
         most = self._piece(x.nbytes // size, size) // x.itemsize
@@ -197,7 +197,7 @@ class NodeCollectives:
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
-        """Give what ranks have to all that want it: ``sizes`` of each, this rank's, and where each goes."""
+        """Copy data of some ranks to those with targets: the ``sizes``, this rank's data, and the targets."""
         rounds, me = self._rounds, self.me
         slots, most = rounds.slots(np.dtype(np.uint8)), self._piece(max(sizes), 1)
         turns = max(1, -(-max(sizes) // most))
@@ -260,9 +260,9 @@ class NodeCollectives:
         take: Callable[[int, int], Iterable[None]],
         begun: Sequence[int] = (),
     ) -> Script:
-        """Parts in a round each: a rank shows the next one in its slot, and then takes of the one before.
+        """One round for each part: a rank shows the next part in its slot, then takes from the one before.
 
-        ``begun`` are the numbers of the rounds of the first parts, if these have been shown already.
+        ``begun`` are the numbers of the rounds of the first parts, if these are shown already.
         """
         rounds, numbers = self._rounds, [*begun]
         for turn in range(len(numbers), turns + 1):

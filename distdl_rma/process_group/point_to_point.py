@@ -1,4 +1,4 @@
-"""Messages from one rank of a group to another, matched by their tags."""
+"""Messages from one rank of a group to another, matched by tag."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from distdl_rma.segments.waiting.header import WaitReason
 Array = NDArray[Any]
 Script = Iterator[None]
 Finish = Callable[[], None]
-# Of one tag: what the sender has, what the receiver expects, and the data.
+# Messages of one tag: the sender's facts, the receiver's facts, and the data.
 _KINDS = 3
 
 
 class PointToPoint:
     """Sends and receives of a group.
 
-    The sender first says what it has, and the receiver what it expects; both raise ``MismatchError`` where
-    that differs. Messages of one tag between the same two ranks follow one another.
+    Sender and receiver first exchange size and type; both raise ``MismatchError`` if these differ. Messages
+    of one tag between the same two ranks keep their order.
     """
 
     def __init__(self, messages: Messages, queue: OperationQueue, me: int, name: str) -> None:
@@ -33,7 +33,7 @@ class PointToPoint:
         self._last: dict[tuple[str, int, int], PendingCall] = {}
 
     def send(self, data: Array, kind: str, target: int, tag: int) -> PendingCall:
-        """Begin to send bytes, the elements of which are of a ``kind``."""
+        """Begin to send bytes of elements of a ``kind``."""
         return self._begun("send", data, kind, target, tag)
 
     def receive(self, out: Array, kind: str, source: int, tag: int, finish: Finish) -> PendingCall:
@@ -43,7 +43,7 @@ class PointToPoint:
     def receive_any(
         self, out: Array, kind: str, tag: int, found: Callable[[int], None], finish: Finish
     ) -> PendingCall:
-        """Begin to receive bytes from whoever sends first, which is then ``found``."""
+        """Begin to receive bytes from the rank that sends first; passes it to ``found``."""
         self._check_tag(tag)
 
         def script() -> Script:

@@ -1,4 +1,4 @@
-"""What is reduced, and how: operations of torch on flat arrays, in the order of the ranks."""
+"""Reductions of torch on flat arrays, in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _SHORT_FLOATS = (torch.bfloat16, torch.float16)
 
 
 class Reducer:
-    """One operation on elements of one type; every element in the order of the rows, bitwise alike anywhere.
+    """One operation on elements of one type, in the order of the rows; bitwise the same on all ranks.
 
-    Floats of 16 bits are reduced in float32 and rounded once, integers wrap around, and bool is added as
-    ``torch.add`` does it: any of them. Made by :func:`reducer_of`.
+    Floats of 16 bits are reduced in float32 and rounded once, integers wrap around, and the sum of bool is
+    that of ``torch.add``: whether any is true. Made by :func:`reducer_of`.
     """
 
     def __init__(self, op: _Kind, dtype: torch.dtype, ranks: int) -> None:
         self.name, ufunc, self._function = OPERATIONS[op]
         self._op = op
         self._short = dtype in _SHORT_FLOATS
-        # Floats of 16 bits are words as arrays, and tensors where they are reduced.
+        # Floats of 16 bits are arrays of words, viewed as tensors where they are reduced.
         self.dtype, self.storage = dtype, WORDS[2][1] if self._short else NUMPY[dtype]
         self._fold = Fold(ufunc, np.dtype(np.float32) if self._short else self.storage, _BLOCK)
         self._divisor = ranks if self.name == "avg" and ranks > 1 else 0
@@ -54,19 +54,19 @@ class Reducer:
 
     @cached_property
     def unrounded(self) -> Reducer:
-        """What some ranks reduce for others to go on with: not divided, short floats not rounded."""
+        """Reducer of partial results: without the division of a mean, or the rounding of short floats."""
         op = ReduceOp.SUM if self._divisor else self._op
         return Reducer(op, torch.float32 if self._short else self.dtype, 1)
 
     def widened(self, x: Array, copied: bool) -> Array:
-        """Elements as what is unrounded takes them; a copy where they are others, or one is wanted."""
+        """Elements in the type of ``unrounded``; a copy if the type differs, or if ``copied``."""
         if self._short:
             wide: Array = torch.from_numpy(x).view(self.dtype).float().numpy()
             return wide
         return x.copy() if copied else x
 
     def finish(self, total: Array, out: Array) -> None:
-        """Divide and round what is unrounded of all ranks into ``out``, which may be it."""
+        """Divide and round the unrounded result of all ranks into ``out``, which may be ``total``."""
         if self._divisor:
             np.divide(total, self._divisor, out=total)
         if self._short:
@@ -110,9 +110,9 @@ class Reducer:
 
 
 def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int) -> Reducer:
-    """Reducer of an operation of torch, for the groups of one machine, which take turns with it.
+    """Reducer of an operation of torch; not for two threads at once.
 
-    ``ShapeError`` or ``UnsupportedError`` if it has no exact meaning.
+    ``ShapeError`` or ``UnsupportedError`` if the operation has no exact result.
     """
     if op not in OPERATIONS:
         known = [name for name, *_ in OPERATIONS.values()]

@@ -1,4 +1,4 @@
-"""What a process group reduces: the calls of torch, checked and begun."""
+"""Collectives of torch that reduce: arguments are checked, operations begun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Work: Any = Work
 
 
 class ReducingCollectives(GroupCore):
-    """Calls that reduce tensors of all ranks; see :class:`RmaProcessGroup`."""
+    """Collectives that reduce tensors; see :class:`RmaProcessGroup`."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Reduce a tensor in place on all ranks."""
@@ -28,13 +28,13 @@ class ReducingCollectives(GroupCore):
         quick = self._quick
         if quick is not None and self._coalescing is None and _is_plain(tensor):
             number = _number_of(opts)
-            # Of a call that nobody else waits for torch does without the work.
+            # torch needs no work for a call that is not asynchronous.
             hurry = not getattr(opts, "asyncOp", True)
             begun = quick.run(tensor, number, hurry)
             if begun is True and hurry:
                 return _OVER
             if begun is None:
-                # What is refused is refused here, in the same words as tensors that are not plain.
+                # Raises for invalid arguments, with the same words as for tensors that are not plain.
                 work = self._all_reduce("all_reduce", [tensor], op_of(opts))
                 reducer = self._reducer(op_of(opts), tensor.dtype)
                 quick.learn(tensor, number, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
@@ -45,8 +45,8 @@ class ReducingCollectives(GroupCore):
         return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
 
     def _held(self, work: Work, tensor: Tensor) -> Work:
-        # DDP hands the work that counts who has joined on to C++, where it would wait for ever once nobody
-        # has it in Python any more.
+        # DDP passes the work that counts the joined ranks to C++. There it would wait for ever once Python
+        # holds no reference to it.
         if tensor.numel() == 1:
             self._counts.append(work)
         return work
@@ -86,21 +86,21 @@ class ReducingCollectives(GroupCore):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Work:
-        """Reduce a tensor for every rank; sizes may differ."""
+        """Reduce one tensor for each rank; sizes may differ."""
         who = self._who("reduce_scatter")
         pair = single(outputs, who), list(single(inputs, who))
         return self._reduce_scatter("reduce_scatter", [pair], op_of(opts))
 
     @of_all
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Reduce a tensor of which every rank gets an equal part."""
+        """Reduce a tensor; every rank gets an equal part of it."""
         return self._reduce_singles("reduce_scatter_single", [output], [input], opts)
 
     @of_all
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Reduce several tensors of which every rank gets an equal part."""
+        """Reduce several tensors; every rank gets an equal part of each."""
         return self._reduce_singles("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -142,7 +142,7 @@ class ReducingCollectives(GroupCore):
 
 
 class _Over(_Work):  # type: ignore[misc]
-    """What is over: nobody sees it but the call that has waited for it."""
+    """A work that is over; only the call that has waited for it sees it."""
 
     def wait(self, *_: Any) -> bool:
         """Return at once."""
@@ -158,18 +158,18 @@ _PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # Its elements lie one behind the other, as they are. Of other types they may lie elsewhere; those of
-    # complex numbers that are to be conjugated are not known to what is quick.
+    # Its elements are contiguous in memory. Subclasses may keep their elements elsewhere. The quick way does
+    # not handle complex tensors with a pending conjugation.
     strided = type(tensor) in _PLAIN and tensor.layout is _STRIDED and tensor.is_cpu
     return strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
-# Of these the hash is the number of the operation, and quicker to be had than the operation.
+# Whether the hash is the number of the operation: it is read faster than the operation.
 _HASHED = [hash(ReduceOp(op)) for op in OPERATIONS] == [op.value for op in OPERATIONS]
 
 
 def _number_of(opts: Any) -> Hashable:
-    """What stands for the reduction that options ask for, and for no other."""
+    """Key of the reduction of some options."""
     if _HASHED and type(opts) is AllreduceOptions:
         return hash(opts.reduceOp)
     op: Hashable = op_of(opts)

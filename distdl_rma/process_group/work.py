@@ -25,9 +25,9 @@ _SPINS = 30
 
 
 class PendingCall:
-    """Something under way: a script that yields as long as it waits, and what is done when it is over.
+    """An operation under way: a script that yields as long as it waits, then ``finish``.
 
-    ``begin`` makes the script; ``reason`` says for whom it waits. ``error`` is what ended it, if anything.
+    ``begin`` makes the script; ``reason`` says which ranks it waits for. ``error`` is what ended it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PendingCall:
         self.error: BaseException | None = None
 
     def advance(self) -> bool:
-        """Go on as far as possible; return whether it is over. What it raises is kept as well."""
+        """Advance as far as possible; return whether it is over. Keeps the error that it raises."""
         if self.done:
             return True
         try:
@@ -62,7 +62,7 @@ class PendingCall:
         self._end()
 
     def _end(self) -> None:
-        # It lets go of its data, and of the operation that it followed.
+        # Drops the references to its data and to the operation before it.
         self.done, self._begin, self._script, self._finish = True, _nothing, None, None
 
 
@@ -71,17 +71,17 @@ def _nothing() -> Script:
 
 
 def done() -> PendingCall:
-    """An operation that is over."""
+    """Return an operation that is over."""
     operation = PendingCall(_nothing, lambda: WaitReason((), ""), None)
     operation.done = True
     return operation
 
 
 class OperationQueue:
-    """The operations of a group: collectives one after the other, in the order of the calls, and messages.
+    """The operations of a group: collectives, one after another in the order of the calls, and messages.
 
-    Every wait on the machine takes them further, in whatever order ranks wait for them. What goes wrong in a
-    collective ends the group: later calls raise the same.
+    Every wait on the machine advances them, in whatever order the ranks wait for them. An error in a
+    collective ends the group: later calls raise it again.
     """
 
     def __init__(self, manager: SegmentManager, name: str) -> None:
@@ -91,11 +91,11 @@ class OperationQueue:
         self._messages: list[PendingCall] = []
         self._broken: BaseException | None = None
         self._closed = False
-        # Changes whenever a collective has come further.
+        # Its result changes whenever a collective has advanced.
         self.progress: Callable[[], object] = bool
 
     def check(self) -> None:
-        """Raise if nothing can be begun any more."""
+        """Raise if the group has ended."""
         if self._closed or self.manager.closed:
             raise ClosedError(f"process group {self.name!r} was destroyed, or its machine closed")
         if self._broken is not None:
@@ -105,7 +105,7 @@ class OperationQueue:
             raise ProtocolError(f"process group {self.name!r} {why}: make it anew on all its ranks")
 
     def append(self, operation: PendingCall) -> PendingCall:
-        """Begin a collective, as soon as those before it are over."""
+        """Begin a collective when those before it are over."""
         self.check()
         with self._lock:
             self._collectives.append(operation)
@@ -114,7 +114,7 @@ class OperationQueue:
         return operation
 
     def add(self, operation: PendingCall) -> PendingCall:
-        """Begin a message, which waits for no other."""
+        """Begin a message; it waits for no other operation."""
         self.check()
         with self._lock:
             self._messages.append(operation)
@@ -137,7 +137,7 @@ class OperationQueue:
         return not (self._collectives or self._messages)
 
     def _begin(self, advance: Callable[[], bool]) -> None:
-        # An error belongs to who waits for the operation.
+        # Whoever waits for the operation raises its error.
         over = False
         with suppress(DistdlError):
             over = advance()
@@ -145,7 +145,7 @@ class OperationQueue:
             self.manager.defer(advance)
 
     def advance(self) -> bool:
-        """Take the collectives as far as they go; return whether none is under way."""
+        """Advance the collectives; return whether none is under way."""
         with self._lock:
             line = self._collectives
             while line:
@@ -154,7 +154,7 @@ class OperationQueue:
                         return False
                 except BaseException as error:
                     self.break_off(error)
-                    # What was raised in it by a signal is for whoever goes on here, and may wait for another.
+                    # An exception of a signal handler goes to the caller, whatever operation that waits for.
                     if not isinstance(error, Exception):
                         raise
                     return True
@@ -162,7 +162,7 @@ class OperationQueue:
             return True
 
     def advance_apart(self) -> bool:
-        """Take the messages as far as they go; return whether none is under way."""
+        """Advance the messages; return whether none is under way."""
         with self._lock:
             for operation in tuple(self._messages):
                 over = True
@@ -174,16 +174,16 @@ class OperationQueue:
             return not self._messages
 
     def wait(self, operation: PendingCall, timeout: float | None) -> None:
-        """Wait for an operation; blocking. Raises what ended it."""
+        """Wait for an operation; blocking. Raises the error that ended it."""
         if not operation.done:
             self._wait(operation, self.manager.waiter.timeout if timeout is None else timeout)
         if operation.error is not None:
             raise operation.error
 
     def _wait(self, operation: PendingCall, seconds: float) -> None:
-        # Every step that is made is waited for by itself: a wait that takes long looks less often.
+        # Waits for each step separately, since a long wait looks less often.
         waiter, whole, deadline = self.manager.waiter, seconds, time.monotonic() + seconds
-        # Whoever shares this core with others helps them by no more than a few looks.
+        # Ranks that share a core take only a few looks.
         spins = min(waiter.spins, _SPINS)
         before: object = None
 
@@ -199,7 +199,7 @@ class OperationQueue:
             seconds = max(deadline - time.monotonic(), 0.0)
 
     def fail(self, operation: PendingCall, error: BaseException) -> None:
-        """End an operation by an error from elsewhere: a collective and those behind it, or a message."""
+        """End an operation by an error of another place: a collective and all behind it, or a message."""
         with self._lock:
             if operation in self._collectives:
                 self.break_off(error)
@@ -214,7 +214,7 @@ class OperationQueue:
         self._collectives.clear()
 
     def close(self) -> None:
-        """Begin nothing any more; what is under way goes on."""
+        """Refuse new operations; those under way continue."""
         self._closed = True
 
 
@@ -231,7 +231,7 @@ _Work: Any = Work
 
 
 class GroupWork(_Work):  # type: ignore[misc]
-    """An operation of a group that may be under way; ``result`` are the tensors that it fills."""
+    """torch's work of an operation of a group; ``result`` are the tensors that it fills."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait until the operation is over; raises what ended it, ``ExchangeTimeout`` at the deadline."""
+        """Wait until the operation is over; raises its error, or ``ExchangeTimeout`` at the deadline."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._queue.wait(self._operation, seconds or self._timeout)
         return True
@@ -257,7 +257,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation is over, by success or not; goes on with it, and does not block."""
+        """Whether the operation is over, with or without an error; advances it, does not block."""
         if not self._operation.done:
             self._queue.manager.waiter.advance()
         return self._operation.done
@@ -267,7 +267,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         return self.is_completed() and self._operation.error is None
 
     def exception(self) -> BaseException | None:
-        """What ended the operation, if it was an error."""
+        """Error that ended the operation, if any."""
         return self._operation.error
 
     def result(self) -> Any:
@@ -281,9 +281,9 @@ class GroupWork(_Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future of the tensors. A thread goes on with the operation, since a wait of torch's does not.
+        """Future of the tensors. A thread advances the operation, since torch's wait does not.
 
-        It has the group's time from now on, and is settled by ``ExchangeTimeout`` then, as a wait would be.
+        From now on it has the group's timeout; then ``ExchangeTimeout`` settles it, as it would end a wait.
         """
         if self._future is None:
             self._future = torch.futures.Future()
@@ -307,8 +307,8 @@ def _settle(future: torch.futures.Future[Any], tensors: Any, error: BaseExceptio
 
 
 class _Failure:
-    # The result of a future that failed. torch's set_exception has the error itself there: of that
-    # DistributedDataParallel, which looks into a result for tensors, takes the first, and crashes.
+    # Result of a future that failed. torch's set_exception stores the error itself as the result.
+    # DistributedDataParallel searches a result for tensors, and crashes on an error.
     def __init__(self, error: Exception) -> None:
         self._error = error
 
@@ -316,12 +316,12 @@ class _Failure:
         raise self._error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Which is how it looks into it.
+        # DistributedDataParallel searches a result by this method.
         raise self._error
 
 
 class _Pending(NamedTuple):
-    """Somebody may wait for the future of an operation that is under way."""
+    """An operation under way whose future someone may wait for."""
 
     queue: OperationQueue
     operation: PendingCall
@@ -332,7 +332,7 @@ class _Pending(NamedTuple):
     begun: float
 
     def say_done(self) -> None:
-        """Tell others that it is not waited for any more, if they were told that it is."""
+        """Tell other ranks that this one waits for it no more, if they were told that it does."""
         manager = self.queue.manager
         if time.monotonic() - self.begun > _LOOK_SECONDS:
             with manager.segment.lock:
@@ -341,18 +341,18 @@ class _Pending(NamedTuple):
 
 
 class _Driver:
-    """A thread that takes operations further as long as somebody may wait for their futures.
+    """A thread that advances operations as long as someone may wait for their futures.
 
-    What is to be done then is done by the thread that settles a future, and may wait for other futures. So
-    that thread leaves the driving to another one before it settles one, and all others that are over.
+    The thread that settles a future runs its callbacks, which may wait for other futures. So it leaves the
+    driving to another thread before it settles a future.
     """
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        # What is over or late, and is to be settled.
+        # Operations that are over or late, and whose futures are to be settled.
         self._over: deque[tuple[_Pending, BaseException | None]] = deque()
         self._change = threading.Condition()
-        # Whether a thread drives, how many wait to do so, and how many of these are to begin.
+        # Whether a thread drives, how many threads wait to drive, and how many of these are to begin.
         self._driving, self._idle, self._appointed = False, 0, 0
         self._settling = 0
 
@@ -373,7 +373,7 @@ class _Driver:
         tensors: Any,
         timeout: float | None,
     ) -> None:
-        """Settle a future when an operation is over, or when that took too long."""
+        """Settle a future when its operation is over, or at the deadline."""
         seconds = queue.manager.waiter.timeout if timeout is None else timeout
         item = _Pending(queue, operation, future, tensors, seconds, time.monotonic())
         with self._change:
@@ -381,7 +381,7 @@ class _Driver:
             self._appoint()
 
     def _appoint(self) -> None:
-        # With the lock held: somebody drives as long as anything is pending or to be settled.
+        # Needs the lock. Some thread drives as long as anything is pending or to be settled.
         if self._driving or not (self._pending or self._over):
             return
         self._driving = True
@@ -417,7 +417,7 @@ class _Driver:
                 self._appointed -= appointed
 
     def _drive(self) -> list[tuple[_Pending, BaseException | None]]:
-        # Until something is over or late, or nothing is pending; not at all where something is to be settled.
+        # Until an operation is over or late, or none is pending; not at all if a future is to be settled.
         looked, looks = time.monotonic(), 0
         while not self._over and (pending := self._all()):
             now = time.monotonic()
@@ -429,10 +429,10 @@ class _Driver:
                 try:
                     self._go_on(item, look)
                 except ExchangeTimeout as error:
-                    # The operation goes on, and can be waited for.
+                    # The operation continues and can be waited for.
                     settled.append((item, error))
                 except BaseException as error:  # noqa: BLE001
-                    # A rank failed, or the machine was closed: it belongs to who waits for the future.
+                    # A rank failed, or the machine was closed: whoever waits for the future raises it.
                     item.queue.fail(item.operation, error)
             late = [item.operation for item, _ in settled]
             settled += [
@@ -444,7 +444,7 @@ class _Driver:
                 for item, _ in settled:
                     item.say_done()
                 return settled
-            # What has come further may soon go on.
+            # An operation that has advanced may soon advance again.
             looks = looks + 1 if before == [item.queue.progress() for item in pending] else 0
             if looks > _LOOKS:
                 time.sleep(_PAUSE_SECONDS)
@@ -459,7 +459,7 @@ class _Driver:
         operation, manager = item.operation, item.queue.manager
         if operation.done:
             return
-        # What is under way goes on after the group is destroyed: others may wait for it.
+        # The operation continues after the group is destroyed: other ranks may wait for it.
         manager.check_open()
         manager.waiter.progress()
         if not look or operation.done:
