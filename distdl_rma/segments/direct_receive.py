@@ -1,4 +1,4 @@
-"""Results of a channel that ranks of the node put straight into: no slot, and no copy out of it."""
+"""Direct receive: ranks of the node put into the results of a channel, without a slot and a copy from it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import Bytes, Landing
 
 Array = NDArray[Any]
-# Less than so many bytes are faster copied than addressed.
+# Fewer bytes than these are copied faster than addressed.
 _SMALLEST_NBYTES = 1 << 20
-# A writer keeps the views of so many results of its peer: they come back again and again.
+# A writer keeps the views of so many results of its peer: the peer reuses their memory.
 _KNOWN = 8
 
 
 class PostedResults:
-    """Memory for the results of the next two epochs of a channel, which its near writers have been told of.
+    """Memory for the results of the next two epochs of a channel; its near writers know the addresses.
 
-    ``make`` makes memory for one result, of the shape ``need``. The offsets of those that are posted lie at
-    the begin of the channel's buffer, one for odd and one for even epochs; an acknowledgement of an epoch
-    says that the one of the next but one is there. ``lanes`` are those of the near writers.
+    ``make`` makes memory for one result, of the shape ``need``. The offsets of the posted memory lie at the
+    begin of the channel's buffer, one for odd and one for even epochs. The acknowledgement of an epoch says
+    that the offset for the next epoch but one is there. ``lanes`` are those of the near writers.
 
-    A result that is taken belongs to whoever took it once its epoch was received: nobody writes to it any
-    more, and another one is posted. One of an epoch that was given up stays posted: what may have been put
-    into it is of no use, and each writer writes its own part again.
+    When its epoch is received, a taken result belongs to its taker: no peer writes to it any more, and other
+    memory is posted. Memory of an epoch that was given up stays posted: each writer overwrites its part.
     """
 
     def __init__(self, make: Callable[[], Landing], lanes: Sequence[Lane], need: Box) -> None:
@@ -40,14 +39,14 @@ class PostedResults:
         self._taken: set[int] = set()
 
     def connect(self, buffer: SegmentBuffer) -> None:
-        """Post the first two, before any writer is told where they are."""
+        """Post memory for the first two epochs, before any writer knows where it is."""
         self._table = buffer.view(np.int64, (SLOTS,)).data
         for epoch in range(1, SLOTS + 1):
             if epoch % SLOTS not in self._posted:
                 self._post(epoch)
 
     def take(self, epoch: int) -> object:
-        """What the memory of an epoch's result belongs to; the caller's when the epoch was received."""
+        """Owner of the memory of an epoch's result; the caller's when the epoch was received."""
         self._taken.add(epoch)
         return self._posted[epoch % SLOTS].owner
 
@@ -65,7 +64,7 @@ class PostedResults:
 
 
 class ResultsOfPeer:
-    """Where the results of a peer lie, for a rank of its node that puts into them."""
+    """Views of the results of a peer, for a rank of its node that puts into them."""
 
     def __init__(
         self, lane: Lane, remote: RemoteBuffer, arena: Bytes, need: Box, dtype: np.dtype[Any]
@@ -76,7 +75,7 @@ class ResultsOfPeer:
         self._known: dict[int, tuple[Array, ...]] = {}
 
     def views(self, epoch: int) -> tuple[Array, ...]:
-        """Where the pieces of an epoch go, once the peer has acknowledged the last but one."""
+        """Targets of the pieces of an epoch, once the peer has acknowledged the last epoch but one."""
         offset = self._table[epoch % SLOTS]
         if offset not in self._known:
             if len(self._known) == _KNOWN:
@@ -88,14 +87,14 @@ class ResultsOfPeer:
 
 
 def views_in(whole: Array, lane: Lane, need: Box) -> tuple[Array, ...]:
-    """The pieces of a lane, in a result."""
+    """Views of the pieces of a lane in a result."""
     return tuple(whole[piece.box.slices(need)] for piece in lane.pieces)
 
 
 def receives_directly(exchange: Exchange, itemsize: int, near: Callable[[int], bool]) -> bool:
-    """Whether a rank shall have its results put together by those that send to it.
+    """Whether peers put a rank's pieces directly into its results.
 
-    Only where nothing is summed, nothing stays as it was, and most of it comes from near ranks.
+    Only if no element is summed or left unwritten, and most elements come from near ranks.
     """
     nbytes = itemsize * sum(piece.box.volume for piece in exchange.receives if near(piece.peer))
     enough = nbytes >= _SMALLEST_NBYTES and 2 * nbytes >= itemsize * exchange.need.volume

@@ -34,12 +34,12 @@ _CREATE_TAG = 11
 
 
 class Communicators:
-    """Communicators of some ranks in order, of which several users may need one each at a time.
+    """Communicators of some ranks in order; several users of the same ranks may need one each at a time.
 
-    Making and freeing one is collective, and users come and go when it suits each rank: so what a user gives
-    back is kept for the next one of the same ranks, and freed in ``close``. There are never more than were
-    once in use on some rank at the same time. ``ranks`` are the rank ids of the positions of ``comm``, the
-    communicator of the machine.
+    Making and freeing one is collective, but users come and go at different times on each rank. So a
+    communicator that is given back is kept for the next user of the same ranks, and freed in ``close``. There
+    are never more than were in use on some rank at one time. ``ranks`` are the rank ids of the positions of
+    ``comm``, the communicator of the machine.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
@@ -48,9 +48,9 @@ class Communicators:
         self._used: dict[tuple[int, ...], set[int]] = {}
 
     def proposal(self, ranks: Sequence[int]) -> int:
-        """Number from which on no communicator of these ranks is in use here; local.
+        """Smallest number from which on no communicator of these ranks is in use here; local.
 
-        The largest proposal of all the ranks is what all of them ``take``.
+        All ranks ``take`` the largest of their proposals.
         """
         return 1 + max(self._used.get(tuple(ranks), ()), default=-1)
 
@@ -153,14 +153,15 @@ class SegmentManager(SegmentContext, Uncopyable):
         waiter = Waiter(segment, self.notices, self.watch, counters, chosen_timeout(timeout), spins)
         super().__init__(comm, rank_ids, segment, waiter)
         self.heap.allocate(HEADER_BYTES, "header")
-        # What is done at each call goes straight to who does it: steps that all waits shall take, and the
-        # operation that begins, by a name from ``operation`` and its epoch, for the messages of others.
+        # Bound methods, without a call in between: ``defer`` adds a step that all waits take, and ``begin``
+        # writes which operation begins, by a name from ``operation`` and its epoch, for the messages of
+        # others.
         self.defer, self.withdraw = waiter.defer, waiter.withdraw
         self.begin = self._header.begin
         self.communicators = Communicators(comm, rank_ids)
         self.transport = transport
         self.trace = Tracer()
-        # What collectives keep as long as the segment is there, for all that need it.
+        # Objects that collectives share as long as the segment exists.
         self.kept: dict[Hashable, object] = {}
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
@@ -186,18 +187,18 @@ class SegmentManager(SegmentContext, Uncopyable):
         try:
             return SegmentBuffer(self, nbytes, words, owner)
         except SegmentError:
-            # What only a reference cycle holds, in the user's program say, may have memory to give back.
+            # Objects in reference cycles, for example of the user's program, may hold buffers.
             gc.collect()
             self._reclaim()
         return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer as soon as ``idle()`` says that no peer writes to it any more; local."""
-        # Only noted here: a finalizer calls this at any moment, also in the middle of an allocation.
+        # Appends only: a finalizer calls this at any moment, also in the middle of an allocation.
         self._retired.append((buffer, idle))
 
     def _reclaim(self) -> None:
-        # Finalizers append meanwhile, and what raises stays, as do those behind it.
+        # Finalizers may append meanwhile. If ``idle`` raises, its buffer and those behind it stay.
         with self.segment.lock:
             for _ in range(len(self._retired)):
                 buffer, idle = self._retired.pop(0)
@@ -223,7 +224,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         return SegmentStats(heap.nbytes, heap.used, heap.peak, heap.largest_gap, heap.owners())
 
     def describe(self) -> dict[str, object]:
-        """What this machine is and how its ranks reach each other; local."""
+        """Facts of this machine, and how its ranks reach each other; local."""
         self.check_open()
         segment = self.segment
         direct = {rank: segment.link(rank).memory is not None for rank in self.ranks}
@@ -245,7 +246,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     operation = staticmethod(operation_name)
 
     def progress(self) -> None:
-        """Advance what is under way, as waits do; does not block. ``PeerFailedError`` if a rank failed."""
+        """Advance operations under way, as waits do; does not block. ``PeerFailedError`` if a rank failed."""
         self.check_open()
         self.waiter.progress()
 
@@ -263,14 +264,14 @@ class SegmentManager(SegmentContext, Uncopyable):
         if isinstance(error, PeerFailedError):
             rank, cause = error.rank, error.cause
         self.notices.tell(cause, rank)
-        # The others would take what this rank begins now for what it has not begun before.
+        # The others would take an operation that begins now for an earlier one.
         refuse = self.notices.raise_for
         self.begin = lambda name, epoch: refuse(rank, cause, None, LOST)
 
     def raised(self, error: BaseException) -> None:
-        """Tell the others that a call of all ranks raised here: ``PeerFailedError`` where they wait for it.
+        """Tell the others that a collective call raised here. Those waiting for it raise ``PeerFailedError``.
 
-        A second later, unless it raised there too, or ``watch.goes_on()`` was called here. Local.
+        They do so after a second, unless the call raised there too, or ``watch.goes_on()`` was called. Local.
         """
         if not self.closed:
             self.watch.raised(cause_of(error))
@@ -310,8 +311,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.comm.Free()
 
     def _drop_unmatched(self) -> None:
-        # Messages of handshakes that were given up: MPI may give the number of a communicator to a later one,
-        # which would take them for its own. All ranks have met, so they are here.
+        # Receives messages of handshakes that were given up: a later communicator may get the same number
+        # from MPI and would match them. All ranks have met, so these messages have arrived.
         status = MPI.Status()
         while (found := self.comm.Improbe(status=status)) is not None:
             found.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
@@ -319,12 +320,12 @@ class SegmentManager(SegmentContext, Uncopyable):
     def gather_at_exit(self, say: Callable[[str], object]) -> bool:
         """Wait until all ranks are about to close, as long as they live; return whether they came.
 
-        Raises no error of the library: nobody could catch it. The end of MPI would wait for the others as
-        well. What keeps this rank from ending, now or there, is said once, in a line each.
+        Raises no error of the library: no code could catch it. ``MPI_Finalize`` would wait for the others as
+        well. ``say`` is called once with each reason why this rank cannot end.
         """
         notices, watch = self.notices, self.watch
         if notices.failed:
-            # The others do not close any more, and may be at MPI's end, where they answer nothing.
+            # The others do not close any more. They may be in ``MPI_Finalize``, where they do not answer.
             notices.stay(_NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
@@ -345,11 +346,11 @@ class SegmentManager(SegmentContext, Uncopyable):
         return False
 
     def _gather(self, timeout: float | None) -> None:
-        # Freeing windows cannot be interrupted, so that nobody begins before all are here. And MPI has no way
-        # to take back that a rank came. So the ranks meet twice: one that gave up waiting for the first
-        # meeting does not come to the second, unless it calls again.
+        # Freeing windows cannot be interrupted, so no rank begins before all are here. And a rank cannot take
+        # back that it joined a barrier of MPI. So the ranks meet twice: a rank that gave up waiting for the
+        # first barrier does not come to the second, unless it calls again.
         watch, until = self.watch, self.waiter.until
-        # Peers may still wait for what this rank began to send. Those that have left take it nevertheless.
+        # Peers may still wait for this rank's puts. Ranks that have left receive them nevertheless.
         last_puts = WaitReason(watch.others, "to take its last puts", leavers=True)
         until(self.segment.progress, lambda: last_puts, timeout)
         watch.leave("closing the machine or ending its program")
@@ -372,7 +373,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     def keep(self) -> None:
         """Keep all memory that MPI may still read or write, until the process has ended; local.
 
-        MPI ends after the interpreter has let go of everything, and goes on with what is under way.
+        MPI ends after the interpreter has deleted all objects, and continues operations under way until then.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 

@@ -23,25 +23,25 @@ _MOST_TESTS = 128
 
 
 def looks(nbytes: int) -> range:
-    """As many tests as make a look at a request of so many bytes."""
+    """Tests of a request of so many bytes in one look at it."""
     return range(min(_MOST_TESTS, 1 + nbytes // _FRAGMENT_NBYTES))
 
 
 def complete(request: MPI.Request, tests: range) -> bool:
-    """Whether a request is complete; takes it further, and does not block."""
+    """Whether a request is complete; advances it, does not block."""
     return any(request.Test() for _ in tests)
 
 
-# Takes the piece of a number, without waiting; returns what is left to wait for.
+# Begins to process the piece of a number, without waiting; returns a script that waits for the rest.
 Stage = Callable[[int], Iterable[None]]
 
-# A piece has so many bytes at least, and so many for each node: of less, latency outweighs what overlaps.
+# Fewest bytes of a piece, in all and for each node: of smaller ones the latency outweighs the overlap.
 _LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
 _MOST_PIECES = 4
 
 
 def number_of_pieces(nbytes: int, nodes: int) -> int:
-    """How many pieces a vector of so many bytes goes in between so many nodes; on one node it is one."""
+    """Number of pieces of a vector of so many bytes between so many nodes; one piece on one node."""
     if nodes == 1:
         return 1
     return min(_MOST_PIECES, max(1, nbytes // max(_LEAST_NBYTES, _LEAST_OF_NODE * nodes)))
@@ -54,7 +54,7 @@ def slices(count: int, number: int) -> list[slice]:
 
 
 def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[list[tuple[RankSlice, ...]]]:
-    """For each piece what it has of the parts of every node, each of which is cut into so many pieces."""
+    """For each piece its slices of the parts of every node, each of which is cut into ``number`` pieces."""
     cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
     return [
         [
@@ -66,12 +66,12 @@ def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[lis
 
 
 def in_pieces(number: int, stages: Sequence[Stage]) -> Iterator[None]:
-    """Take pieces through stages, each in its turn; yields as long as it has to wait.
+    """Take pieces through stages, as a pipeline; yields as long as it has to wait.
 
-    What a stage leaves to wait for is waited for before the next stage of the same piece: meanwhile the stage
-    before begins on the next piece, and the stage behind goes on with the last one. Everything is called in
-    an order that follows from the two numbers alone, so that ranks which call MPI's collectives on one
-    communicator call them alike. Of one stage two pieces are under way at most.
+    The script that a stage returns is completed before the next stage of the same piece. Meanwhile the stage
+    before begins on the next piece, and the stage behind continues with the last one. The order of all calls
+    follows from the two numbers alone, so that all ranks call MPI's collectives of one communicator in the
+    same order. Each stage has at most two pieces under way.
     """
     under_way: dict[int, Iterable[None]] = {}
     for turn in range(number + len(stages)):
@@ -84,9 +84,9 @@ def in_pieces(number: int, stages: Sequence[Stage]) -> Iterator[None]:
 
 
 class BetweenNodes:
-    """Communicator of ranks of several nodes, in the order given; ``ranks`` is empty where there is none.
+    """Communicator of ranks of several nodes, in the order given; none for a single rank, and no ``ranks``.
 
-    ``name`` and ``terms`` are alike on all of the ranks, as for :class:`Barrier`.
+    ``name`` and ``terms`` are the same on all of the ranks, as for :class:`Barrier`.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str) -> None:
@@ -99,14 +99,14 @@ class BetweenNodes:
     def connect(self, timeout: float | None) -> None:
         """Make the communicator; once, blocking. After a timeout it can be repeated."""
         if self.ranks and self._comm is None:
-            # Making a communicator cannot be interrupted: not before all its ranks are here.
+            # Making a communicator cannot be interrupted, so all its ranks meet before.
             barrier, shared = self._gathering(), self._manager.communicators
             self._number = barrier.wait(timeout, shared.proposal(self.ranks))
             self._comm = shared.take(self.ranks, self._number)
             barrier.close()
 
     def announce(self) -> None:
-        """Let the others see what this rank connects, without waiting for them."""
+        """Tell the others what this rank connects, without waiting for them."""
         if self.ranks:
             self._gathering().connect(0.0)
 
@@ -118,7 +118,7 @@ class BetweenNodes:
         return self._comm
 
     def free(self) -> None:
-        """Give the communicator back, local; for when nothing is under way on it."""
+        """Give the communicator back, when nothing is under way on it; local."""
         if self._comm is not None:
             self._manager.communicators.give_back(self.ranks, self._number)
         self._comm = None
@@ -129,15 +129,16 @@ class BetweenNodes:
         return self._barrier
 
 
-# Whether what was begun is over; looks once, and does not block.
+# Whether an operation is complete; looks once, does not block.
 Test = Callable[[], bool]
 
 
 class Messages:
-    """A communicator of some ranks, for what only they send each other; positions are those in ``ranks``.
+    """Messages and collectives of some ranks, on their own communicator; positions are those in ``ranks``.
 
-    Collective over the ranks to construct, blocking. Whatever is begun keeps its arrays until it is over, and
-    is over when the test that it returns has said so. MPI is called with the lock of the segment.
+    Collective over the ranks to construct, blocking. Each call begins an operation, keeps its arrays, and
+    returns a test; the operation is complete when the test returns True. MPI is called with the lock of the
+    segment.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
@@ -148,15 +149,15 @@ class Messages:
         self._under_way: dict[int, object] = {}
 
     def send(self, data: Array, position: int, tag: int) -> Test:
-        """Begin to send; over once the receiver has begun to take it."""
+        """Begin to send; complete once the receiver has begun to receive."""
         return self._begun(lambda: self._comm.Issend(_bytes(data), position, tag), data)
 
     def receive(self, out: Array, position: int, tag: int) -> Test:
-        """Begin to receive from one rank so many bytes as the array has, or less."""
+        """Begin to receive at most as many bytes as the array has from one rank."""
         return self._begun(lambda: self._comm.Irecv(_bytes(out), position, tag), out)
 
     def probe(self, tag: int) -> int | None:
-        """Position of a rank whose message with a tag can be received; None if there is none."""
+        """Position of a rank from which a message with a tag has arrived; None if there is none."""
         status = MPI.Status()
         with self._lock:
             found = self._comm.Iprobe(MPI.ANY_SOURCE, tag, status)
@@ -167,29 +168,29 @@ class Messages:
         return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
     def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Test:
-        """Begin to give all ranks the vectors of all, one behind the other; ``counts`` are their bytes."""
+        """Begin an all-gather of vectors, one behind the other; ``counts`` are their bytes."""
         taken = [out.view(np.uint8), (tuple(counts), None), MPI.BYTE]
         return self._begun(lambda: self._comm.Iallgatherv(_bytes(mine), taken), mine, out)
 
     def broadcast(self, data: Array, position: int) -> Test:
-        """Begin to give all ranks the vector of one of them."""
+        """Begin a broadcast of the vector of one rank."""
         return self._begun(lambda: self._comm.Ibcast(_bytes(data), position), data)
 
     def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Test:
-        """Begin to give every rank its bytes; ``counts`` and ``received`` are by position."""
+        """Begin an all-to-all; ``counts`` and ``received`` are the bytes for and from each position."""
         sent = [data.view(np.uint8), (tuple(counts), None), MPI.BYTE]
         taken = [out.view(np.uint8), (tuple(received), None), MPI.BYTE]
         return self._begun(lambda: self._comm.Ialltoallv(sent, taken), data, out)
 
     def close(self) -> None:
-        """Give the communicator back; local. Kept if something is under way, or ended by an error."""
+        """Give the communicator back; local. Kept if an operation is under way, or ended by an error."""
         if not (self._under_way or self._manager.closed):
             self._between.free()
 
     def _begun(self, call: Callable[[], MPI.Request], *kept: Array) -> Test:
         with self._lock:
             request = call()
-        # MPI uses the arrays even if nobody asks for the outcome any more.
+        # MPI uses the arrays even if the test is never called again.
         key = id(request)
         self._under_way[key] = request, kept
         tests = looks(sum(array.nbytes for array in kept))
