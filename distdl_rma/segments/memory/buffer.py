@@ -29,27 +29,27 @@ from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Bytes, aligned
 from distdl_rma.segments.waiting.header import WaitReason, clip
 
-# What was sent before the ranks settled an error meets nothing that is sent after it.
+# The tag changes when ranks settle an error: messages from before do not match messages from after it.
 _TAGS = range(1, 1 << 14)
 _LABEL_BYTES, _TERMS_BYTES = 120, 240
-# A message: fingerprint, location of the buffer, note for the peer, hash of the whole label, beginning of the
-# label and of the terms, which say what differs as far as they fit.
+# A message: fingerprint, location of the buffer, note for the peer, hash of the whole label, and the
+# beginnings of the label and of the terms, for messages of errors.
 _LOCATION, _NOTE, _HASH = slice(1, 5), slice(5, 9), 9
 _LABEL = slice(10, 10 + _LABEL_BYTES // 8)
 _TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
 
 Message = NDArray[np.int64]
-# Requests that MPI still works on, and the memory that it reads and writes, whatever became of the buffer,
-# the handshake and the machine that they were for.
+# Incomplete requests, and the memory that MPI reads and writes for them. They outlive their buffer, handshake
+# and machine.
 _UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
 _NUMBERS = count()
 
 
 @dataclass
 class Purpose:
-    """What a handshake is for: a label and a fingerprint, alike on all sides, and a note for every peer.
+    """What a handshake is for: a label and a fingerprint, equal on all sides, and a note for every peer.
 
-    Takes what :meth:`SegmentBuffer.exchange` takes, and raises what is wrong with it.
+    It takes the arguments of :meth:`SegmentBuffer.exchange`, and raises if they are invalid.
     """
 
     ranks: tuple[int, ...]
@@ -73,7 +73,7 @@ class Purpose:
         }
 
     def message(self, location: Location, peer: int) -> Message:
-        """What a peer is told, with the location of this rank's buffer."""
+        """Message for a peer, with the location of this rank's buffer."""
         message, note = np.zeros(_TERMS.stop, np.int64), self.notes[peer]
         message[0], message[_HASH] = self.fingerprint, fingerprint(self.label)
         message[_LOCATION] = location
@@ -84,7 +84,7 @@ class Purpose:
         return message
 
     def difference(self, rank: int, peer: int, reply: Message) -> str:
-        """What a peer's message was for, if not for the same; for an error on ``rank``. Else empty."""
+        """How a peer's message differs, as text for an error on ``rank``; empty if it does not differ."""
         if int(reply[_HASH]) != fingerprint(self.label):
             theirs = _text(reply[_LABEL])
             if theirs == clip(self.label, _LABEL_BYTES).decode():
@@ -103,10 +103,10 @@ class Purpose:
 
 
 class Handshake:
-    """Messages under way to some peers and from them; can be waited for again after a timeout.
+    """Messages to and from some peers; a wait for them can be repeated after a timeout.
 
-    The n-th handshake of a pair of ranks meets the n-th one of the other side; the label and the
-    fingerprint tell whether both mean the same. "On the first call they exchange a pointer to the exchange
+    The n-th handshake of a pair of ranks meets the n-th one of the other side; label and fingerprint tell
+    whether both sides mean the same exchange. "On the first call they exchange a pointer to the exchange
     buffers with all their neighbors": interface document, section 3.2; requirement A8.
     """
 
@@ -117,7 +117,7 @@ class Handshake:
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
         self._requests: list[MPI.Request] = []
-        # No address: those that a closed machine left behind stay, and another handshake may have theirs.
+        # Not its address: handshakes of closed machines may stay, and another one may get the same address.
         self._number = next(_NUMBERS)
         with context.segment.lock:
             _UNFINISHED[self._number] = self._requests, (self._incoming, self._outgoing)
@@ -132,7 +132,7 @@ class Handshake:
                 self._requests.append(self._receives[peer])
 
     def test(self) -> bool:
-        """Whether no message is under way any more; does not block. Every wait takes this step until then."""
+        """Whether all messages are complete; does not block. Every wait calls it until then."""
         with self._context.segment.lock:
             if not MPI.Request.Testall(self._requests):
                 return False
@@ -140,7 +140,7 @@ class Handshake:
         return True
 
     def check_same(self, purpose: Purpose) -> None:
-        """Raise ``ProtocolError`` if a call that shall go on with this handshake is for something else."""
+        """Raise ``ProtocolError`` if a call that repeats this handshake has another purpose."""
         mine = self._purpose
         if purpose != mine:
             raise ProtocolError(
@@ -150,7 +150,7 @@ class Handshake:
             )
 
     def give_up(self, ranks: Iterable[int]) -> None:
-        """End it if it is with one of these ranks, with which no handshake from before is gone on with."""
+        """End it if one of these ranks takes part in it."""
         if not self._incoming.keys() & set(ranks):
             return
         with self._context.segment.lock:
@@ -161,7 +161,7 @@ class Handshake:
                     request.Cancel()
 
     def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
-        """Wait for all peers, until one deadline; their buffers, by rank id."""
+        """Wait for all peers, until one deadline; return their buffers by rank id."""
         waiter = self._context.waiter
         deadline = time.perf_counter() + check_timeout(timeout, waiter.timeout)
         for requests in (self._receives, self._sends):
@@ -176,7 +176,7 @@ class Handshake:
         hint = "did every rank build and call the same things in the same order?"
 
         def over(one: MPI.Request = request) -> bool:
-            # The progress thread may look at the same request.
+            # The progress thread may test the same request.
             with self._context.segment.lock:
                 return one.Test()
 
@@ -233,12 +233,12 @@ def _listed(terms: str) -> dict[str, str]:
 class SegmentBuffer:
     """Block of this rank's segment that peers can put into, with notifications.
 
-    Made by :meth:`SegmentManager.get_segment_buffer`. Its memory belongs to the segment and stays valid
-    until ``free()``, the end of a ``with`` statement or the close of the machine; views of it must not be
-    used afterwards.
+    :meth:`SegmentManager.get_segment_buffer` makes it. Its memory belongs to the segment and stays valid
+    until ``free()``, the end of a ``with`` statement or the close of the machine; do not use views of it
+    afterwards.
 
-    A notification is 0 until a peer sets it, and again once it was reset; a value is from 1 to 2**32 - 1.
-    Who sees a notification also sees what its sender put before. Notifications that there are not raise
+    A notification is 0 until a peer sets it, and again after a reset; its value is from 1 to 2**32 - 1. A
+    rank that sees a notification also sees its sender's earlier puts. An index out of range raises
     ``ArgumentError``. Interface document, chapter 2.
     """
 
@@ -255,7 +255,7 @@ class SegmentBuffer:
         self._words = self._segment.words[self._first_word : self._first_word + notifications]
         self._array = np.frombuffer(self._words, np.int64)
         self._array[:] = 0
-        # Words of the notifications that were reset. The words themselves have one writer, the peer.
+        # Words of the notifications that were reset. Only the peer writes the words themselves.
         self._reset = np.zeros(notifications, np.int64)
         self._reset_words = self._reset.data
         self._peers: tuple[int, ...] = ()
@@ -264,7 +264,7 @@ class SegmentBuffer:
 
     @property
     def location(self) -> Location:
-        """What a peer must know."""
+        """Location that a peer needs to reach the buffer."""
         return Location(self.offset, self.nbytes, self._first_word, self.notifications)
 
     @property
@@ -289,7 +289,7 @@ class SegmentBuffer:
 
     @property
     def here(self) -> RemoteBuffer:
-        """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
+        """This buffer as a remote one, for puts, notifications and atomics of this rank itself."""
         self._check()
         return RemoteBuffer(self._context, self._context.rank, self.location, ())
 
@@ -324,9 +324,10 @@ class SegmentBuffer:
     ) -> int:
         """Wait until any of ``count`` notifications from ``first`` on is set, and return the lowest.
 
-        Blocking. All to the end if ``count`` is None, at least one. The notification stays until it is reset.
-        The ``timeout`` is in seconds, 0 to look once. ``senders`` are the rank ids of those that may set
-        them, for messages, and for the wait to end when they have left; all peers of the buffer if None.
+        Blocking. All notifications to the end if ``count`` is None, at least one. The notification stays
+        until it is reset. The ``timeout`` is in seconds, 0 to look once. ``senders`` are the rank ids that
+        may set the notifications; all peers of the buffer if None. Messages name them, and the wait ends when
+        they have left.
 
         ``ExchangeTimeout`` at the deadline, after which the call can be repeated; ``PeerFailedError`` if a
         rank failed, or all that may set them have left; ``PartitionError`` if a sender is none of the ranks.
@@ -351,9 +352,9 @@ class SegmentBuffer:
         return lowest
 
     def notify_reset(self, index: int) -> int:
-        """Take a notification back; return the value that it had, 0 if it was not set.
+        """Reset a notification; return its value, 0 if it was not set.
 
-        One that arrives at the same moment is either returned or still set afterwards, never lost.
+        A notification that arrives at the same moment is either returned or still set afterwards, never lost.
         """
         word = self.flag(index)
         if word == self._reset_words[index]:
@@ -379,7 +380,7 @@ class SegmentBuffer:
         except TypeError:
             raise self._wrong(index) from None
         if word == old:
-            # As a wait begins, but without a call for each look.
+            # The first turns of a wait, without a call for each look.
             for _ in self._looks if timeout is None else ():
                 word = words[index]
                 if word != old:
@@ -399,7 +400,7 @@ class SegmentBuffer:
     def _find(self, first: int, stop: int) -> int | None:
         if stop == first:
             return None
-        # Of all of them without slices, which would cost as much as the comparison.
+        # Slices would cost as much as the comparison.
         words, reset = self._array, self._reset
         if stop - first < self.notifications:
             words, reset = words[first:stop], reset[first:stop]
@@ -432,7 +433,7 @@ class SegmentBuffer:
         which = f"one of notifications {first} to {stop - 1}" if several else f"notification {first}"
         return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
 
-    # What channels and collectives are made of: words that hold growing epochs, each with one writer.
+    # For channels and collectives: words that hold growing epochs, each with one writer.
 
     @property
     def flags(self) -> memoryview:
@@ -475,7 +476,7 @@ class SegmentBuffer:
         self._check()
         check_timeout(timeout)
         purpose = Purpose(self._context.ranks, notes, label, fingerprint, terms)
-        # After a timeout, or whatever else ended the wait, its messages are under way, for the next call.
+        # After a timeout or another error its messages are under way; the next call waits for them.
         if self._handshake is None:
             self._handshake = Handshake(self._context, self.location, purpose)
         else:
@@ -490,7 +491,7 @@ class SegmentBuffer:
         return remotes
 
     def free(self) -> None:
-        """Give the memory back; local. The caller knows that no peer writes to it any more."""
+        """Free the memory; local. The caller knows that no peer writes to it any more."""
         with self._segment.lock:
             if not self._freed:
                 self._freed = True
@@ -498,9 +499,9 @@ class SegmentBuffer:
                     self._context.heap.free(self.offset)
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
-        """Check a notification that this rank will give to itself when a peer has answered; what gives it.
+        """Check a notification for the moment when a peer has answered; return a function that sets it.
 
-        Nothing is given after the buffer was freed.
+        The function does nothing after the buffer was freed.
         """
         here = self.here
         if context is not self._context:

@@ -1,4 +1,4 @@
-"""The peers' buffers seen from here: where puts, gets, notifications and atomics go, and as arrays."""
+"""Buffers and memory of peers: puts, gets, notifications, atomics, and arrays with slices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Fetch(NamedTuple):
-    """One get: where in the peer's segment, the same as memory of this process if it can be, and where to."""
+    """One get: its bytes in the peer's segment, these as an array if this rank can load them, its target."""
 
     runs: ByteRuns
     near: NDArray[Any] | None
@@ -68,7 +68,7 @@ class RemoteMemory:
         return self.near[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
 
     def put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
-        """Begin a put over the link; with a queue, it looks after the source."""
+        """Begin a put over the link; a queue keeps the source until it is complete."""
         requests = self.link.put(runs, source)
         if queue is not None:
             queue.post(self.peer, requests, source)
@@ -94,7 +94,7 @@ class RemoteMemory:
                 far.append(fetch)
         if not far:
             return
-        # After a timeout nobody looks at the queue that is made here, and the targets are left alone.
+        # After a timeout no one tests the queue that is made here, so the targets do not change.
         posted = Queue(self.context, "get") if queue is None else queue
         for runs, fetches_of_it in _short_ones_together(far):
             landing, finish = _landing(fetches_of_it)
@@ -122,7 +122,7 @@ class RemoteMemory:
 
 
 def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[Fetch]]]:
-    # What is got at once, and by which of them.
+    # Runs of each transfer, and the gets that it serves.
     short = [f for f in fetches if len(f.runs.offsets) == 1 and f.runs.nbytes <= SHORT_RUN_BYTES]
     if len(short) < 2:
         return [(fetch.runs, [fetch]) for fetch in fetches]
@@ -134,7 +134,7 @@ def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[
 
 
 def _landing(fetches: Sequence[Fetch]) -> tuple[Bytes, Callable[[], None]]:
-    # Memory that the link keeps while a get is under way, whatever becomes of targets, and what copies it.
+    # Memory that the link keeps while a get is under way, and the function that copies it to the targets.
     landing = np.empty(sum(fetch.runs.total for fetch in fetches), np.uint8)
 
     def finish() -> None:
@@ -220,7 +220,7 @@ class RemoteArray:
 NOTIFICATION_BITS = 31
 _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
-# One copy of more than about half of a core's own cache takes longer than several of so many bytes.
+# One copy of more than about half of a core's cache takes longer than several copies of so many bytes.
 _PIECE_NBYTES = 512 << 10
 _SUM, _REPLACE, _NO_OP = MPI.SUM, MPI.REPLACE, MPI.NO_OP
 
@@ -237,23 +237,23 @@ class Location(NamedTuple):
 
 
 class Inbox(Protocol):
-    """What a get notifies: a :class:`SegmentBuffer` of this rank."""
+    """Buffer that a get notifies: a :class:`SegmentBuffer` of this rank."""
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
-        """Check a notification that a peer's answer will set; what sets it."""
+        """Check a notification for the moment when a peer has answered; return a function that sets it."""
 
 
 class RemoteBuffer:
     """A peer's :class:`SegmentBuffer`, seen from here.
 
-    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call.
-    What is ordered after what is a table in ``docs/one-sided.md``.
+    Offsets are bytes from the start of the peer's buffer. The peer makes no call for any of these operations.
+    ``docs/one-sided.md`` has a table of their order.
 
-    Atomic operations (``fetch_add``, ``compare_swap``, ``atomic_...``) are on a 64-bit integer at an offset.
+    Atomic operations (``fetch_add``, ``compare_swap``, ``atomic_...``) work on a 64-bit integer at an offset.
     They are atomic towards each other on all ranks, not towards puts and plain stores, and block until the
-    word has been changed. All raise ``ShapeError`` if the offset is no multiple of 8 inside the buffer,
+    word has changed. All raise ``ShapeError`` if the offset is no multiple of 8 inside the buffer,
     ``ArgumentError`` if a number has more than 64 bits, and ``ExchangeTimeout`` if the peer does not answer:
-    nothing was changed then, and the call can be repeated.
+    then the word is unchanged, and the call can be repeated.
 
     ``peer`` is the rank id of the owner, ``nbytes`` and ``notifications`` are what the buffer has, and
     ``note`` are the integers that the owner sent for this rank.
@@ -266,9 +266,9 @@ class RemoteBuffer:
         self._context, self._link, self._atomics = context, self._memory.link, context.segment.atomics
         self._counters, self._sequence = context.counters, context.sequence
         self._fetch = self._atomics.fetching(peer, location.offset)
-        # Offsets below this one are of integers that can be changed without asking the peer first.
+        # Integers at offsets below this one can be changed without asking the peer first.
         self._end_at_hand = 0 if self._atomics.responding else location.nbytes - 7
-        # Where the peer's memory can be reached, puts are assignments to it, and so are notifications.
+        # If this rank can store to the peer's memory, puts and notifications are assignments to it.
         near = self._memory.near
         self._bytes = None if near is None else near.data
         self._near_words, self._fence = self.flags, context.segment.store_fence
@@ -276,10 +276,10 @@ class RemoteBuffer:
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
 
-        Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and no
-        copy is taken of contiguous data. Data that is not row-major arrives as if it were: a slice is
-        packed. The bytes travel as they are, of any type and byte order. The peer sees them once it saw a
-        later notification from this rank. ``ShapeError`` if it does not fit into the buffer, or is no array.
+        Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and
+        contiguous data is not copied. Data that is not row-major arrives row-major: a slice is packed. The
+        bytes travel unchanged, of any type and byte order. The peer sees them once it has seen a later
+        notification from this rank. ``ShapeError`` if the data does not fit into the buffer, or is no array.
         """
         source = as_bytes(data, "put")
         if queue is not None:
@@ -319,10 +319,10 @@ class RemoteBuffer:
     def notify(self, index: int, value: int = 1, *, last: bool = False) -> None:
         """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
 
-        A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
-        when the next arrives is overwritten. Those of one index become visible in their order, those of
-        different ones in any. With ``last`` this one comes after all earlier notifications from here to
-        that peer, too: who sees it has them all.
+        The value is from 1 to 2**32 - 1. A notification has one writer at a time; the next one overwrites it
+        if it was not reset. Notifications of one index become visible in their order, those of different
+        indices in any order. With ``last`` this one also comes after all earlier notifications from here to
+        that peer: a rank that sees it has them all.
         """
         index, value = as_int(index), as_int(value)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
@@ -348,7 +348,7 @@ class RemoteBuffer:
             self.put(data, offset, queue)
             self.notify(index, value)
             return
-        # Both as above, in one go: where the peer is near, the calls would cost more than what they do.
+        # Both as above, in one function: for a near peer the calls would cost more than the copy.
         index, value, offset = as_int(index), as_int(value), as_int(offset)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
             self.check_notification(index, value)
@@ -410,11 +410,11 @@ class RemoteBuffer:
     def get_notify(self, out: Any, inbox: Inbox, index: int, value: int = 1, offset: int = 0) -> None:
         """Get, and set a notification of this rank's own buffer when the array is filled; does not block.
 
-        The peer learns nothing of it. ``out`` belongs to the transfer until the notification is there. It is
-        the one writer of that notification, and its wait names the peer.
+        The peer does not notice it. ``out`` belongs to the transfer until the notification is set. The get is
+        the only writer of that notification; a wait for it names the peer.
 
-        ``inbox`` is a buffer of this rank; if it was freed before the array is filled, nothing is set.
-        ``ArgumentError`` if it is none, or has no such notification, and ``ShapeError`` as for :meth:`get`.
+        ``inbox`` is a buffer of this rank; if it is freed before the array is filled, nothing is set.
+        ``ArgumentError`` if it is no buffer, or has no such notification; ``ShapeError`` as for :meth:`get`.
         """
         target = as_target(out, "get_notify")
         offset = self._memory.inside(offset, target.nbytes, "get_notify")
@@ -436,7 +436,7 @@ class RemoteBuffer:
 
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to the integer, and return what it was. The sum wraps around."""
-        # As below, but without calls for what is usual: MPI's own part takes no longer than a few of them.
+        # As below, without calls in the usual case: MPI's part takes no longer than a few calls of Python.
         at_hand = offset.__class__ is int and 0 <= offset < self._end_at_hand and not offset & 7
         if at_hand and timeout is None and not self._context.closed:
             try:
@@ -486,7 +486,7 @@ class RemoteBuffer:
             self._context.waiter.until(responding(self.peer), lambda: reason, timeout)
         return offset
 
-    # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
+    # For channels and collectives: words that hold growing epochs, and memory without checks.
 
     def raise_flag(self, index: int, epoch: int) -> None:
         """Set a flag once all earlier puts from here have arrived."""
@@ -497,14 +497,14 @@ class RemoteBuffer:
         self._link.notify(self._first_word + index, epoch, ordered=False)
 
     def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
-        """``raise_flag``, or ``acknowledge`` where it is not ordered, of one flag: what sets it."""
+        """Function that sets one flag, as ``raise_flag``, or as ``acknowledge`` if not ``ordered``."""
         words = self._near_words
         if words is not None and self._fence is None:
             return partial(words.__setitem__, index)
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
-        """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
+        """Put from memory that the caller does not change until the peer has answered; takes no copy."""
         if offset < 0 or offset + data.nbytes > self.nbytes:
             raise self._memory.outside(offset, data.nbytes)
         self._link.put(ByteRuns((self._memory.begin + offset,), data.nbytes), data)
@@ -513,18 +513,18 @@ class RemoteBuffer:
 
     @property
     def flags(self) -> memoryview | None:
-        """The peer's own words where they can be stored to, else None; barriers are up to the caller."""
+        """The peer's words if this rank can store to them, else None; the caller sees to fences."""
         memory = self._link.memory
         if memory is None:
             return None
         return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
 
     def delivered(self) -> bool:
-        """Advance puts and flags from here to this peer; return whether none is left. Does not block."""
+        """Advance puts and flags from here to this peer; return whether all are complete. Does not block."""
         return self._link.advance()
 
     def direct(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any] | None:
-        """View of the peer's own memory where it can be loaded and stored, else None."""
+        """View of the peer's memory if this rank can load and store it, else None."""
         kind = np.dtype(dtype)
         begin = self._memory.inside(offset, count * kind.itemsize, "view")
         return self._memory.near_view(begin, kind, (count,))
@@ -559,7 +559,7 @@ class RemoteBuffer:
         short.sort(key=itemgetter(0))
         begin = self._memory.begin
         places = [(begin + offset, len(source)) for offset, source in short]
-        # MPI takes no overlapping ones, and puts to one place have no order here anyway.
+        # MPI refuses overlapping targets; puts to one place have no order anyway.
         overlap = any(there + nbytes > after for (there, nbytes), (after, _) in pairwise(places))
         if len(short) < 2 or overlap:
             return parts
