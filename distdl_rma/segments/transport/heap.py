@@ -115,11 +115,11 @@ class Landing(NamedTuple):
 
 
 class Arena:
-    """Blocks of one file in memory, which exists nowhere else and ends with the last process that uses it.
+    """Blocks of one file in memory; the file has no name and ends with the last process that uses it.
 
-    Unlike a segment it belongs to no machine: what lies in it may be handed out to users for ever. Its
-    ``nbytes`` are only a range of addresses; pages are taken when they are touched, and given back by
-    ``drop``. ``OSError`` where the system has no such files.
+    Unlike a segment it belongs to no machine: users may keep its blocks for ever. Its ``nbytes`` are only a
+    range of addresses; pages are taken when they are touched, and given back by ``drop``. ``OSError`` if the
+    system has no such files.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -163,9 +163,9 @@ class Arena:
         return self.memory[offset : offset + nbytes]
 
     def drop(self, block: Bytes) -> None:
-        """Give a block back, that nobody uses any more, with its pages."""
-        # Runs wherever a tensor dies: also in the middle of another call, and in children of this process,
-        # which must leave it alone.
+        """Give back a block that is not used any more, with its pages."""
+        # Runs wherever a tensor is deleted: also in the middle of another call, and in children of this
+        # process, which must not change the arena.
         if os.getpid() == self._process:
             self._dropped.append(block)
             self._sweep()
@@ -175,7 +175,7 @@ class Arena:
             try:
                 while self._dropped:
                     block = self._dropped.popleft()
-                    # Not by ``ctypes``, which imports: a tensor may die when the interpreter does.
+                    # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
                     offset = self.offset(block.__array_interface__["data"][0])
                     size = -(-block.nbytes // _PAGE_BYTES) * _PAGE_BYTES
                     with suppress(OSError):
@@ -185,18 +185,18 @@ class Arena:
                 self._lock.release()
 
 
-# Other processes' arenas, for all machines that have the process in common: each mapping holds a file open.
+# Arenas of other processes, shared by all machines: each mapping keeps a file open.
 _mapped: weakref.WeakValueDictionary[Place, mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def attach(place: Place) -> Bytes | None:
-    """Arena of another process of this node, to store to; None if it cannot be reached from here."""
+    """Memory of the arena of another process of this node; None if this process cannot reach it."""
     try:
         file = os.open(f"/proc/{place.process}/fd/{place.file}", os.O_RDWR)
     except OSError:
         return None
     try:
-        # Another process of that number, as one of another namespace would be.
+        # Otherwise it is another process with that number, as in another namespace.
         if os.fstat(file).st_ino != place.inode or os.fstat(file).st_size != place.nbytes:
             return None
         pages = _mapped.get(place)
@@ -213,7 +213,7 @@ _arenas: dict[int, Arena | None] = {}
 
 
 def own_arena() -> Arena | None:
-    """The arena of this process, made when it is first asked for; None where there can be none."""
+    """Arena of this process, made by the first call; None if the system has none."""
     process = os.getpid()
     if process not in _arenas:
         try:

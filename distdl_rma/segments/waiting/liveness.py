@@ -23,11 +23,11 @@ from distdl_rma.segments.waiting.header import (
 )
 
 _NOTICE_BYTES = 1024
-# What a rank sent before it left must have the time to arrive.
+# A rank's last messages need some time to arrive after it has left.
 _SUSPICION_SECONDS = 1.0
-# So often a ring was looked at meanwhile: time alone goes by for those that are stopped, too.
+# Fewest looks at a ring before it is an error: time alone also passes for processes that are stopped.
 _LOOKS_BEFORE_TROUBLE = 8
-# Of many ranks that are waited for, so many are looked at each time.
+# Most ranks that one look checks.
 _WATCHED = 8
 # How long a rank of another node may take to answer before it counts as silent.
 _ANSWER_SECONDS = 1.0
@@ -36,12 +36,11 @@ _STAY_SECONDS = 1e-3
 
 
 class FailureNotices:
-    """Notices that ranks send each other when one of them fails; every wait takes in those that have come.
+    """Notices that a failing rank sends to the others; every wait receives those that have arrived.
 
-    They have a communicator of their own, freed by ``close``; ``ranks`` are the rank ids of its positions.
-    The lock is held while MPI is called: the progress engine is another thread. ``failures`` has causes by
-    rank, as far as this one has heard or found out; ``failed`` is whether it has told the others that it
-    failed itself, as its header then says too.
+    They have their own communicator, freed by ``close``; ``ranks`` are the rank ids of its positions. Calls
+    of MPI hold the lock, since the progress engine is another thread. ``failures`` has the known causes by
+    rank; ``failed`` is whether this rank has told the others of a failure, as its header then says too.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class FailureNotices:
         self.rank = ranks[comm.rank]
         self.failures: dict[int, str] = {}
         self.failed = False
-        # Why, of a failure of its own.
+        # Cause of this rank's own failure.
         self._own = ""
         self._sent: list[tuple[MPI.Request, object]] = []
 
     @property
     def in_vain(self) -> bool:
-        """Whether this rank or another one has failed, so that nothing collective can work any more."""
+        """Whether any rank has failed, so that no collective call can complete any more."""
         return self.failed or bool(self.failures)
 
     @property
@@ -70,7 +69,7 @@ class FailureNotices:
         return self._ranks[: self._comm.rank]
 
     def poll(self) -> None:
-        """Take in notices of failed ranks, and let MPI look at the network. Does not block."""
+        """Receive notices of failed ranks, and let MPI make progress. Does not block."""
         # Also without remote peers: a handshake's message may still sit in this rank's MPI.
         # Matched: between nodes MPICH's Recv from any source may never find the synchronous message again.
         while (found := self._comm.Improbe()) is not None:
@@ -85,13 +84,13 @@ class FailureNotices:
         for rank, cause in self.failures.items():
             self.raise_for(rank, cause, reason() if reason else None, LOST)
         if self._own:
-            # The others send nothing more to a rank that goes on all the same.
+            # The others send nothing more to a rank that continues after its failure.
             self.raise_for(self.rank, self._own, reason() if reason else None, LOST)
 
     def raise_for(self, rank: int, cause: str, reason: WaitReason | None, state: str = "") -> NoReturn:
-        """Raise ``PeerFailedError`` because of a rank that failed, or left while it is waited for.
+        """Raise ``PeerFailedError`` because of a rank that failed, or that left while this one waits for it.
 
-        ``state`` is what the machine is in then, if that is known.
+        ``state`` is the state of the machine after it, if that is known.
         """
         here = f"; rank {self.rank} waited {reason}" if reason else ""
         raise say_state(PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause), state)
@@ -111,23 +110,23 @@ class FailureNotices:
         with self._lock:
             for position, peer in enumerate(self._ranks):
                 if peer not in (self.rank, failed):
-                    # Synchronous: complete once the peer has taken it in.
+                    # Synchronous: complete once the peer has received it.
                     self._sent.append((self._comm.Issend([notice, MPI.BYTE], position), notice))
 
     def pass_on(self) -> None:
-        """Tell all ranks of the first failure that this one has heard of, if they have not been told."""
+        """Tell all ranks of the first known failure, once."""
         for rank, cause in tuple(self.failures.items())[:1]:
             self.tell(cause, rank)
 
     def noticed(self) -> bool:
-        """Whether all ranks have taken in the notice of this rank's failure; makes progress."""
+        """Whether all ranks have received the notice of this rank's failure; makes progress."""
         with self._lock:
             self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
             self.poll()
         return not self._sent
 
     def stay(self, seconds: float) -> None:
-        """Wait until all ranks have taken in the notice, so many seconds at most, or another one fails."""
+        """Wait until all ranks have received the notice, or another rank fails; so many seconds at most."""
         deadline = time.monotonic() + seconds
         while not (self.noticed() or self.failures) and time.monotonic() < deadline:
             time.sleep(_STAY_SECONDS)
@@ -138,9 +137,9 @@ class FailureNotices:
 
 
 class PeerWatch:
-    """Reads what the ranks say in the headers of their segments, and says there what this one waits for.
+    """Reads the headers of the ranks' segments, and writes this rank's waits to its own.
 
-    Failures that it finds out so are added to the ``notices``.
+    It adds failures that it finds to the ``notices``.
     """
 
     def __init__(
@@ -151,24 +150,24 @@ class PeerWatch:
         self.others = tuple(rank for rank in ranks if rank != self.rank)
         self._headers = PeerHeaders(segment)
         self._left = ""
-        # What was raised here that the ranks settle now, and the rank that it began on.
+        # The error here that the ranks settle now, and the rank that it began on.
         self._settling, self._origin = "", self.rank
-        # Ranks that wait for each other, this one among them: what they say, since when, how often all have
-        # said it again, and when each of them did so last.
+        # Ranks that wait for each other, this one among them: their records, since when, how often all have
+        # rewritten them, and the last time of each.
         self._ring: tuple[Any, float, int, list[float]] = (), 0.0, 0, []
         self._looks = 0
-        # Ranks that seem to have gone: since when, and which rank failed why.
+        # Ranks that seem to be gone: since when, which rank failed, and the cause.
         self._suspects: dict[int, tuple[float, int, str]] = {}
         self._watched = 0
         # How often a call of all ranks raised here.
         self._raised = 0
         self.has_raised = False
         self._notes: tuple[str, ...] = ()
-        # Ranks whose process was seen to have ended, which their headers may not tell a second time.
+        # Ranks whose process has ended: their headers may be unreadable at the next look.
         self._ended: dict[int, str] = {}
 
     def look(self, reason: WaitReason) -> None:
-        """Tell others about a wait that takes long, and raise ``PeerFailedError`` if it is in vain."""
+        """Write a long wait to the header, and raise ``PeerFailedError`` if it is in vain."""
         self._notices.check(lambda: reason)
         with self._segment.lock:
             self._look(reason)
@@ -187,7 +186,7 @@ class PeerWatch:
             if reason.in_step:
                 self._check_ring(reason)
         now = time.monotonic()
-        # This rank itself does nothing while it waits.
+        # This rank does not wait for itself.
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
             failed, cause, alive = self._why_in_vain(rank, reason)
@@ -196,7 +195,7 @@ class PeerWatch:
                 continue
             since, *_ = self._suspects.setdefault(rank, (now, failed, cause))
             if now - since > _SUSPICION_SECONDS and not alive:
-                # It failed: nothing that it takes part in can go on.
+                # It failed: no operation that it takes part in can complete.
                 self._notices.failures.setdefault(failed, cause)
                 self._notices.raise_for(failed, cause, reason, LOST)
         long_ago = now - _SUSPICION_SECONDS
@@ -206,15 +205,15 @@ class PeerWatch:
             self._notices.raise_for(failed, cause, reason)
 
     def _join_settlement(self, reason: WaitReason) -> None:
-        # Ranks that raised wait for this one to do so too, though it may wait for others.
+        # Ranks that raised wait for this one to raise too, though it may wait for others.
         for rank in self._some([rank for rank in self.others if self._headers.is_near(rank)]):
             record = self._headers.glance(rank)
             if record is not None and record.state is RankState.SETTLING and self.rank in record.waits_for:
                 self._notices.raise_for(_origin(rank, record), record.text, reason)
 
     def _check_ring(self, reason: WaitReason) -> None:
-        # Where all of a ring say for so long that they wait for each other, none will ever go on: on one node
-        # what they have sent is there.
+        # If all ranks of a ring have waited for each other for so long, they wait for ever: on one node all
+        # that they have sent is there.
         ring = self._ring_through(reason.ranks)
         says = [(rank, record.since, record.text) for rank, record in ring]
         written = [record.written for _, record in ring]
@@ -222,7 +221,8 @@ class PeerWatch:
         if not ring or says != said:
             self._ring = says, time.monotonic(), 0, written
             return
-        # A rank that does not run, as on a crowded machine, has not seen what came, and says nothing again.
+        # A rank that does not run, as on a crowded machine, has not seen new data, and does not rewrite its
+        # record.
         if all(now != before for now, before in zip(written, last, strict=True)):
             times, last = times + 1, written
         self._ring = said, since, times, last
@@ -232,7 +232,7 @@ class PeerWatch:
             raise ExchangeTimeout(self.timeout_message(mutual, seconds))
 
     def _ring_through(self, ranks: tuple[int, ...]) -> tuple[tuple[int, HeaderRecord], ...]:
-        # The shortest way over ranks that wait in step back to this one, and what each of them says.
+        # The shortest chain of ranks that wait in step, back to this one, with the record of each.
         ways: dict[int, tuple[tuple[int, HeaderRecord], ...]] = dict.fromkeys(ranks, ())
         pending = list(ways)
         while pending and len(ways) < _LONGEST_CHAIN:
@@ -250,19 +250,19 @@ class PeerWatch:
         return ()
 
     def _some(self, ranks: list[int]) -> list[int]:
-        # Of many ranks some after the others: each costs a look at its header.
+        # Of many ranks a few at a time, in turn: each costs a look at its header.
         if len(ranks) <= _WATCHED:
             return ranks
         self._watched = (self._watched + _WATCHED) % len(ranks)
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
     def _why_in_vain(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
-        # Which rank failed, and why nothing more can come from this one, "" while it can; and whether it has
-        # not failed all the same.
+        # Why a wait for a rank is in vain: which rank failed, the cause, "" if the wait is not in vain, and
+        # whether the rank is alive nevertheless.
         record = self._headers.glance(rank)
         if record is None:
             return rank, "", False
-        # Noted, for the message of a wait that reaches its deadline.
+        # Notes the time, for the message of a wait that reaches its deadline.
         self._headers.unchanged(rank, record)
         if record.state is RankState.FAILED:
             return _origin(rank, record), record.text, False
@@ -280,14 +280,14 @@ class PeerWatch:
         return self._ended[rank]
 
     def done(self) -> None:
-        """Tell others that the wait is over."""
+        """Write to the header that the wait is over."""
         self._suspects.clear()
         self._ring, self._looks = ((), 0.0, 0, []), 0
         self._headers.forget()
         self.say_done()
 
     def say_done(self) -> None:
-        """The same, where another thread may go on to watch ranks that it waits for."""
+        """The same, while another thread may still watch ranks that it waits for."""
         if self._left:
             self._header.write(RankState.LEFT, self._left)
         elif self._settling:
@@ -296,14 +296,14 @@ class PeerWatch:
             self._header.write(RankState.RUNNING)
 
     def has_begun(self, rank: int, name: str, epoch: int) -> bool:
-        """Whether a rank's header says that it began an operation; False if it has not answered yet."""
+        """Whether a rank has begun an operation, by its header; False if it has not answered yet."""
         record = self._headers.glance(rank)
         return record is not None and record.operation == name and record.epoch >= epoch
 
     def raised(self, text: str) -> None:
-        """Tell others that a call of all ranks raised here: they wait for it in vain, if it did not there.
+        """Tell others that a collective call raised here: their waits are in vain if it did not raise there.
 
-        A rank that raised as often as this one, as all do that call the same with the same, waits on.
+        A rank on which as many calls raised as here, as with equal arguments on all ranks, waits on.
         """
         self._raised, self.has_raised = self._raised + 1, True
         if not (self._left or self._notices.failed):
@@ -311,23 +311,23 @@ class PeerWatch:
             self._header.write(RankState.RAISED, text, (self._raised,))
 
     def settle(self, text: str, origin: int) -> None:
-        """Tell others that a call of all ranks raised here, and waits for them to raise too.
+        """Tell others that a collective call raised here, and that this rank waits for them to raise too.
 
-        Those that wait for this one, or that it waits for, raise ``PeerFailedError`` with the rank ``origin``
-        that the error began on. Until ``goes_on``.
+        Until ``goes_on``, ranks that wait for this one, or that it waits for, raise ``PeerFailedError`` with
+        the rank ``origin`` that the error began on.
         """
         self._settling, self._origin = text, origin
         self.say_done()
 
     def goes_on(self) -> None:
-        """Tell others that this rank goes on after an error."""
+        """Tell others that this rank continues after an error."""
         self.has_raised, self._settling = False, ""
         self.done()
 
     def note(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
-        """Say which of some texts holds of what this rank does from now on, or nothing of the kind.
+        """Set which of some texts describes what this rank does from now on, or none.
 
-        It should be alike on all ranks: a message of a wait that ends in vain says where it was not.
+        It should be the same on all ranks: the message of a wait in vain says where it differs.
         """
         self._notes, self._header.note = texts, at + 1 if texts else 0
 
@@ -338,22 +338,22 @@ class PeerWatch:
         return f"; it {texts[theirs - 1]}, and rank {self.rank} {texts[mine - 1]}"
 
     def leave(self, text: str) -> None:
-        """Say in the header that this rank will do nothing more."""
+        """Write to the header that this rank has left."""
         if not self._notices.failed:
             self._left = text
             self._header.write(RankState.LEFT, text)
 
     def stay(self) -> None:
-        """Undo ``leave``, as far as others have not yet drawn conclusions."""
+        """Undo ``leave``, for ranks that have not raised because of it."""
         if self._left:
             self._left = ""
             self.done()
 
     def missing(self) -> tuple[int, ...]:
-        """Some of the ranks without which all cannot leave together, the worst first; does not block.
+        """Some of the ranks that keep all from leaving together, the worst first; does not block.
 
-        Those whose process has ended, then those that have not said that they leave, then those that do not
-        answer any more, or have said nothing new for a while, as when they are stopped.
+        First ranks whose process has ended, then ranks that have not left, then ranks that do not answer, or
+        have not rewritten their record for a while, as when they are stopped.
         """
         ended, there, silent = [], [], []
         for rank in self.others:
@@ -369,7 +369,7 @@ class PeerWatch:
         return (*ended, *there, *silent)[:_WATCHED]
 
     def ended(self) -> list[tuple[int, str]]:
-        """Ranks of this node whose process has ended, and a clause that says so."""
+        """Ranks of this node whose process has ended, each with a clause for messages."""
         for rank in self.others:
             record = self._headers.glance(rank)
             if record is not None:
@@ -379,16 +379,16 @@ class PeerWatch:
     def timeout_message(self, reason: WaitReason, seconds: float) -> str:
         """Text for a wait that reached its deadline; raises ``PeerFailedError`` if it was in vain."""
         self._notices.check(lambda: reason)
-        # Who only looks once does not want to know why nothing has come yet.
+        # A wait of zero seconds only looks once: no rank is asked.
         with self._segment.lock:
             clauses = self.chain(reason, min(seconds, _ANSWER_SECONDS)) if seconds else []
         hint = [reason.hint] if reason.hint else []
         return "; ".join([f"rank {self.rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
 
     def chain(self, reason: WaitReason, seconds: float) -> list[str]:
-        """What the ranks are doing that this one waits for, those they wait for, and so on, a clause each.
+        """States of the ranks that this one waits for, of those that they wait for, and so on, a clause each.
 
-        Blocking for so many seconds at most, for ranks of other nodes.
+        Blocks for so many seconds at most, for ranks of other nodes.
         """
         deadline = time.monotonic() + seconds
         told, pending = {self.rank}, list(reason.ranks)
@@ -419,13 +419,13 @@ def _origin(rank: int, record: HeaderRecord) -> int:
 
 
 _E = TypeVar("_E", bound=BaseException)
-# What an error that concerns several ranks ends with, and those that do.
+# Last sentences of errors that concern several ranks, and the classes of these errors.
 USABLE, LOST = "The machine can be used further.", "The machine is lost: close it and make a new one."
 OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
 
 
 def say_state(error: _E, state: str) -> _E:
-    """The same error; one of several ranks then ends with what state the machine is in."""
+    """The same error; the text of one that concerns several ranks ends with the state of the machine."""
     if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
         text = _without_state(str(error.args[0]))
         error.args = (f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}", *error.args[1:])
@@ -433,7 +433,7 @@ def say_state(error: _E, state: str) -> _E:
 
 
 def says_state(error: BaseException) -> bool:
-    """Whether an error ends with what state the machine is in."""
+    """Whether the text of an error ends with the state of the machine."""
     return bool(error.args) and str(error.args[0]).endswith((USABLE, LOST))
 
 

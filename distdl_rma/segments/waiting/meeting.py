@@ -19,18 +19,18 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.waiting.header import clip, numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines
 
-# What a launcher passes on in one piece, with the name, in the encoding below.
+# Longest line that a launcher passes on in one piece, with the name, in the encoding below.
 _LONGEST = min(600, MPI.MAX_PORT_NAME - 1) * 3 // 4
-# Characters of a list of ranks, and of what is said about it: the launcher passes on short lines only.
+# Most characters of a list of ranks, and of a text about it: the launcher passes on short lines only.
 _LONGEST_LIST, _LONGEST_TEXT = 72, 140
 
 
 class JobBoard:
-    """What each process of MPI_COMM_WORLD says of itself at the moment, one line each, kept by the launcher.
+    """One line for each process of MPI_COMM_WORLD about itself, kept by the launcher.
 
-    MPI's name service (``MPI_Publish_name``) carries it: whoever reads learns of a process that makes no
-    call, and nothing of it meets what the processes send to each other. Not for a step: each call asks the
-    launcher, in about 0.1 ms. What a process said last stays until the job ends.
+    MPI's name service (``MPI_Publish_name``) carries the lines: a process that makes no call can be read, and
+    no message of the processes is matched. Not for a training step: each call asks the launcher, in about 0.1
+    ms. The last line of a process stays until the job ends.
     """
 
     longest = _LONGEST  # bytes of a line
@@ -49,7 +49,7 @@ class JobBoard:
         return self._usable
 
     def write(self, line: str) -> None:
-        """Say another line, or nothing if it is empty."""
+        """Replace the line of this process; an empty one removes it."""
         me = self._name(MPI.COMM_WORLD.rank)
         encoded = urlsafe_b64encode(clip(line, _LONGEST)).decode().rstrip("=")
         with _errors_returned():
@@ -61,7 +61,7 @@ class JobBoard:
                 self._written = encoded
 
     def read(self, rank: int) -> str:
-        """Line of a rank of MPI_COMM_WORLD; empty if it says nothing, or is about to say something else."""
+        """Line of a rank of MPI_COMM_WORLD; empty if it has none, or is about to replace it."""
         with _errors_returned(), suppress(MPI.Exception):
             encoded = MPI.Lookup_name(self._name(rank))
             return urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode(errors="replace")
@@ -82,16 +82,16 @@ class JobBoard:
 
 
 def _slurm_keeps_it() -> bool:
-    # Where srun is the launcher by PMI-2. MPICH takes its answer that a name is not there for one with a
-    # line, and reads that from wherever an old pointer leads: another line, letters by chance, or a crash.
-    # An mpiexec within a job of Slurm is a launcher of its own, and counts the ranks of a node.
+    # Whether srun is the launcher, by PMI-2. MPICH misreads its answer that a name is not published, and
+    # follows an old pointer: to another line, to arbitrary letters, or to a crash. An mpiexec within a job of
+    # Slurm is another launcher, which counts the ranks of a node.
     words = os.environ
     return "SLURM_JOB_ID" in words and "PMI_FD" in words and "MPI_LOCALNRANKS" not in words
 
 
 @contextmanager
 def _errors_returned() -> Iterator[None]:
-    # A name that nobody published is an error to MPI, which may have been told to end the job at one.
+    # An unpublished name is an error of MPI, whose error handler may end the job.
     before = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_SELF, MPI.COMM_WORLD)]
     try:
         for comm, _ in before:
@@ -104,7 +104,7 @@ def _errors_returned() -> Iterator[None]:
 
 
 class Stage(StrEnum):
-    """How far a process is on the way to a machine."""
+    """Stage of a process on the way to a machine."""
 
     HERE = "h"  # wants to make a machine, and may still give up
     CALLS = "c"  # the first rank: all are here
@@ -124,7 +124,7 @@ class Refusal:
 
     @classmethod
     def made(cls, number: int, members: frozenset[int], text: str) -> Refusal:
-        """Refusal as it can be said."""
+        """Refusal that fits into a line."""
         return cls(number, _sayable(members), text[:_LONGEST_TEXT])
 
 
@@ -153,7 +153,7 @@ class Announcement:
 
     @classmethod
     def parsed(cls, line: str) -> Announcement | None:
-        """What a line says; None if it is none."""
+        """Announcement of a line; None if it has none."""
         with suppress(ValueError):
             stage, meeting, number, first, seconds, refusals, members, text, whom, why = line.split("\n", 9)
             last = Refusal(int(refusals), _ranks(whom), why)
@@ -182,7 +182,7 @@ def shortened(ranks: tuple[int, ...]) -> str:
 
 
 def _sayable(members: frozenset[int]) -> frozenset[int]:
-    # Whole or not at all: a rank that is not named must not be taken for none of them, nor for another.
+    # All members or none: readers must not take a part of the list for the whole.
     return members if len(_spans(members)) <= _LONGEST_LIST else frozenset()
 
 
@@ -204,9 +204,9 @@ def _spans(ranks: frozenset[int]) -> str:
 
 _CREATE_TAG = 7
 _SLEEP_SECONDS = (1e-4, 5e-3)
-# All ranks of a large machine together shall not ask the launcher more often than it can answer.
+# Limits how often all ranks of a large machine together ask the launcher.
 _SLEEP_SECONDS_PER_RANK = 1e-4
-# What a rank that is bound to come may wait longer than the first rank, which decides.
+# A rank that is bound to come may wait longer than the first rank, which decides.
 _GRACE_SECONDS = 10.0
 _BETWEEN_SECONDS = 0.02
 # Of the ranks that may be late, so many are looked at for a message.
@@ -215,7 +215,7 @@ _HINT = "do all ranks of M call Machine with the same ranks?"
 
 
 class _Past:
-    """What this process keeps from one meeting for the next."""
+    """State that this process keeps from one meeting for the next."""
 
     def __init__(self) -> None:
         self.calls = self.refusals = 0
@@ -261,7 +261,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
 
 
 def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
-    """Have those of ``ranks`` that wait for this one learn why it cannot make the machine; local."""
+    """Tell those of ``ranks`` that wait for this one why it cannot make the machine; local."""
     if not _board.usable():
         return
     group = comm.group.Incl(sorted({rank for rank in ranks if 0 <= rank < comm.size}))
@@ -292,7 +292,7 @@ def _create(
     # A collective of all its ranks meets no message of the user's.
     if len(ranks) == comm.size:
         return cast(MPI.Intracomm, comm.Split(0, ranks.index(comm.rank)))
-    # Open MPI sends what Create_group needs with the user's tags, where a receive from anyone takes it.
+    # In Create_group Open MPI sends messages with tags of users, which a receive from any source may match.
     try:
         return MPI.Intracomm.Create_from_group(group, f"distdl_rma-{fingerprint(ranks, world):014x}-{number}")
     except NotImplementedError:
@@ -305,7 +305,7 @@ def _create(
 
 
 class _Meeting:
-    """How one rank finds the others: the first of them calls once all are there, and goes once all come."""
+    """How a rank meets the others: the first one calls when all are there, and goes when all come."""
 
     def __init__(self, me: int, ranks: tuple[int, ...], world: tuple[int, ...], seconds: float) -> None:
         self._me, self._ranks, self._seconds = me, ranks, seconds
@@ -317,7 +317,7 @@ class _Meeting:
         self._deadline = time.monotonic() + seconds
 
     def hold(self) -> int:
-        """Return a number that all ranks have in common as soon as all of them are bound to go on."""
+        """Return a number that is the same on all ranks, as soon as all of them are bound to go on."""
         self._say(Stage.HERE)
         try:
             return self._lead() if self._me == self._first else self._follow()
@@ -373,20 +373,20 @@ class _Meeting:
         return called
 
     def _ours(self, rank: int) -> Announcement | None:
-        """What a rank says of this machine; raise if it and this rank will never make the same one."""
+        """Announcement of a rank about this machine; raise if the two ranks will never make the same one."""
         heard, me = self._heard(rank), self._world[self._me]
         if heard is None:
             return None
-        # What both have known of is no news.
+        # Only refusals that this rank does not know count.
         if heard.last.number > _past.refusals and me in heard.last.members:
             self._refuse(heard.last.members, heard.last.text, heard.last.number)
         if heard.last.number < _past.refusals and self._world[rank] in _past.last.members:
-            # It has yet to hear of what this rank was refused for before.
+            # The other rank does not know of this rank's last refusal yet.
             return None
         if heard.meeting == self._meeting:
             return heard
         if heard.waits_for(me):
-            # Each waits for the other one, and whoever waits for either of them does so in vain.
+            # Each waits for the other one, and waits of others for either of them are in vain.
             (low, listed), (high, other) = sorted([(self._me, shortened(self._ranks)), (rank, heard.text)])
             self._refuse(heard.members, f"rank {low} was given M = {listed} but rank {high} M = {other}")
         return None
@@ -406,7 +406,7 @@ class _Meeting:
         raise PartitionError(problem)
 
     def _turns(self) -> Iterator[Callable[[bool], None]]:
-        """Turns of a wait, each with how to end it: the longer nothing happens, the longer the pause."""
+        """Turns of a wait, each with its pause, which grows while nothing changes."""
         longest = max(_SLEEP_SECONDS[1], _SLEEP_SECONDS_PER_RANK * len(self._ranks))
         seconds = _SLEEP_SECONDS[0]
 
@@ -416,7 +416,7 @@ class _Meeting:
             time.sleep(seconds)
 
         while True:
-            # What other ranks wait for, in a machine that both have already, may need this rank.
+            # Ranks that wait in another machine may need this rank's progress.
             MPI.COMM_SELF.Iprobe()
             advance_other_machines(None)
             yield pause
@@ -425,11 +425,11 @@ class _Meeting:
         self._say(Stage.LEFT, text=f"gave up after {self._seconds:g} s")
         asked = [rank for rank in (self._first, *self._others[:_LOOKED_UP]) if rank != self._me]
         heard = {rank: self._heard(rank) for rank in asked}
-        # Others give up at the same moment, and say nothing between two lines.
+        # Others give up at the same moment, and have no line while they replace it.
         time.sleep(_BETWEEN_SECONDS)
         heard = {rank: said or self._heard(rank) for rank, said in heard.items()}
         late = [rank for rank, said in heard.items() if said is None or said.meeting != self._meeting]
-        # Those that gave up have been here: they waited for the others as well.
+        # Ranks that gave up have been here: they waited for the others as well.
         late = late or [rank for rank, said in heard.items() if said and said.stage is Stage.LEFT]
         late = sorted(late or heard)
         doing = [f"rank {rank} {said.doing}" for rank in late[:4] if (said := heard[rank]) is not None]

@@ -1,4 +1,4 @@
-"""What ends a process without being caught is told to its peers, and to its user when nobody can catch it."""
+"""Uncaught errors: the peers learn of them, and the user sees one short traceback."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LAUNCHERS = f"{Path(mpi4py.__file__).parent}/", runpy.__file__, "<frozen runpy>
 
 
 def short_traceback(error: BaseException) -> str:
-    """As Python prints an exception, with the frames of the user's program.
+    """Traceback as Python prints it, with the frames of the user's program only.
 
-    What is behind the last of these stays, for errors that are not of this library: there it happened.
+    For errors that are not of this library, the frames behind the user's last one stay: the error is there.
     """
     chain = [*_chain(error)]
     whole = [each.__traceback__ for each in chain]
@@ -86,16 +86,16 @@ def _is_call_of_a_module(entry: TracebackType) -> bool:
     return entry.tb_frame.f_code.co_filename == f"{_torch()}nn/modules/module.py"
 
 
-# How long a rank that fails stays for its peers to notice, and then to say so themselves.
+# How long a rank that fails stays for its peers to notice, and then for their own messages.
 _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
-# So long it looks whether one before it fails alike, which then says all of it; who says less stays longer.
+# How long a rank looks whether a rank before it fails with the same error, which then shows the traceback.
 _ALIKE_SECONDS = 0.4
 _FULL = "DISTDL_RMA_FULL_TRACEBACKS"
 
 
 class Failing(Protocol):
-    """What can fail: the segment manager of a machine."""
+    """A segment manager, as far as uncaught errors concern it."""
 
     closed: bool
     notices: FailureNotices
@@ -105,7 +105,7 @@ class Failing(Protocol):
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-# With the process that they were made in: a forked one is none of their ranks.
+# With the process that made them: a forked process is no rank of theirs.
 _managers: weakref.WeakKeyDictionary[Failing, int] = weakref.WeakKeyDictionary()
 _previous_hooks: list[_Hook] = []
 _telling: list[BaseException] = []
@@ -113,7 +113,7 @@ _said: set[str] = set()
 
 
 def tell_peers_of_uncaught_errors(manager: Failing) -> None:
-    """Have an exception that nobody catches reported to the ranks of a machine, from now on."""
+    """Report uncaught exceptions to the ranks of a machine, from now on."""
     if sys.excepthook is not _tell_peers:
         _previous_hooks.append(sys.excepthook)
         sys.excepthook = _tell_peers
@@ -121,7 +121,7 @@ def tell_peers_of_uncaught_errors(manager: Failing) -> None:
 
 
 def say_once(line: str) -> None:
-    """Write to stderr, at the end of a process: nobody is left to catch an exception, or it may not end."""
+    """Write a line to stderr once, at the end of a process, when no code can catch an exception."""
     if line not in _said:
         _said.add(line)
         _write(f"distdl_rma: {line}\n")
@@ -136,7 +136,7 @@ def _write(text: str) -> None:
 
 
 def _tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # A hook that was installed in between may call this one, which then was called before it.
+    # A later hook may call this one again.
     if _telling:
         _previous_hooks[0](kind, error, trace)
         return
@@ -153,7 +153,7 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
             _write(elsewhere or short_traceback(error))
         else:
             shows(kind, error, trace)
-        # What ends this process may end the job: the peers shall learn why before that.
+        # The end of this process may end the job: the peers learn why before that.
         deadline, told = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
         while still_open and time.monotonic() < deadline:
             still_open = [manager for manager in still_open if not manager.notices.noticed()]
@@ -165,8 +165,8 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _said_elsewhere(error: Exception, manager: Failing) -> str:
-    # A line in place of the traceback, if another rank shows it: the one that failed first, or one that fails
-    # alike, the first in M.
+    # A line in place of the traceback, if another rank shows it: the one that failed first, or the first rank
+    # in M that fails with the same error.
     notices, name, at = manager.notices, type(error).__name__, place_of(error)
     ended = f"distdl_rma: rank {notices.rank} ended{f' at {at}' if at else ''} by "
     if isinstance(error, PeerFailedError):
