@@ -33,7 +33,7 @@ _NAME = re.compile(r"\b[A-Za-z_]\w*#\d+(?: \(copy \d+\))?")
 
 
 class Labelled(Protocol):
-    """What people call by another name than the ranks do."""
+    """A layer with a name for people besides its name between ranks."""
 
     @property
     def label(self) -> str:
@@ -41,9 +41,9 @@ class Labelled(Protocol):
 
 
 class Labels:
-    """Names of the layers of one machine, and what to put in their place in text for people.
+    """Names of the layers of one machine, and their labels in texts for people.
 
-    Ranks match what they exchange by the names themselves: their models may be wrapped in other ways.
+    Ranks match their messages by the names, since models may be wrapped differently on each rank.
     """
 
     def __init__(self) -> None:

@@ -109,12 +109,12 @@ class Tracer:
             self._arrive(number)
 
     def span(self, kind: str, name: str, backward: bool = False) -> AbstractContextManager[object]:
-        """Context of something that this rank does."""
+        """Context of an action of this rank."""
         recording = self.recording
         return _NOTHING if recording is None else _Span(recording, kind, name, backward)
 
     def marks(self, name: str, backward: bool = False) -> Callable[[str], object]:
-        """What a layer calls with the kind of each thing that it begins to do, and with ``""`` at the end."""
+        """Function that a layer calls with the kind of each action that it begins, at last with ``""``."""
         recording = self.recording
         return _unmarked if recording is None else _Marks(recording, name, backward)
 
@@ -132,9 +132,9 @@ class Tracer:
             yield item
 
     def depart(self, kind: str, name: str) -> Callable[[], None]:
-        """Say that something travels from now on; call what is returned when it has arrived.
+        """Note that a message travels from now on; return a function to call when it has arrived.
 
-        In any thread, and as often as it is noticed: the first call counts.
+        Call it in any thread, as often as wanted: the first call counts.
         """
         recording = self.recording
         if recording is None:
@@ -144,7 +144,7 @@ class Tracer:
         return lambda: self._arrive(number)
 
     def watched(self, kind: str, name: str, poll: Callable[[], bool]) -> Callable[[], bool]:
-        """``poll``, for something that travels from now on, and has arrived when a call returns True."""
+        """``poll``, for a message that travels from now on, and has arrived when a call returns True."""
         arrive = self.depart(kind, name)
 
         def watching() -> bool:

@@ -24,11 +24,11 @@ _READY, _READ, _SPREAD, _TAKEN = range(4)
 
 
 class Allgather(Collective):
-    """Every rank's vector to all: ``result`` holds those of all ranks, one behind the other, in their order.
+    """Every rank's vector to all: ``result`` holds the vectors of all ranks, in their order.
 
     ``active`` is this rank's own part of the coming result. On a node every rank loads the others' vectors
-    itself; across nodes MPI's ``Iallgatherv`` combines what one rank of each node has. ``count`` is that of
-    every rank's vector, or a sequence with one number for each of ``ranks``, in their order.
+    itself; across nodes MPI's ``Iallgatherv`` combines the vectors of one rank of each node. ``count`` is the
+    length of every rank's vector, or a sequence with one length for each of ``ranks``, in their order.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Allgather(Collective):
 
 
 class _AllgatherByNodes(SteppedAlgorithm):
-    """One rank of each node gets what other nodes have, and the ranks of its node load that from it.
+    """One rank of each node receives the vectors of other nodes, and the ranks of its node load them from it.
 
-    Large vectors go in pieces, each with a part of what every node has: while one travels, the ranks of the
-    node load the one before.
+    Large vectors go in pieces, each with a part of every node's vectors: while one piece travels, the ranks
+    of the node load the piece before.
     """
 
     def __init__(self, site: CollectiveSite, counts: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -61,10 +61,10 @@ class _AllgatherByNodes(SteppedAlgorithm):
         split = Listed(counts)
         self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         self.operands = tuple(vector[self._parts[layout.me]] for vector in self.vectors)
-        # By piece, what of every node's parts lies together in the vector.
+        # By piece, the contiguous runs of every node's parts in the vector.
         runs = [_joined([self._parts[rank] for rank in node]) for node in layout.nodes]
         self._pieces = pieces_of_all(runs, pieces)
-        # Where all that a node has lies together, MPI reads and writes the vector itself.
+        # If the parts of each node are contiguous, MPI reads and writes the vector itself.
         self._direct = all(len(of_node) <= 1 for of_node in runs)
 
     def script(self, parity: int) -> Iterator[None]:
@@ -97,7 +97,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
             self.load(self.vectors[parity][part], row[part])
 
     def _gather(self, vector: Array, packed: dict[int, Array], piece: int) -> Iterable[None]:
-        # Fills in what other nodes have; what this one has is there.
+        # Receives the parts of other nodes; those of this node are there.
         runs, itemsize = self._pieces[piece], vector.itemsize
         split = Listed(tuple(itemsize * sum(run.size for run in of_node) for of_node in runs))
         begin, end = split.interval(self.layout.my_node)
@@ -127,7 +127,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
 
 
 def _joined(parts: Sequence[slice]) -> list[RankSlice]:
-    # One for several that lie one behind the other; whose they are makes no difference.
+    # Adjacent parts become one; their ranks do not matter.
     found: list[RankSlice] = []
     for part in parts:
         if found and found[-1].stop == part.start:
@@ -140,9 +140,9 @@ def _joined(parts: Sequence[slice]) -> list[RankSlice]:
 class Bcast(Collective):
     """One rank's vector to all: the root writes to ``active``, all start and wait, and read ``result``.
 
-    On a node every rank loads the vector from its source itself; across nodes MPI's ``Ibcast`` carries it to
-    one rank of each. A step is complete at the root once the ranks of its node have it. What others than
-    the root write to ``active`` is overwritten. Requirement A15, for one direction of the reduction.
+    On a node every rank loads the vector from its source itself; across nodes MPI's ``Ibcast`` sends it to
+    one rank of each. A step is complete at the root once the ranks of its node have the vector. The step
+    overwrites ``active`` of all ranks but the root. Requirement A15, for one direction of the reduction.
     """
 
     def __init__(

@@ -20,13 +20,13 @@ from distdl_rma.segments.collectives.reduction import Array, Reduction, element_
 from distdl_rma.segments.collectives.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
 
-# Up to this many bytes at each receiver, everyone's vector to everyone beats a share each.
+# Up to so many bytes at each receiver, all ranks push their vectors to all instead of reducing a share each.
 _ALL_PUSH_BYTES = 8 << 10
-# Up to so many bytes a share of two vectors is summed at once: it stays in the cache.
+# A share of two vectors up to so many bytes is summed at once: it stays in the cache.
 _CACHED_NBYTES = 256 << 10
-# With more ranks than this, one message to each is no longer the fastest way for anything.
+# With more ranks than these, one message to each is never the fastest way.
 _ALL_PUSH_RANKS = 32
-# Pieces whose sums are kept at a time: one that comes, one between nodes, one that is copied from there.
+# Pieces whose sums are kept at a time: one on the node, one between nodes, one that is copied back.
 _UNDER_WAY = 3
 
 
@@ -81,13 +81,13 @@ class Allreduce(Collective):
 
 
 def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
-    """Whether everyone's vector goes to everyone: for small ones, or for latency if asked for."""
+    """Whether all ranks push their vectors to all: for small vectors, or if ``asked`` for low latency."""
     small = asked or nbytes * (size - 1) <= _ALL_PUSH_BYTES
     return size == 1 or (small and size <= _ALL_PUSH_RANKS)
 
 
 class _ByAllPush:
-    """Everyone pushes its vector to everyone, each reduces all of them in the same order."""
+    """Every rank pushes its vector to all ranks; each reduces all vectors in the same order."""
 
     needs_progress = False
 
@@ -116,7 +116,7 @@ class _ByAllPush:
         self._push()
 
     def advance(self) -> bool:
-        """Reduce, once everything has arrived; return whether that is done, or broken."""
+        """Reduce once all vectors have arrived; return whether the step is complete, or broken."""
         step = self._begun
         if self._done != step:
             if not self._arrived():
@@ -131,14 +131,14 @@ class _ByAllPush:
         return True
 
     def close(self) -> None:
-        """Give the memory back as soon as everything has arrived."""
-        # Others may still write for a step that broke: its memory is not used again.
+        """Give the memory back as soon as all vectors have arrived."""
+        # Others may still write for a broken step: its memory is not used again.
         if not self.broken:
             self._all_push.close()
 
 
 def adds_two(reduction: Reduction, rows: Sequence[Array]) -> bool:
-    """Whether nothing is to be done but to add two rows."""
+    """Whether the reduction is a sum of two rows in their own type."""
     return len(rows) == 2 and reduction.element.exact and reduction.op == "sum"
 
 
@@ -156,7 +156,7 @@ def adder(rows: Sequence[Array], out: Array, copy: Array | None = None) -> Calla
 
 
 class _Cut(NamedTuple):
-    # The shares of a node's vectors that one rank reduces: all, its own, the others, and what reduces them.
+    # Shares of a node's vectors that one rank reduces: all, its own, the others, and a quick function for it.
     shares: list[Array]
     mine: Array
     others: list[Array]
@@ -164,10 +164,10 @@ class _Cut(NamedTuple):
 
 
 class _AllreduceByNodes(ShareReduction):
-    """Some ranks of a node reduce a share each; those with the same share on other nodes combine them.
+    """Some ranks of each node reduce a share each; ranks with the same share combine them between nodes.
 
-    Large shares go in pieces: while one is summed between nodes, the next is on the node, and the one before
-    is copied from node to node, or stored to the ranks of the node.
+    Large shares go in pieces: while one piece is summed between nodes, the next is summed on the node, and
+    the one before is copied from node to node, or stored to the ranks of the node.
     """
 
     def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:
@@ -181,7 +181,7 @@ class _AllreduceByNodes(ShareReduction):
         # The pieces of the share, and which part of each is finished on which node.
         self._pieces = slices(size, self.pieces)
         self._splits = [Listed(Balanced(at.stop - at.start, number).lengths) for at in self._pieces]
-        # Where one rank is alone on its node, MPI reads its vector.
+        # MPI reads the vector itself if a rank is alone on its node.
         self._direct = len(layout.here) == 1 and element.exact
         # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction:
         # of the pieces that are under way.
@@ -250,7 +250,7 @@ class _AllreduceByNodes(ShareReduction):
 
 
 class Reducescatter(Collective):
-    """Reduction of which every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
+    """Reduction; every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
 
     The parts lie one behind the other in the order of the ranks. Bitwise what :class:`Allreduce` gives on
     one node; across nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce`` where one
@@ -284,9 +284,9 @@ class Reducescatter(Collective):
 class Reduce(Reducescatter):
     """Reduction to one rank: all write ``active``, start and wait, and the root reads ``result``.
 
-    The reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
-    the root, or for a tree of MPI's ``Ireduce`` that leads to the root's node. ``result`` has no elements
-    on other ranks. Bitwise the same from run to run, and on one node what :class:`Allreduce` gives.
+    A reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
+    the root, or pass it to MPI's ``Ireduce`` to the root's node. ``result`` has no elements on other ranks.
+    Bitwise the same from run to run, and on one node equal to :class:`Allreduce`.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class _ReducescatterByNodes(ShareReduction):
         self._puts = len(stored), reduction.element.storage.itemsize * sum(stored)
 
     def reduce(self, rows: list[Array]) -> Iterator[None]:
-        """Reduce the node's vectors, combine with other nodes, store to those of the node who get it."""
+        """Reduce the node's vectors, combine them between nodes, store the results on this node."""
         if len(self.layout.nodes) == 1:
             for part in self._parts[0][0]:
                 cuts = [row[part.start : part.stop] for row in rows]
@@ -345,7 +345,7 @@ class _ReducescatterByNodes(ShareReduction):
         reduced[piece] = np.empty(counts[node], reduction.element.wide)
         comm, getting = self.between.comm, [at for at, count in enumerate(counts) if count]
         if len(getting) == 1:
-            # What one node alone gets takes a tree to it.
+            # If only one node gets elements, MPI uses a tree to it.
             request = comm.Ireduce(sums, reduced[piece], reduction.mpi, getting[0])
         else:
             request = comm.Ireduce_scatter(sums, reduced[piece], counts, reduction.mpi)

@@ -20,7 +20,7 @@ _LOOKS = 300
 
 
 class CollectiveSite(NamedTuple):
-    """On whose memory a collective is carried out, among which ranks, under which name."""
+    """Segment, ranks by node, and name of a collective."""
 
     manager: SegmentManager
     layout: NodeLayout
@@ -28,7 +28,7 @@ class CollectiveSite(NamedTuple):
 
     @classmethod
     def checked(cls, manager: SegmentManager, ranks: Sequence[int], name: str) -> CollectiveSite:
-        """Of arguments given by a caller; ``PartitionError`` as :meth:`NodeLayout.checked`."""
+        """Site from a caller's arguments; ``PartitionError`` as :meth:`NodeLayout.checked`."""
         layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         return cls(manager, layout, name)
 
@@ -37,12 +37,12 @@ class Algorithm(Protocol):
     """One way to carry out the steps of a collective, numbered from 1."""
 
     site: CollectiveSite
-    # What the caller writes and reads, for even and odd steps.
+    # Vectors that the caller writes and reads, for even and odd steps.
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     # Whether other ranks wait for what this one does in ``advance``.
     needs_progress: bool
-    # What interrupted a step in the middle, which cannot be taken up again; empty if nothing did.
+    # The error that interrupted a step, which cannot be continued; empty if none did.
     broken: str
 
     def connect(self, timeout: float | None) -> None:
@@ -58,30 +58,30 @@ class Algorithm(Protocol):
         """Which ranks the step waits for."""
 
     def close(self) -> None:
-        """Give memory back as soon as the step that is running is complete."""
+        """Give memory back as soon as the running step is complete."""
 
 
 class Collective:
     """A collective of some ranks that is carried out again and again.
 
-    Each step: write ``active``, ``start()``, go on, ``wait()``, read ``result``. ``start()`` flips
+    Each step: write ``active``, ``start()``, compute, ``wait()``, read ``result``. ``start()`` flips
     ``active`` to another buffer, so that step k+1 can be written while step k travels. Both lie in the
-    segment, and a result stays valid until the next but one start. All ranks construct it in the same
-    order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for
-    several of them in different orders. A call with values does all of it.
+    segment, and a result stays valid until the next start but one. All ranks construct it in the same order
+    with the same arguments; starting and waiting involve only its ranks, and ranks may wait for several
+    collectives in different orders. A call with values is a whole step.
 
-    Calls out of order raise ``ProtocolError``. Whatever waits takes a ``timeout`` in seconds, 0 to look
-    once, None for the machine's default; it raises ``ExchangeTimeout`` at the deadline, naming the ranks
-    that are missing, and can be repeated. What raises in the middle of a step, as a signal handler may,
-    leaves it half done: the exception goes out, and from then on every call raises ``ProtocolError``. Close
-    the collective, and make it anew on all ranks.
+    Calls out of order raise ``ProtocolError``. Calls that wait take a ``timeout`` in seconds, 0 to look once,
+    None for the machine's default; at the deadline they raise ``ExchangeTimeout`` with the missing ranks, and
+    can be repeated. An exception in the middle of a step, as of a signal handler, leaves the step incomplete:
+    the exception goes out, and from then on every call raises ``ProtocolError``. Close the collective, and
+    make it anew on all ranks.
 
     Every collective is made with the segment ``manager`` of a machine, ``ranks`` (rank ids, this one
-    included) and a ``name`` for messages, alike on all ranks. ``count`` is a number of elements, which may
+    included) and a ``name`` for messages, the same on all ranks. ``count`` is a number of elements, which may
     be 0, ``dtype`` any type of numpy without Python objects, for reductions those of ``Allreduce``, and
-    ``root`` a rank id, the first of ``ranks`` if None. Making one raises ``PartitionError`` if ranks are
+    ``root`` a rank id, the first of ``ranks`` if None. Construction raises ``PartitionError`` if ranks are
     listed twice, are not of the machine or lack this one or the root, ``ShapeError`` if a number of elements
-    or a dtype is none, and ``ArgumentError`` for an operation that is unknown.
+    or a dtype is invalid, and ``ArgumentError`` if an operation is unknown.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
@@ -100,7 +100,7 @@ class Collective:
         self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` has not been called
         self._connected = False
         self._closed = False
-        # What of it has memory, given back by ``close``, or when nobody has the collective any more.
+        # Its parts with memory; ``close`` gives it back, or the garbage collection of the collective.
         self._parts: list[Algorithm | Barrier] = [algorithm]
         self._close = weakref.finalize(self, _give_back, self._manager, self._parts)
 
@@ -195,8 +195,8 @@ class Collective:
         """Make the collective usable again after a step that some ranks did not start, or did not wait for.
 
         Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
-        start the steps that others started take part in them with zeros, and the results are dropped. Not
-        for after ``PeerFailedError``, which ends the whole machine, nor after an interrupted step.
+        start steps of others take part in them with zeros, and the results are dropped. It cannot follow a
+        ``PeerFailedError``, which ends the whole machine, nor an interrupted step.
         """
         self._check()
         self.connect(timeout)
@@ -205,7 +205,7 @@ class Collective:
                 self._reset_barrier = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
                 self._parts.append(self._reset_barrier)
             self._reset_to = self._reset_barrier.wait(timeout, self._steps)
-        # A rank that nobody sends anything to, as the root of a broadcast, may be many steps ahead.
+        # A rank that receives nothing, as the root of a broadcast, may be many steps ahead.
         while self._running or self._steps < self._reset_to:
             if not self._running:
                 self.active[...] = 0

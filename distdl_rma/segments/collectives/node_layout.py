@@ -1,4 +1,4 @@
-"""Which ranks of a collective share a node, and who works on which elements: no MPI, any number of ranks."""
+"""Ranks of a collective by node, and the elements that each works on; without MPI."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class RankSlice:
 class NodeLayout:
     """The ranks of a collective by node, seen from one of them.
 
-    A vector is cut into as many balanced shares as the smallest node has ranks. On every node its holders
-    work on one share each; between nodes, those with the same share work together. ``machine_nodes`` are
-    all ranks of the machine by node: those that load and store each other's memory.
+    A vector is cut into as many balanced shares as the smallest node has ranks. On every node, holders work
+    on one share each; between nodes, ranks with the same share work together. ``machine_nodes`` are all ranks
+    of the machine by node; the ranks of a node load and store each other's memory.
     """
 
     ranks: tuple[int, ...]
@@ -117,7 +117,7 @@ class NodeLayout:
         return slice(*Balanced(count, self.shares).interval(self.my_share))
 
     def scatter_pieces(self, lengths: Sequence[int]) -> tuple[tuple[RankSlice, ...], ...]:
-        """For each node: what of its ranks' results this rank reduces, and whose it is.
+        """For each node, the slices of its ranks' results that this rank reduces.
 
         ``lengths`` are the elements of each rank's result, in the order of ``ranks``.
         """

@@ -1,4 +1,4 @@
-"""What is reduced, and how: operations, element types, and the order of summation."""
+"""Reductions: operations, element types, and the order of summation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], MPI.Op]] = {
 }
 _INEXACT = "a mean of integers is not exact; use sum, or a floating dtype"
 _UNORDERED = "complex numbers have no order; reduce real and imaginary parts, or magnitudes"
-# What an operation would mean is open for these kinds of numpy's types: why, and what to do instead.
+# Operations without a clear result for kinds of numpy's types: why, and what to use instead.
 _REFUSED = {
     ("mean", "i"): _INEXACT,
     ("mean", "u"): _INEXACT,
@@ -63,11 +63,11 @@ class Element:
 
 _FLOATS = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
 _INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-# What is reduced in a wider type.
+# Types that are reduced in a wider type.
 _WIDER = {
     "float16": "float32",
     "bfloat16": "float32",
-    # Some MPIs have sums of short integers stop at the largest: modulo 2**32 they wrap around as they should.
+    # Some MPIs saturate sums of short integers: sums modulo 2**32 wrap around as they should.
     "int8": "int32",
     "int16": "int32",
     "uint8": "uint32",
@@ -116,8 +116,8 @@ def narrow_bfloat16(values: Array) -> Array:
 
 
 def _product(first: Array, second: Array, out: Array) -> Array:
-    # numpy rounds a complex product in another way where its memory lies in another way: by hand, each
-    # operation is rounded on its own, alike on all ranks.
+    # numpy's rounding of a complex product depends on the alignment of its memory: by hand, each operation is
+    # rounded separately, and equally on all ranks.
     real = first.real * second.real - first.imag * second.imag
     out.imag = first.real * second.imag + first.imag * second.real
     out.real = real
@@ -125,7 +125,7 @@ def _product(first: Array, second: Array, out: Array) -> Array:
 
 
 def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
-    """Function that neither warns nor raises for what is infinite or no number, at next to no cost.
+    """Function that neither warns nor raises for infinities and NaN, at little cost.
 
     Not for two threads at once.
     """
@@ -147,7 +147,7 @@ class Fold:
         self._scratch = np.empty(0, dtype)
 
     def __call__(self, rows: Sequence[Array], out: Array) -> None:
-        """Combine rows into ``out``, which may be the last of them, or any of two."""
+        """Combine rows into ``out``, which may be the last row, or either of two."""
         if len(rows) == 1:
             out[...] = rows[0]
             return
@@ -162,9 +162,9 @@ class Fold:
 class Reduction:
     """One operation on rows of one element type; every element in the order of the rows.
 
-    Infinities and what is no number are results as any other: numpy's error state and filters of warnings
-    make no difference. 16-bit floats are reduced in float32 and rounded once, integers wrap around.
-    ``divisor`` is what a mean divides by, ``who`` is for messages.
+    Infinities and NaN are results as any other: numpy's error state and filters of warnings have no effect.
+    16-bit floats are reduced in float32 and rounded once, integers wrap around. A mean divides by
+    ``divisor``; ``who`` is for messages.
     """
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
@@ -183,7 +183,7 @@ class Reduction:
 
     @property
     def terms(self) -> str:
-        """What ranks have to agree on, a line ``name=value`` for each fact."""
+        """Facts that must be the same on all ranks, a line ``name=value`` for each."""
         return f"op={self.op}\ndtype={self.element.name}\ndivisor={self.divisor}"
 
     def reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
@@ -199,14 +199,14 @@ class Reduction:
                     other[...] = first
 
     def partial(self, rows: Sequence[Array], out: Array) -> None:
-        """Reduce rows into an array of the wide type that is none of them; not divided yet."""
+        """Reduce rows into another array of the wide type; without the division of a mean."""
         with np.errstate(all="ignore"):
             for begin in range(0, rows[0].size, self._block):
                 end = begin + self._block
                 self._combine([row[begin:end] for row in rows], out[begin:end])
 
     def finish(self, wide: Array, out: Array) -> None:
-        """Divide, if it is a mean, and store with one rounding; ``wide`` is used up, or is ``out``."""
+        """Divide a mean, and store with one rounding; overwrites ``wide``, which may be ``out``."""
         with np.errstate(all="ignore"):
             self._finish(wide, out)
 

@@ -1,4 +1,4 @@
-"""Collectives by nodes: direct load and store on a node, MPI between nodes, and steps that are generators."""
+"""Collectives by nodes: load and store on a node, MPI between nodes, with steps that are generators."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Scripted:
-    """Whose step is a generator, which waits advance, and the progress engine, which is another thread."""
+    """A step that is a generator; waits advance it, and so does the progress engine in its thread."""
 
     def __init__(self, manager: SegmentManager) -> None:
         self._lock = manager.segment.lock
         self._running: Iterator[None] | None = None
-        # What interrupted a step in the middle, which cannot be taken up again; empty if nothing did.
+        # The error that interrupted a step, which cannot be continued; empty if none did.
         self.broken = ""
 
     def advance(self) -> bool:
-        """Advance the step; return whether it is complete, or will never be since it is broken."""
+        """Advance the step; return whether it is complete, or broken for ever."""
         with self._lock:
             if self._running is not None:
                 try:
@@ -55,10 +55,10 @@ _READY, _DONE = range(2)
 class SteppedAlgorithm(Scripted, ABC):
     """Algorithm whose step is a generator, ``script``, that yields as long as it has to wait.
 
-    Each rank has a vector of ``count`` elements in the segment, twice, which the ranks of its node load and
-    store. MPI's collectives combine the ranks of ``across`` between the nodes; this one may be none of them.
-    ``terms`` must be the same on all ranks, a line ``name=value`` for each fact. A step goes in ``pieces``
-    between nodes, as many on all ranks.
+    Each rank has two vectors of ``count`` elements in the segment, which the ranks of its node load and
+    store. MPI's collectives combine the ranks of ``across`` between the nodes, with or without this one.
+    ``terms`` must be the same on all ranks, a line ``name=value`` for each fact. A step has ``pieces``
+    between nodes, the same number on all ranks.
     """
 
     needs_progress = True
@@ -89,15 +89,14 @@ class SteppedAlgorithm(Scripted, ABC):
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
         self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
-        # With their buffers, which MPI uses even if what waits for them is interrupted.
+        # Requests and their buffers, which MPI uses even if the step is interrupted.
         self._under_way: list[tuple[MPI.Request, tuple[Array, ...]]] = []
         self._connected = False
         self._operation = manager.operation(name)
         self._counters = manager.counters
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.acquire
         self._step = 0
-        # Of which ranks something is awaited: a phase on this node and how far, or None for what goes between
-        # nodes.
+        # Ranks that the step waits for; the phase on this node and its value, or None between nodes.
         self._waits_for: tuple[int, ...] = ()
         self._phase: int | None = None
         self._wanted = 0
@@ -145,7 +144,7 @@ class SteppedAlgorithm(Scripted, ABC):
         """Give memory and communicator back as soon as the step that is running is complete."""
 
         def idle() -> bool:
-            # Others, and MPI, may still write for a step that broke: its memory is not used again.
+            # Others and MPI may still write for a broken step: its memory is not used again.
             complete = self.advance() and not self.broken
             if complete:
                 self.between.free()
@@ -163,9 +162,9 @@ class SteppedAlgorithm(Scripted, ABC):
         return WaitReason(ranks, what, "did every rank make the same calls?")
 
     def notify(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> None:
-        """Notify ranks of the node that a phase of this step is over here, or of a piece of it.
+        """Notify ranks of the node that a phase of this step, or of a piece of it, is over here.
 
-        What was stored is visible.
+        They see all earlier stores.
         """
         if self._fence is not None:
             self._fence()
@@ -177,7 +176,7 @@ class SteppedAlgorithm(Scripted, ABC):
         """Wait until ranks of the node have notified this one that a phase of this step or piece is over."""
         words, value, first = self._words, self._reached(piece), phase * len(self._at)
         self._waits_for, self._phase, self._wanted = tuple(ranks), phase, value
-        # One after the other: a look is one word, however many they are.
+        # One rank after the other: each look reads one word.
         for rank in ranks:
             word = first + self._at[rank]
             while words[word] < value:
@@ -189,9 +188,9 @@ class SteppedAlgorithm(Scripted, ABC):
         return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
 
     def complete(self, request: MPI.Request, nbytes: int, *buffers: Array) -> Iterator[None]:
-        """Count a collective between nodes that was begun, which takes so many bytes from here.
+        """Count a collective between nodes that was begun, with so many bytes of this rank.
 
-        What is returned waits until it is complete; its buffers are kept until then.
+        Returns a script that waits until it is complete; its buffers are kept until then.
         """
         self._under_way.append((request, buffers))
         self._counters.collectives += 1
@@ -211,12 +210,12 @@ class SteppedAlgorithm(Scripted, ABC):
         self.count_gets(1, source.nbytes)
 
     def count_puts(self, number: int, nbytes: int) -> None:
-        """Count stores to peers that were made elsewhere."""
+        """Count stores to peers."""
         self._counters.puts += number
         self._counters.bytes_put += nbytes
 
     def count_gets(self, number: int, nbytes: int) -> None:
-        """Count loads from peers that were made elsewhere."""
+        """Count loads from peers."""
         self._counters.gets += number
         self._counters.bytes_got += nbytes
 
@@ -228,14 +227,14 @@ class ShareReduction(SteppedAlgorithm):
         self, site: CollectiveSite, count: int, elements: int, reduction: Reduction, terms: str
     ) -> None:
         layout, element, terms = site.layout, reduction.element, f"{terms}\n{reduction.terms}"
-        # Alike on all ranks, also where shares are not, or this rank has none.
+        # The same on all ranks, also if shares differ, or this rank has none.
         pieces = number_of_pieces(count * element.wide.itemsize // layout.shares, len(layout.nodes))
         super().__init__(site, count, element.storage, layout.same_share, terms, pieces)
         self.reduction, self._elements = reduction, elements
 
     @abstractmethod
     def reduce(self, rows: list[Array]) -> Iterator[None]:
-        """Reduce this rank's share of the node's vectors, of all nodes, and store what becomes of it."""
+        """Reduce this rank's share of the vectors of all nodes, and store the result."""
 
     def script(self, parity: int) -> Iterator[None]:
         """One step on the vectors of its parity."""
