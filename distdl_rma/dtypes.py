@@ -1,4 +1,4 @@
-"""Types of elements: their numbers between ranks, their numpy types, and the types of their sums."""
+"""Types of elements: what ranks number them by, what numpy calls them, what they are summed in."""
 
 from __future__ import annotations
 
