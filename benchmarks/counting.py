@@ -10,7 +10,7 @@ from distdl_rma import Partition
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 
 # Ranks, ranks per node, and the grid of the halo exchange.
 MACHINES = (

@@ -22,7 +22,7 @@ from benchmarks.row import Row
 from distdl_rma import GradientSync, Machine, shard
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.collectives.engine.collective import Collective
+from distdl_rma.segments.collectives.collective import Collective
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.trace import chrome_trace
 

@@ -10,7 +10,7 @@ class PartitionError(DistdlError, ValueError):
 
 
 class ArgumentError(DistdlError, ValueError):
-    """An argument has a value that is none: unknown, out of range, or against another one."""
+    """An argument is invalid: unknown, out of range, or in conflict with another one."""
 
 
 class ShapeError(DistdlError, ValueError, RuntimeError):

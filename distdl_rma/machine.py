@@ -1,30 +1,76 @@
-"""The machine: an ordered list of ranks, their communicator and their segment."""
+"""The machine: an ordered list of ranks, their communicator and segment, and what people call its layers."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, TextIO
+from itertools import count
+from typing import Any, Protocol, TextIO
 
 from mpi4py import MPI
 
 from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
-from distdl_rma.labels import Labels
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.collectives.settling import settled
-from distdl_rma.segments.lifecycle.meeting import meet, refuse
-from distdl_rma.segments.lifecycle.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.context import SharedByCopies
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
-from distdl_rma.segments.uncopyable import SharedByCopies
-from distdl_rma.segments.waiting.peer_watch import says_state
+from distdl_rma.segments.waiting.liveness import says_state
+from distdl_rma.segments.waiting.meeting import meet, refuse
+from distdl_rma.segments.waiting.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.trace import Recording
+
+# As ``new_name`` makes them, and copies of layers have them.
+_NAME = re.compile(r"\b[A-Za-z_]\w*#\d+(?: \(copy \d+\))?")
+
+
+class Labelled(Protocol):
+    """A layer with a name for people besides its name between ranks."""
+
+    @property
+    def label(self) -> str:
+        """Name for people."""
+
+
+class Labels:
+    """Names of the layers of one machine, and their labels in texts for people.
+
+    Ranks match their messages by the names, since models may be wrapped differently on each rank.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._owners: weakref.WeakValueDictionary[str, Labelled] = weakref.WeakValueDictionary()
+
+    def new_name(self, kind: str) -> str:
+        """Name for the next layer, the same on all ranks that build the same layers in order."""
+        return f"{kind}#{next(self._numbers)}"
+
+    def register(self, name: str, owner: Labelled) -> None:
+        """Have a name from ``new_name``, or a copy of it, read as its owner says."""
+        self._owners[name] = owner
+
+    def readable(self, text: str) -> str:
+        """Text in which layers are called by their labels."""
+        return _NAME.sub(self._label_of, text)
+
+    def make_readable(self, error: BaseException) -> None:
+        """Have the text of an error call layers by their labels."""
+        if error.args and isinstance(error.args[0], str):
+            error.args = (self.readable(error.args[0]), *error.args[1:])
+
+    def _label_of(self, found: re.Match[str]) -> str:
+        owner = self._owners.get(found[0])
+        return found[0] if owner is None else owner.label
+
 
 # Where launchers say how many processes they started: of MPICH, of Open MPI, of Slurm.
 _LAUNCHERS = "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"

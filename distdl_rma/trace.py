@@ -1,4 +1,4 @@
-"""What a rank does and what travels meanwhile, recorded; and the recordings of all ranks as one trace."""
+"""What a rank does and what travels meanwhile: in numbers, recorded, and as one trace of all ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from distdl_rma.errors import ProtocolError
 
 T = TypeVar("T")
 _DOING = 1  # the track of what a rank does; what travels has tracks of its own
+
+
+@dataclass
+class Counters:
+    """What this rank moved and waited since the machine started; only grows.
+
+    ``collectives`` are calls of MPI's collectives between nodes, with the bytes handed to them.
+    ``notifications`` are those of buffers; ``flushes`` are waits of MPI for all that is under way to a
+    peer on another node, of which one serves many puts and notifications. A wait that ends while it still
+    spins on a notification, or a flag of a small collective, is not counted.
+    """
+
+    puts: int = 0
+    bytes_put: int = 0
+    gets: int = 0
+    bytes_got: int = 0
+    collectives: int = 0
+    bytes_collective: int = 0
+    notifications: int = 0
+    flushes: int = 0
+    waits: int = 0
+    seconds_waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,12 +109,12 @@ class Tracer:
             self._arrive(number)
 
     def span(self, kind: str, name: str, backward: bool = False) -> AbstractContextManager[object]:
-        """Context of something that this rank does."""
+        """Context of an action of this rank."""
         recording = self.recording
         return _NOTHING if recording is None else _Span(recording, kind, name, backward)
 
     def marks(self, name: str, backward: bool = False) -> Callable[[str], object]:
-        """What a layer calls with the kind of each thing that it begins to do, and with ``""`` at the end."""
+        """Function that a layer calls with the kind of each action that it begins, at last with ``""``."""
         recording = self.recording
         return _unmarked if recording is None else _Marks(recording, name, backward)
 
@@ -110,19 +132,19 @@ class Tracer:
             yield item
 
     def depart(self, kind: str, name: str) -> Callable[[], None]:
-        """Say that something travels from now on; call what is returned when it has arrived.
+        """Note that a message travels from now on; return a function to call when it has arrived.
 
-        In any thread, and as often as it is noticed: the first call counts.
+        Call it in any thread, as often as wanted: the first call counts.
         """
         recording = self.recording
         if recording is None:
-            return _nothing
+            return lambda: None
         number = next(self._numbers)
         self._under_way[number] = recording, kind, name, recording.now
         return lambda: self._arrive(number)
 
     def watched(self, kind: str, name: str, poll: Callable[[], bool]) -> Callable[[], bool]:
-        """``poll``, for something that travels from now on, and has arrived when a call returns True."""
+        """``poll``, for a message that travels from now on, and has arrived when a call returns True."""
         arrive = self.depart(kind, name)
 
         def watching() -> bool:
@@ -141,10 +163,6 @@ class Tracer:
 
 
 _NOTHING = nullcontext()
-
-
-def _nothing() -> None:
-    pass
 
 
 # Built in, since an operation calls it a handful of times: it never does anything.

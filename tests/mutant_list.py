@@ -36,7 +36,7 @@ _INTERVALS, _HALO = _plain("geometry/test_intervals.py"), _plain("geometry/test_
 _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_movements.py")
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
 _CONV = _on(3, "layers/conv/test_conv.py")
-_COLLECTIVE = _on(3, "segments/collectives/engine/test_collective.py")
+_COLLECTIVE = _on(3, "segments/collectives/test_collective.py")
 _NORM, _STATISTICS = _on(3, "layers/norm/test_norm.py"), _on(3, "ops/norm/test_statistics.py")
 _SYNC = _on(3, "sync/test_gradients.py", "sync/test_accumulation.py")
 _NOTIFY = _on(2, "segments/memory/test_notifications.py")
@@ -145,14 +145,14 @@ _PROTOCOL = [
     ),
     Mutant(
         "a notification overtakes the put before it",
-        "distdl_rma/segments/transport/rma_peer.py",
+        "distdl_rma/segments/transport/links.py",
         "return self._arrived >= begun",
         "return True",
-        _plain("segments/transport/test_rma_peer.py"),
+        _plain("segments/transport/test_links.py"),
     ),
     Mutant(
         "a rank goes on before all of its node have told it",
-        "distdl_rma/segments/collectives/engine/stepped_algorithm.py",
+        "distdl_rma/segments/collectives/stepped_algorithm.py",
         "        for rank in ranks:\n            word = first",
         "        for rank in ranks[:1]:\n            word = first",
         _COLLECTIVE,
@@ -302,7 +302,7 @@ _COPIES, _JOINED = (
     _on(2, "model/test_copies.py"),
     _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv.py"),
 )
-_NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/collectives/test_by_leaders.py")
+_NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/test_hierarchical.py")
 
 _ALIKE = [
     Mutant(
@@ -380,14 +380,14 @@ _PARTS = [
     ),
     Mutant(
         "a root that leads no node gets no result",
-        "distdl_rma/process_group/collectives/by_leaders.py",
+        "distdl_rma/process_group/hierarchical.py",
         "if root is None or (of_root == self._team and self._teams[self._team][0] != root):",
         "if root is None:",
         _LED,
     ),
     Mutant(
         "parts lie in the order of ranks, not of nodes",
-        "distdl_rma/process_group/collectives/by_leaders.py",
+        "distdl_rma/process_group/hierarchical.py",
         "self._order = tuple(chain.from_iterable(teams))",
         "self._order = tuple(sorted(chain.from_iterable(teams)))",
         _LED,

@@ -25,7 +25,6 @@ FLOORS = [
     "segments",
     "geometry",
     "trace",
-    "labels",
     "errors",
 ]
 

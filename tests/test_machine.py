@@ -20,9 +20,9 @@ from distdl_rma import (
     ProtocolError,
     SegmentError,
 )
-from distdl_rma.segments.lifecycle import meeting
-from distdl_rma.segments.lifecycle.job_board import JobBoard
 from distdl_rma.segments.transport import node_memory
+from distdl_rma.segments.waiting import meeting
+from distdl_rma.segments.waiting.meeting import JobBoard
 from tests.handles import handles, leak
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]

@@ -4,11 +4,12 @@ import json
 import pickle
 import threading
 from collections import Counter
+from dataclasses import astuple
 
 import pytest
 
 from distdl_rma.errors import ProtocolError
-from distdl_rma.trace import Event, Recording, Tracer, chrome_trace
+from distdl_rma.trace import Counters, Event, Recording, Tracer, chrome_trace
 
 
 @pytest.fixture
@@ -176,3 +177,10 @@ def test_every_row_has_what_the_format_asks_for():
         if row["ph"] != "M":
             assert {"ts", "tid", "cat"} <= set(row)
             assert row["ts"] >= 0
+
+
+def test_counters_begin_at_nothing_and_are_each_ranks_own():
+    one, another = Counters(), Counters()
+    one.puts += 1
+    one.seconds_waited += 0.5
+    assert not any(astuple(another)) and (one.puts, one.seconds_waited) == (1, 0.5)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, Staged, Sum, Told, Vote
 from distdl_rma.geometry.exchange import by_peer
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
-from distdl_rma.segments.collectives.engine.stepped_algorithm import number_of_pieces
+from distdl_rma.segments.collectives.between_nodes import number_of_pieces
 from distdl_rma.segments.collectives.vote import vote_turns
 
 

@@ -20,7 +20,7 @@ from distdl_rma.layers.core import error_exchange
 from distdl_rma.ops.loss import global_loss
 from distdl_rma.ops.norm import statistics
 from distdl_rma.ops.norm.statistic_groups import PAIR
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.sync.bucket import GradientSlot, bucketed
 
 FLOAT, DOUBLE = 4, 8

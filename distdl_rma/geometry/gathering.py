@@ -7,7 +7,7 @@ have that is summed goes the same way backwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -272,7 +272,12 @@ def _gathering(
     stages = []
     if holders != teams:
         stages.append(_fold(mine, holders[teams.index(mine)], held, lengths, me))
-        held = dict(chain.from_iterable(_folded(*each, held) for each in zip(teams, holders, strict=True)))
+        # Those that hold nothing afterwards give their blocks to the holders in turn.
+        held = {
+            holder: tuple(chain.from_iterable(held[rank] for rank in team[at :: len(some)]))
+            for team, some in zip(teams, holders, strict=True)
+            for at, holder in enumerate(some)
+        }
     known: _Held = dict.fromkeys(mine, ())
     across: list[Stage] = []
     for number, counterparts in enumerate(zip(*holders, strict=True)):
@@ -283,14 +288,6 @@ def _gathering(
             across = found
     stages += [*across, _all_gather(mine, known, lengths, me)]
     return stages, tuple(chain.from_iterable(known[rank] for rank in holders[0]))
-
-
-def _folded(
-    team: Sequence[int], holders: Sequence[int], held: _Held
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    # Those that hold nothing afterwards give their blocks to the holders in turn.
-    for at, holder in enumerate(holders):
-        yield holder, tuple(chain.from_iterable(held[rank] for rank in team[at :: len(holders)]))
 
 
 def _fold(team: Sequence[int], holders: Sequence[int], held: _Held, lengths: Sequence[int], me: int) -> Stage:

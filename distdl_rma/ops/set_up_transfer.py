@@ -17,9 +17,8 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_tensor, as_words
-from distdl_rma.segments.collectives.allgather import Allgather
+from distdl_rma.segments.collectives.allgather import Allgather, Bcast
 from distdl_rma.segments.collectives.assembly import Assembly
-from distdl_rma.segments.collectives.broadcast import Bcast
 
 # Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.
 PASS_NBYTES = 1 << 19

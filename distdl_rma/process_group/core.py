@@ -1,4 +1,4 @@
-"""What all calls of a process group are made of: how one begins, and how the group ends."""
+"""What all calls of a process group share: how a call begins, and how the group ends."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from distdl_rma.errors import DistdlError
-from distdl_rma.process_group.collectives.between_nodes import WideCollectives
-from distdl_rma.process_group.collectives.by_leaders import LedCollectives
-from distdl_rma.process_group.collectives.on_node import NodeCollectives
-from distdl_rma.process_group.collectives.reducers import Reducer, reducer_of
-from distdl_rma.process_group.collectives.rounds import Call, Rounds
-from distdl_rma.process_group.operations import Lines, Operation, Script
+from distdl_rma.process_group.hierarchical import HierarchicalCollectives
+from distdl_rma.process_group.inter_node import InterNodeCollectives
+from distdl_rma.process_group.node_slots import Call, NodeSlots
+from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.quick import QuickReductions
+from distdl_rma.process_group.reducers import Reducer, reducer_of
 from distdl_rma.process_group.tensors import Flat, facts
-from distdl_rma.process_group.work import GroupWork
+from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall, Script
+from distdl_rma.segments.collectives.between_nodes import Messages
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.messages import Messages
 
 Tensor = torch.Tensor
 P = ParamSpec("P")
@@ -42,32 +42,35 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._me, self._ranks = tuple(ranks).index(manager.rank), len(ranks)
         super().__init__(self._me, self._ranks)
         self._manager, self._name, self._timeout = manager, name, timeout
-        self._lines = Lines(manager, name)
+        self._queue = OperationQueue(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
-        self._rounds: Rounds | None = None
-        self._way: NodeCollectives | WideCollectives
-        self._caller: Rounds | WideCollectives
+        self._rounds: NodeSlots | None = None
+        self._way: NodeCollectives | InterNodeCollectives
+        self._caller: NodeSlots | InterNodeCollectives
         self._quick: QuickReductions | None = None
-        teams = _teams_of(manager, ranks)
+        # Positions of ranks that reach each other's memory; alike on all of them.
+        positions = {rank: at for at, rank in enumerate(ranks)}
+        nodes = NodeLayout(tuple(ranks), manager.segment.direct_nodes, manager.rank).nodes
+        teams = [tuple(positions[rank] for rank in node) for node in nodes]
         if len(teams) == 1:
-            self._rounds = self._caller = Rounds(manager, ranks, name)
+            self._rounds = self._caller = NodeSlots(manager, ranks, name)
             self._way = way = NodeCollectives(self._rounds)
-            self._quick = QuickReductions(self._rounds, self._lines, way)
-            self._lines.progress = self._rounds.steps
+            self._quick = QuickReductions(self._rounds, self._queue, way)
+            self._queue.progress = self._rounds.steps
         elif len(teams) == len(ranks):
-            self._way = self._caller = WideCollectives(self._messages, self._me, name)
+            self._way = self._caller = InterNodeCollectives(self._messages, self._me, name)
         else:
             team = next(team for team in teams if self._me in team)
-            self._rounds = Rounds(manager, [ranks[at] for at in team], name)
+            self._rounds = NodeSlots(manager, [ranks[at] for at in team], name)
             heads = [ranks[team[0]] for team in teams]
             leads = manager.rank in heads
             leaders = Messages(manager, heads, f"leaders of process group {name}") if leads else None
-            led = LedCollectives(self._messages, leaders, self._rounds, teams, self._me)
+            led = HierarchicalCollectives(self._messages, leaders, self._rounds, teams, self._me)
             self._way = self._caller = led
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
-        # The latest works on one element, see Reductions.
+        # The latest works on one element, see ReducingCollectives.
         self._counts: deque[Work] = deque(maxlen=64)
 
     def _begin(
@@ -78,7 +81,7 @@ class GroupCore(_Base):  # type: ignore[misc]
         result: Any,
         stored: Sequence[Flat] = (),
     ) -> Work:
-        # ``what`` and the sizes of the tensors are alike on all ranks; the result is what ``stored`` fills.
+        # ``what`` and the sizes of the tensors are the same on all ranks. ``stored`` fills the result.
         caller, call = self._caller, self._call(what, tensors)
 
         def begin() -> Script:
@@ -89,13 +92,13 @@ class GroupCore(_Base):  # type: ignore[misc]
             for flat in stored:
                 flat.store()
 
-        operation = self._lines.append(Operation(begin, caller.waiting, finish))
-        return self._kept(GroupWork(self._lines, operation, result, self._timeout))
+        operation = self._queue.append(PendingCall(begin, caller.waiting, finish))
+        return self._kept(GroupWork(self._queue, operation, result, self._timeout))
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Tell ranks that wait in a call of all that this one refuses it; does not wait for them.
+        """Tell the ranks that wait in a collective call that this rank refuses it; does not wait for them.
 
-        They raise ``MismatchError``, with the reason. Where all refuse it, the group goes on.
+        They raise ``MismatchError`` with the reason. If all ranks refuse the call, the group stays usable.
         """
         caller, call = self._caller, Call.refused(what, error)
 
@@ -103,9 +106,9 @@ class GroupCore(_Base):  # type: ignore[misc]
             caller.call = call
             return self._way.barrier()
 
-        # Of a group that has ended nobody waits.
+        # No rank waits for a group that has ended.
         with suppress(DistdlError):
-            self._lines.append(Operation(begin, caller.waiting, None))
+            self._queue.append(PendingCall(begin, caller.waiting, None))
 
     def _call(self, what: str, tensors: Sequence[Tensor]) -> Call:
         key = (what, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
@@ -132,50 +135,42 @@ class GroupCore(_Base):  # type: ignore[misc]
         return f"{what} in group {self._name!r}"
 
     def shutdown(self) -> None:
-        """Give up the memory; what other ranks still wait for goes on. Local, idempotent."""
-        self._lines.close()
+        """Free the memory; operations that other ranks wait for continue. Local, idempotent."""
+        self._queue.close()
         if not self._manager.closed:
             if self._rounds is not None:
-                over = Leaving(self._lines, self._rounds)
-                over()
-                self._manager.retire(self._rounds.memory, over)
-            # Else what is under way would meet what the next group of these ranks sends.
-            if self._lines.idle:
+                leaving = self._leaving(self._queue, self._rounds)
+                leaving()
+                self._manager.retire(self._rounds.memory, leaving)
+            # Otherwise messages under way would match those of the next group of these ranks.
+            if self._queue.idle:
                 self._messages.close()
-                if isinstance(self._way, LedCollectives):
+                if isinstance(self._way, HierarchicalCollectives):
                     self._way.close()
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
 
+    @staticmethod
+    def _leaving(queue: OperationQueue, rounds: NodeSlots) -> Callable[[], bool]:
+        """Return what continues the end of a group on this rank, and returns whether its memory is free.
 
-def _teams_of(manager: SegmentManager, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    # Positions of ranks that reach each other's memory; alike on all of them.
-    places = {rank: at for at, rank in enumerate(ranks)}
-    nodes = manager.segment.direct_nodes
-    teams = (tuple(sorted(places[rank] for rank in node if rank in places)) for node in nodes)
-    return sorted(team for team in teams if team)
+        This rank leaves when none of its operations is under way. Until all ranks have left, they may write
+        to each other, also after a call that some of them did not make.
+        """
+        left = False
 
+        def leaving() -> bool:
+            nonlocal left
+            if not left and queue.resting:
+                left = True
+                rounds.leave()
+            return left and rounds.left()
 
-class Leaving:
-    """The end of a group on this rank; whether its memory is free, if called.
-
-    It leaves as soon as nothing of its own is under way. Until all have left they may write to each other,
-    also after a call that some of them did not make.
-    """
-
-    def __init__(self, lines: Lines, rounds: Rounds) -> None:
-        self._lines, self._rounds, self._left = lines, rounds, False
-
-    def __call__(self) -> bool:
-        """Go on with it, and say whether it is over."""
-        if not self._left and self._lines.resting:
-            self._left = True
-            self._rounds.leave()
-        return self._left and self._rounds.left()
+        return leaving
 
 
 def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A call that all ranks make: what one of them refuses, the others learn."""
+    """Decorate a collective call: if one rank refuses it, the others learn of that."""
 
     @wraps(method)
     def call(group: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -189,11 +184,11 @@ def of_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any
 
 
 def op_of(opts: Any) -> Any:
-    """Reduction that options ask for, or a reduction itself; the sum if None."""
+    """Reduction operation of some options, or the operation itself; the sum if None."""
     found = getattr(opts, "reduceOp", opts)
     return ReduceOp.SUM if found is None else getattr(found, "op", found)
 
 
 def root_of(opts: Any) -> int:
-    """Root that options ask for, a rank in the group."""
+    """Root of some options: a rank in the group."""
     return int(opts.rootRank) if opts is not None else 0

@@ -1,4 +1,4 @@
-"""How groups are made: from what torch says about them, on the machine of this job, without an address."""
+"""How torch makes groups: on the machine of this job, without an address."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _machine_of(ranks: tuple[int, ...], size: int) -> Machine:
     everyone = Machine.known()
     if everyone is not None or len(ranks) == size:
         return everyone or Machine.on()
-    # Ranks of no part in the group make no call.
+    # Ranks outside the group make no call.
     machine = _machines.get(ranks)
     if machine is None or machine.closed:
         _machines[ranks] = machine = Machine(ranks=ranks)
@@ -78,9 +78,9 @@ def _machine_of(ranks: tuple[int, ...], size: int) -> Machine:
 def rendezvous(
     by_environment: Handler, url: str, timeout: timedelta = default_pg_timeout, **options: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """What ``env://`` means, torch's default: no variable of the environment is needed where MPI started us.
+    """Rendezvous for ``env://``, torch's default; needs no environment variables if MPI started the ranks.
 
-    Where all of torch's variables are set, and where nothing else is known either, it is what it was.
+    If all of torch's variables are set, or if MPI did not start the ranks, it is torch's own rendezvous.
     """
     by_mpi = _by_mpi()
     if "?" in url or all(os.environ.get(name) for name in _NEEDED) or not by_mpi:
@@ -102,9 +102,9 @@ def _by_mpi() -> bool:
 
 
 def _store(timeout: timedelta) -> Store:
-    """A store of torch's that all ranks reach; collective over them.
+    """Store of torch that all ranks reach; collective over them.
 
-    A file where they are on one node: nothing is asked of a network, not even what its hosts are called.
+    On one node it is a file: that needs no network and no host name.
     """
     segments = Machine.on().segments
     rank, size = launched()
@@ -125,7 +125,7 @@ def _store(timeout: timedelta) -> Store:
 
 
 def _shared_file(segments: SegmentManager, rank: int) -> str:
-    # One without a name where that can be, which is gone with the processes however they end.
+    # A file without a name where the system has them: it ends with the processes, however these end.
     made, own = None, os.getpid()
     with suppress(OSError, AttributeError):
         made = os.memfd_create("distdl_rma rendezvous") if rank == 0 else None
@@ -133,7 +133,7 @@ def _shared_file(segments: SegmentManager, rank: int) -> str:
     told = gather_words(segments, [namespace(), own, made, named], "rendezvous of torch")
     _, process, number, named = told[0]
     spaces = {each[0] for each in told.values()}
-    # A process has the number that it says where all of them are in one namespace.
+    # Process numbers are valid on all ranks if all are in one namespace.
     if rank and number is not None and len(spaces) == 1 and 0 not in spaces:
         with suppress(OSError):
             made = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -149,8 +149,8 @@ def _shared_file(segments: SegmentManager, rank: int) -> str:
 
 
 def _kept(file: int) -> int:
-    # torch opens it again and again, the last time when a store goes, which may be after its group. Two
-    # numbers take turns, so that nothing else has one of them then; stores beside a group keep theirs.
+    # torch opens the file several times, the last time when a store is deleted, perhaps after its group. Two
+    # file numbers take turns, so that no other file has one of them then; stores beside a group keep theirs.
     if is_initialized():
         return file
     _rendezvous.append(file)
@@ -161,11 +161,11 @@ def _kept(file: int) -> int:
 
 
 def _addresses() -> list[str]:
-    """Addresses of this host, one for each of its networks, and its name, which others may not know."""
+    """Addresses of this host, one for each network, and its name, which other hosts may not resolve."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as some:
         for _, name in socket.if_nameindex():
-            # A network without an address has none to tell.
+            # An interface without an address is left out.
             with suppress(OSError):
                 answer = fcntl.ioctl(some.fileno(), _ASK_ADDRESS, struct.pack("256s", name.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
@@ -173,7 +173,7 @@ def _addresses() -> list[str]:
 
 
 def _reached(addresses: list[str], port: int) -> str:
-    """The first address that answers here."""
+    """First address that accepts a connection from here."""
     for address in addresses:
         with suppress(OSError), socket.create_connection((address, port), _ANSWER_SECONDS):
             return address

@@ -1,4 +1,4 @@
-"""The process group: all that torch calls, as collectives and messages on the segments."""
+"""The process group: the methods that torch calls, as collectives and messages on the segments."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch.distributed import Work
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.process_group.core import Tensor
-from distdl_rma.process_group.movements import Movements
-from distdl_rma.process_group.points import Points
-from distdl_rma.process_group.reductions import Reductions
+from distdl_rma.process_group.data_collectives import DataCollectives
+from distdl_rma.process_group.point_to_point import PointToPoint
+from distdl_rma.process_group.reducing_collectives import ReducingCollectives
 from distdl_rma.process_group.tensors import Flat, check, single
 from distdl_rma.process_group.work import GroupWork
 from distdl_rma.segments.manager import SegmentManager
 
 
-class RmaProcessGroup(Reductions, Movements):
+class RmaProcessGroup(ReducingCollectives, DataCollectives):
     """A process group of torch on the segments of a machine, for tensors on the processor.
 
-    Made by ``torch.distributed.init_process_group("rma")`` and ``new_group``; collective over its ranks to
-    make, blocking. Calls begin an operation and return a work to wait for. Collectives of a group follow one
-    another in the order of the calls, which is the same on all ranks; every wait on the machine takes all of
-    them further. ``MismatchError`` on every rank where calls, sizes, types or roots differ; the group cannot
-    be used after it. ``ExchangeTimeout`` names those that are missing, and the wait can be repeated.
+    ``torch.distributed.init_process_group("rma")`` and ``new_group`` make it, collectively over its ranks and
+    blocking. A call begins an operation and returns a work to wait for. The collectives of a group run one
+    after another in the order of the calls, which is the same on all ranks; every wait on the machine
+    advances all of them. If calls, sizes, types or roots differ, every rank raises ``MismatchError`` and the
+    group cannot be used any more. ``ExchangeTimeout`` names the missing ranks; the wait can be repeated.
 
-    ``ranks`` are the rank ids of the machine by rank in the group; ``timeout`` is in seconds, None for that
-    of the machine.
+    ``ranks`` are the rank ids of the machine by rank in the group; ``timeout`` is in seconds, None for the
+    machine's timeout.
     """
 
     def __init__(
         self, manager: SegmentManager, ranks: Sequence[int], name: str, timeout: float | None
     ) -> None:
         super().__init__(manager, ranks, name, timeout)
-        self._points = Points(self._messages, self._lines, self._me, name)
+        self._points = PointToPoint(self._messages, self._queue, self._me, name)
         self._torch_name, self._description = name, "undefined"
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -46,28 +46,28 @@ class RmaProcessGroup(Reductions, Movements):
 
     name = getBackendName
 
-    # torch finds groups by a name, which it gives them after they are made.
+    # torch finds groups by a name, which it sets after it has made them.
 
     def getGroupName(self) -> str:  # noqa: N802
         """Name by which torch knows the group."""
         return self._torch_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take the name by which torch knows the group."""
+        """Set the name by which torch knows the group."""
         self._torch_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the group is for, in words of its maker."""
+        """Description of the group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take what the group is for."""
+        """Set the description of the group."""
         self._description = description
 
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Have waits that begin from now on end after another time."""
+        """Set the timeout of waits that begin from now on."""
         self._timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -81,7 +81,7 @@ class RmaProcessGroup(Reductions, Movements):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # By these torch knows that it may save checkpoints beside the training.
+        # torch reads them to decide whether it can save checkpoints during training.
         return [torch.device("cpu")]
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
@@ -89,7 +89,7 @@ class RmaProcessGroup(Reductions, Movements):
         return self._begin("barrier", [], self._way.barrier, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have called, blocking; ``ExchangeTimeout`` names those that have not."""
+        """Wait until all ranks have called; blocking. ``ExchangeTimeout`` names the ranks that have not."""
         work: Any = self._begin("monitored_barrier", [], self._way.barrier, [])
         work.wait(timeout)
 
@@ -97,20 +97,20 @@ class RmaProcessGroup(Reductions, Movements):
         """Send a tensor to a rank of the group."""
         flat, tensor = self._message(tensors, "send")
         operation = self._points.send(flat.bytes, str(tensor.dtype), target, tag)
-        return self._kept(GroupWork(self._lines, operation, [tensor], self._timeout, self._me))
+        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, self._me))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor from a rank of the group."""
         flat, tensor = self._message(tensors, "recv")
         operation = self._points.receive(flat.bytes, str(tensor.dtype), source, tag, flat.store)
-        return self._kept(GroupWork(self._lines, operation, [tensor], self._timeout, source))
+        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, source))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
-        """Receive a tensor from whichever rank of the group is the first to send one with this tag."""
+        """Receive a tensor with this tag from the first rank of the group that sends one."""
         flat, tensor = self._message(tensors, "recv")
         found: list[int] = []
         operation = self._points.receive_any(flat.bytes, str(tensor.dtype), tag, found.append, flat.store)
-        return self._kept(GroupWork(self._lines, operation, [tensor], self._timeout, found))
+        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, found))
 
     def _message(self, tensors: Sequence[Tensor], what: str) -> tuple[Flat, Tensor]:
         tensor: Tensor = single(tensors, self._who(what))
@@ -125,17 +125,17 @@ class RmaProcessGroup(Reductions, Movements):
         return works[0] if len(works) == 1 else _Several(works)
 
     def drop_coalescing(self) -> None:
-        """End a block of coalesced calls that an error left; what it began goes on."""
+        """End a block of coalesced calls after an error; operations that it began continue."""
         self._coalescing = None
 
-    abort = Reductions.shutdown
+    abort = ReducingCollectives.shutdown
 
 
 _Work: Any = Work
 
 
 class _Several(_Work):  # type: ignore[misc]
-    """Works that are waited for together."""
+    """Several works as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()

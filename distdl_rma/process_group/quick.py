@@ -1,4 +1,4 @@
-"""All-reduces in as few steps as can be: what calls need is prepared once, and small ones need no script."""
+"""All-reduces in few Python calls: views and functions are made once, and small ones need no script."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.process_group.collectives.on_node import NodeCollectives
-from distdl_rma.process_group.collectives.reducers import Reducer
-from distdl_rma.process_group.collectives.rounds import WHOLE_BYTES, Call, Rounds
-from distdl_rma.process_group.operations import Lines, Operation, Script
+from distdl_rma.process_group.node_slots import WHOLE_BYTES, Call, NodeSlots
+from distdl_rma.process_group.on_node import NodeCollectives
+from distdl_rma.process_group.reducers import Reducer
+from distdl_rma.process_group.work import OperationQueue, PendingCall, Script
 
 Array = NDArray[Any]
 Bytes = memoryview
 
-# Looks at the others' words before the wait becomes a patient one, and before others may have the core: what
-# takes it then may keep it for milliseconds. Where ranks share cores, others may have it after each.
+# Looks at the others' words before the rank queues a script, and before it yields the core: another process
+# may keep the core for milliseconds. Where ranks share cores, it yields after each look.
 _LOOKS, _CROWDED_LOOKS, _SPINS = 1500, 100, 1000
 _KEPT = 512
 
 
 class Quick(NamedTuple):
-    """Calls on one tensor's memory: what they are, and how they are carried out.
+    """Prepared calls on one tensor's memory.
 
-    Either small ones, with this rank's slot and the reduction in even and odd rounds, or those that have a
-    ``script``.
+    Small calls have this rank's slot and the reduction for even and odd rounds; others have a ``script``.
     """
 
     call: Call
@@ -40,21 +39,21 @@ class Quick(NamedTuple):
 
 
 class QuickReductions:
-    """Carries out all-reduces of contiguous tensors on one node, where no other collective is under way."""
+    """All-reduces of contiguous tensors on one node, while no other collective is under way."""
 
-    def __init__(self, rounds: Rounds, lines: Lines, way: NodeCollectives) -> None:
-        self._rounds, self._lines, self._way = rounds, lines, way
+    def __init__(self, rounds: NodeSlots, queue: OperationQueue, way: NodeCollectives) -> None:
+        self._rounds, self._queue, self._way = rounds, queue, way
         self._lock = rounds.manager.segment.lock
         self._most = min(WHOLE_BYTES, rounds.slot_bytes)
-        # If nobody waits, and if somebody does.
+        # For asynchronous calls, and for those that wait.
         self._patience = range(1), range(_CROWDED_LOOKS if rounds.crowded else _LOOKS)
-        # Ranks that share a core wait for each other's turn on it.
+        # Ranks that share a core yield it at once.
         self._spins = 0 if rounds.crowded else _SPINS
-        # By address, number of elements, type and operation: never used without a tensor that is there.
+        # By address, number of elements, type and operation; used only while a tensor has that memory.
         self._known: dict[Hashable, Quick] = {}
 
     def learn(self, tensor: torch.Tensor, op: Hashable, call: Call, reducer: Reducer) -> None:
-        """Keep what calls on this memory need."""
+        """Prepare calls on this memory."""
         count = tensor.numel()
         if not count or tensor.is_complex():
             return
@@ -76,34 +75,34 @@ class QuickReductions:
             some[me] = x
         return Quick(call, x.data.cast("B"), mine, tuple(reducer.bound(some, x) for some in rows), None)
 
-    def run(self, tensor: torch.Tensor, op: Hashable, hurry: bool) -> Operation | bool | None:
+    def run(self, tensor: torch.Tensor, op: Hashable, hurry: bool) -> PendingCall | bool | None:
         """Reduce a contiguous tensor in place.
 
-        True if that is over, False if it cannot begin now, None if its memory has yet to be learned, or what
-        remains to be done.
+        Returns True if it is done, False if it cannot begin now, None if its memory is not prepared, or else
+        the operation that completes it.
         """
         quick = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
         if quick is None:
             return None
-        rounds, lines = self._rounds, self._lines
+        rounds, queue = self._rounds, self._queue
         with self._lock:
-            if not (lines.ready and rounds.free(rounds.number + 1)):
+            if not (queue.ready and rounds.free(rounds.number + 1)):
                 return False
             rounds.call = quick.call
             try:
                 rest = (self._at_once if quick.script is None else self._by_script)(quick, hurry)
             except BaseException as error:
-                lines.break_off(error)
+                queue.break_off(error)
                 raise
             if rest is None:
                 return True
 
             def script() -> Script:
                 yield from rest
-                # Until here its memory is used.
+                # Keeps the tensor, whose memory the script uses.
                 tensor.numel()
 
-            return lines.append(Operation(script, rounds.waiting, None))
+            return queue.append(PendingCall(script, rounds.waiting, None))
 
     def _at_once(self, quick: Quick, hurry: bool) -> Script | None:
         rounds = self._rounds

@@ -1,4 +1,4 @@
-"""Tensors of a call as flat arrays, and what a call cannot take."""
+"""Tensors of a call as flat arrays, and checks of the arguments of calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.dtypes import WORDS
+from distdl_rma.dtypes import NUMPY, WORDS
 from distdl_rma.errors import ShapeError, UnsupportedError
 
 Array = NDArray[Any]
@@ -22,10 +22,10 @@ _AS_WORDS |= {
 
 
 class Flat:
-    """A tensor as a flat array of its ``elements``, in their order, and its way back where that is a copy.
+    """A tensor as a flat array of its ``elements``, in their order; ``store`` writes a copy back.
 
-    Floats of 16 bits are words of 16 bits. ``UnsupportedError`` for tensors that have no such memory, as a
-    DTensor, whose part is ``to_local()``.
+    Floats of 16 bits are words of 16 bits. ``UnsupportedError`` for tensors without such memory, such as a
+    DTensor: its part is ``to_local()``.
     """
 
     __slots__ = ("_copied", "_tensor", "elements")
@@ -50,46 +50,37 @@ class Flat:
         return self.elements.view(np.uint8)
 
     def store(self) -> None:
-        """Put what was written to the array into the tensor, where that is another memory."""
+        """Copy the array into the tensor, if they have different memory."""
         if self._copied is not self._tensor:
             self._tensor.copy_(self._copied)
 
 
 class _Memory:
-    # What numpy makes an array of, and keeps. torch's numpy() would forbid for ever to resize the tensor, as
-    # FullyShardedDataParallel does between its collectives.
+    # The base of a numpy array. torch's numpy() would forbid to resize the tensor from then on, but
+    # FullyShardedDataParallel resizes it between its collectives.
     __slots__ = ("__array_interface__", "tensor")
 
     def __init__(self, tensor: torch.Tensor, address: int) -> None:
         self.tensor = tensor
         self.__array_interface__ = {
             "shape": (tensor.numel(),),
-            "typestr": _CODES[tensor.dtype],
+            "typestr": NUMPY[tensor.dtype].str,
             "data": (address, False),
             "version": 3,
         }
 
 
-class _Codes(dict[torch.dtype, str]):
-    # What numpy calls types.
-    def __missing__(self, dtype: torch.dtype) -> str:
-        found = self[dtype] = torch.empty(0, dtype=dtype).numpy().dtype.str
-        return found
-
-
-_CODES = _Codes()
-
-
 def _array_of(tensor: torch.Tensor) -> Array:
-    address = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+    known = type(tensor) is torch.Tensor and tensor.dtype in NUMPY
+    address = tensor.data_ptr() if known else 0
     if not address:
-        # Without elements, or one that hides where they are.
+        # It has no elements, a type that numpy lacks, or an address that is hidden.
         return tensor.numpy().reshape(-1)
     return np.asarray(_Memory(tensor, address))
 
 
 def check(tensors: Sequence[torch.Tensor], who: str) -> None:
-    """Raise ``UnsupportedError`` for tensors that are not dense, or not in the memory of the processor."""
+    """Raise ``UnsupportedError`` for tensors that are not dense or not in the memory of the CPU."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise UnsupportedError(
@@ -101,14 +92,14 @@ def check(tensors: Sequence[torch.Tensor], who: str) -> None:
 
 
 def single(tensors: Sequence[Any], who: str) -> Any:
-    """The only one of a list, as calls for one device per process have it; ``ShapeError`` if it is not."""
+    """The only entry of a list; ``ShapeError`` if it has another length."""
     if len(tensors) != 1:
         raise ShapeError(f"{who}: takes one tensor per rank, got {len(tensors)}")
     return tensors[0]
 
 
 def facts(tensors: Sequence[torch.Tensor]) -> str:
-    """Sizes and types, as all ranks have to give them."""
+    """Sizes and types of tensors as text."""
     said = [f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]
     if len(said) > 1 and len(set(said)) == 1:
         return f"{len(said)} times {said[0]}"
@@ -135,7 +126,7 @@ def parts_of(whole: torch.Tensor, part: torch.Tensor, ranks: int, who: str) -> l
 
 
 def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, ranks: int, who: str) -> list[torch.Tensor]:
-    """Rows of a contiguous tensor for each rank: numbers of them, or equal parts; views."""
+    """Rows of a contiguous tensor for each rank, by numbers of rows or in equal parts; views."""
     check([tensor], who)
     _flat(tensor, who)
     sizes, rows = list(splits or ()), tensor.shape[0] if tensor.dim() else 1

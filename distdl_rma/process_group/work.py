@@ -1,4 +1,4 @@
-"""What torch gives its callers to wait for: works and futures."""
+"""What a group has begun: pending calls, their queue, and the works and futures that torch waits for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,217 @@ import atexit
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Work
 
-from distdl_rma.errors import ExchangeTimeout, ProtocolError
-from distdl_rma.process_group.operations import Lines, Operation
+from distdl_rma.errors import ClosedError, DistdlError, ExchangeTimeout, ProtocolError
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.header import WaitReason
+
+Script = Iterator[None]
+
+# Looks before a wait lets others have the core.
+_SPINS = 30
+
+
+class PendingCall:
+    """An operation under way: a script that yields as long as it waits, then ``finish``.
+
+    ``begin`` makes the script; ``reason`` says which ranks it waits for. ``error`` is what ended it.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Script], reason: Callable[[], WaitReason], finish: Callable[[], None] | None
+    ) -> None:
+        self.reason = reason
+        self._begin, self._finish = begin, finish
+        self._script: Script | None = None
+        self.done = False
+        self.error: BaseException | None = None
+
+    def advance(self) -> bool:
+        """Advance as far as possible; return whether it is over. Keeps the error that it raises."""
+        if self.done:
+            return True
+        try:
+            if self._script is None:
+                self._script = self._begin()
+            for _ in self._script:
+                return False
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self._end()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """End it by an error."""
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        # Drops the references to its data and to the operation before it.
+        self.done, self._begin, self._script, self._finish = True, _nothing, None, None
+
+
+def _nothing() -> Script:
+    return iter(())
+
+
+def done() -> PendingCall:
+    """Return an operation that is over."""
+    operation = PendingCall(_nothing, lambda: WaitReason((), ""), None)
+    operation.done = True
+    return operation
+
+
+class OperationQueue:
+    """The operations of a group: collectives, one after another in the order of the calls, and messages.
+
+    Every wait on the machine advances them, in whatever order the ranks wait for them. An error in a
+    collective ends the group: later calls raise it again.
+    """
+
+    def __init__(self, manager: SegmentManager, name: str) -> None:
+        self.manager, self.name = manager, name
+        self._lock = manager.segment.lock
+        self._collectives: deque[PendingCall] = deque()
+        self._messages: list[PendingCall] = []
+        self._broken: BaseException | None = None
+        self._closed = False
+        # Its result changes whenever a collective has advanced.
+        self.progress: Callable[[], object] = bool
+
+    def check(self) -> None:
+        """Raise if the group has ended."""
+        if self._closed or self.manager.closed:
+            raise ClosedError(f"process group {self.name!r} was destroyed, or its machine closed")
+        if self._broken is not None:
+            if isinstance(self._broken, DistdlError):
+                raise self._broken
+            why = f"was interrupted by {self._broken!r}"
+            raise ProtocolError(f"process group {self.name!r} {why}: make it anew on all its ranks")
+
+    def append(self, operation: PendingCall) -> PendingCall:
+        """Begin a collective when those before it are over."""
+        self.check()
+        with self._lock:
+            self._collectives.append(operation)
+            if len(self._collectives) == 1:
+                self._begin(self.advance)
+        return operation
+
+    def add(self, operation: PendingCall) -> PendingCall:
+        """Begin a message; it waits for no other operation."""
+        self.check()
+        with self._lock:
+            self._messages.append(operation)
+            self._begin(self.advance_apart)
+        return operation
+
+    @property
+    def ready(self) -> bool:
+        """Whether a collective can begin now: none is under way, and nothing went wrong."""
+        return not (self._collectives or self._closed or self._broken is not None or self.manager.closed)
+
+    @property
+    def resting(self) -> bool:
+        """Whether no collective is under way."""
+        return not self._collectives
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._collectives or self._messages)
+
+    def _begin(self, advance: Callable[[], bool]) -> None:
+        # Whoever waits for the operation raises its error.
+        over = False
+        with suppress(DistdlError):
+            over = advance()
+        if not over:
+            self.manager.defer(advance)
+
+    def advance(self) -> bool:
+        """Advance the collectives; return whether none is under way."""
+        with self._lock:
+            line = self._collectives
+            while line:
+                try:
+                    if not line[0].advance():
+                        return False
+                except BaseException as error:
+                    self.break_off(error)
+                    # An exception of a signal handler goes to the caller, whatever operation that waits for.
+                    if not isinstance(error, Exception):
+                        raise
+                    return True
+                line.popleft()
+            return True
+
+    def advance_apart(self) -> bool:
+        """Advance the messages; return whether none is under way."""
+        with self._lock:
+            for operation in tuple(self._messages):
+                over = True
+                # Whoever waits for it raises it.
+                with suppress(DistdlError):
+                    over = operation.advance()
+                if over:
+                    self._messages.remove(operation)
+            return not self._messages
+
+    def wait(self, operation: PendingCall, timeout: float | None) -> None:
+        """Wait for an operation; blocking. Raises the error that ended it."""
+        if not operation.done:
+            self._wait(operation, self.manager.waiter.timeout if timeout is None else timeout)
+        if operation.error is not None:
+            raise operation.error
+
+    def _wait(self, operation: PendingCall, seconds: float) -> None:
+        # Waits for each step separately, since a long wait looks less often.
+        waiter, whole, deadline = self.manager.waiter, seconds, time.monotonic() + seconds
+        # Ranks that share a core take only a few looks.
+        spins = min(waiter.spins, _SPINS)
+        before: object = None
+
+        def further() -> bool:
+            if not operation.done:
+                self.advance()
+                self.advance_apart()
+            return operation.done or self.progress() != before
+
+        while not operation.done:
+            before = self.progress()
+            waiter.until(further, operation.reason, seconds, spins, whole)
+            seconds = max(deadline - time.monotonic(), 0.0)
+
+    def fail(self, operation: PendingCall, error: BaseException) -> None:
+        """End an operation by an error of another place: a collective and all behind it, or a message."""
+        with self._lock:
+            if operation in self._collectives:
+                self.break_off(error)
+            elif not operation.done:
+                operation.fail(error)
+
+    def break_off(self, error: BaseException) -> None:
+        """End all collectives, and the group, by an error."""
+        self._broken = self._broken or error
+        for operation in self._collectives:
+            operation.fail(error)
+        self._collectives.clear()
+
+    def close(self) -> None:
+        """Refuse new operations; those under way continue."""
+        self._closed = True
+
 
 # Looks before a pause, and how long it is.
 _LOOKS, _PAUSE_SECONDS = 20, 5e-5
@@ -28,25 +231,25 @@ _Work: Any = Work
 
 
 class GroupWork(_Work):  # type: ignore[misc]
-    """An operation of a group that may be under way; ``result`` are the tensors that it fills."""
+    """torch's work of an operation of a group; ``result`` are the tensors that it fills."""
 
     def __init__(
         self,
-        lines: Lines,
-        operation: Operation,
+        queue: OperationQueue,
+        operation: PendingCall,
         tensors: Any,
         timeout: float | None,
         source: int | list[int] = -1,
     ) -> None:
         super().__init__()
-        self._lines, self._operation, self._tensors = lines, operation, tensors
+        self._queue, self._operation, self._tensors = queue, operation, tensors
         self._timeout, self._source = timeout, source
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait until the operation is over; raises what ended it, ``ExchangeTimeout`` at the deadline."""
+        """Wait until the operation is over; raises its error, or ``ExchangeTimeout`` at the deadline."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        self._lines.wait(self._operation, seconds or self._timeout)
+        self._queue.wait(self._operation, seconds or self._timeout)
         return True
 
     def synchronize(self) -> None:
@@ -54,9 +257,9 @@ class GroupWork(_Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation is over, by success or not; goes on with it, and does not block."""
+        """Whether the operation is over, with or without an error; advances it, does not block."""
         if not self._operation.done:
-            self._lines.manager.waiter.advance()
+            self._queue.manager.waiter.advance()
         return self._operation.done
 
     def is_success(self) -> bool:
@@ -64,7 +267,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         return self.is_completed() and self._operation.error is None
 
     def exception(self) -> BaseException | None:
-        """What ended the operation, if it was an error."""
+        """Error that ended the operation, if any."""
         return self._operation.error
 
     def result(self) -> Any:
@@ -78,16 +281,16 @@ class GroupWork(_Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future of the tensors. A thread goes on with the operation, since a wait of torch's does not.
+        """Future of the tensors. A thread advances the operation, since torch's wait does not.
 
-        It has the group's time from now on, and is settled by ``ExchangeTimeout`` then, as a wait would be.
+        From now on it has the group's timeout; then ``ExchangeTimeout`` settles it, as it would end a wait.
         """
         if self._future is None:
             self._future = torch.futures.Future()
             if self._operation.done:
                 _settle(self._future, self._tensors, self._operation.error)
             else:
-                _driver.add(self._lines, self._operation, self._future, self._tensors, self._timeout)
+                _driver.add(self._queue, self._operation, self._future, self._tensors, self._timeout)
         return self._future
 
 
@@ -104,8 +307,8 @@ def _settle(future: torch.futures.Future[Any], tensors: Any, error: BaseExceptio
 
 
 class _Failure:
-    # The result of a future that failed. torch's set_exception has the error itself there: of that
-    # DistributedDataParallel, which looks into a result for tensors, takes the first, and crashes.
+    # Result of a future that failed. torch's set_exception stores the error itself as the result.
+    # DistributedDataParallel searches a result for tensors, and crashes on an error.
     def __init__(self, error: Exception) -> None:
         self._error = error
 
@@ -113,15 +316,15 @@ class _Failure:
         raise self._error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Which is how it looks into it.
+        # DistributedDataParallel searches a result by this method.
         raise self._error
 
 
 class _Pending(NamedTuple):
-    """Somebody may wait for the future of an operation that is under way."""
+    """An operation under way whose future someone may wait for."""
 
-    lines: Lines
-    operation: Operation
+    queue: OperationQueue
+    operation: PendingCall
     future: torch.futures.Future[Any]
     tensors: Any
     # How long in seconds, which may be for ever, and since when.
@@ -129,8 +332,8 @@ class _Pending(NamedTuple):
     begun: float
 
     def say_done(self) -> None:
-        """Tell others that it is not waited for any more, if they were told that it is."""
-        manager = self.lines.manager
+        """Tell other ranks that this one waits for it no more, if they were told that it does."""
+        manager = self.queue.manager
         if time.monotonic() - self.begun > _LOOK_SECONDS:
             with manager.segment.lock:
                 if not manager.closed:
@@ -138,18 +341,18 @@ class _Pending(NamedTuple):
 
 
 class _Driver:
-    """A thread that takes operations further as long as somebody may wait for their futures.
+    """A thread that advances operations as long as someone may wait for their futures.
 
-    What is to be done then is done by the thread that settles a future, and may wait for other futures. So
-    that thread leaves the driving to another one before it settles one, and all others that are over.
+    The thread that settles a future runs its callbacks, which may wait for other futures. So it leaves the
+    driving to another thread before it settles a future.
     """
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        # What is over or late, and is to be settled.
+        # Operations that are over or late, and whose futures are to be settled.
         self._over: deque[tuple[_Pending, BaseException | None]] = deque()
         self._change = threading.Condition()
-        # Whether a thread drives, how many wait to do so, and how many of these are to begin.
+        # Whether a thread drives, how many threads wait to drive, and how many of these are to begin.
         self._driving, self._idle, self._appointed = False, 0, 0
         self._settling = 0
 
@@ -164,21 +367,21 @@ class _Driver:
 
     def add(
         self,
-        lines: Lines,
-        operation: Operation,
+        queue: OperationQueue,
+        operation: PendingCall,
         future: torch.futures.Future[Any],
         tensors: Any,
         timeout: float | None,
     ) -> None:
-        """Settle a future when an operation is over, or when that took too long."""
-        seconds = lines.manager.waiter.timeout if timeout is None else timeout
-        item = _Pending(lines, operation, future, tensors, seconds, time.monotonic())
+        """Settle a future when its operation is over, or at the deadline."""
+        seconds = queue.manager.waiter.timeout if timeout is None else timeout
+        item = _Pending(queue, operation, future, tensors, seconds, time.monotonic())
         with self._change:
             self._pending.append(item)
             self._appoint()
 
     def _appoint(self) -> None:
-        # With the lock held: somebody drives as long as anything is pending or to be settled.
+        # Needs the lock. Some thread drives as long as anything is pending or to be settled.
         if self._driving or not (self._pending or self._over):
             return
         self._driving = True
@@ -214,23 +417,23 @@ class _Driver:
                 self._appointed -= appointed
 
     def _drive(self) -> list[tuple[_Pending, BaseException | None]]:
-        # Until something is over or late, or nothing is pending; not at all where something is to be settled.
+        # Until an operation is over or late, or none is pending; not at all if a future is to be settled.
         looked, looks = time.monotonic(), 0
         while not self._over and (pending := self._all()):
             now = time.monotonic()
             look = now - looked > _LOOK_SECONDS
             looked = now if look else looked
             settled: list[tuple[_Pending, BaseException | None]] = []
-            before = [item.lines.progress() for item in pending]
+            before = [item.queue.progress() for item in pending]
             for item in pending:
                 try:
                     self._go_on(item, look)
                 except ExchangeTimeout as error:
-                    # The operation goes on, and can be waited for.
+                    # The operation continues and can be waited for.
                     settled.append((item, error))
                 except BaseException as error:  # noqa: BLE001
-                    # A rank failed, or the machine was closed: it belongs to who waits for the future.
-                    item.lines.fail(item.operation, error)
+                    # A rank failed, or the machine was closed: whoever waits for the future raises it.
+                    item.queue.fail(item.operation, error)
             late = [item.operation for item, _ in settled]
             settled += [
                 (item, item.operation.error)
@@ -241,8 +444,8 @@ class _Driver:
                 for item, _ in settled:
                     item.say_done()
                 return settled
-            # What has come further may soon go on.
-            looks = looks + 1 if before == [item.lines.progress() for item in pending] else 0
+            # An operation that has advanced may soon advance again.
+            looks = looks + 1 if before == [item.queue.progress() for item in pending] else 0
             if looks > _LOOKS:
                 time.sleep(_PAUSE_SECONDS)
         return []
@@ -253,10 +456,10 @@ class _Driver:
 
     @staticmethod
     def _go_on(item: _Pending, look: bool) -> None:
-        operation, manager = item.operation, item.lines.manager
+        operation, manager = item.operation, item.queue.manager
         if operation.done:
             return
-        # What is under way goes on after the group is destroyed: others may wait for it.
+        # The operation continues after the group is destroyed: other ranks may wait for it.
         manager.check_open()
         manager.waiter.progress()
         if not look or operation.done:

@@ -4,17 +4,14 @@ import warnings
 from typing import Any
 
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.collectives.allgather import Allgather
-from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.allgather import Allgather, Bcast
+from distdl_rma.segments.collectives.allreduce import Allreduce, Reduce, Reducescatter
 from distdl_rma.segments.collectives.alltoall import Alltoall
-from distdl_rma.segments.collectives.broadcast import Bcast
 from distdl_rma.segments.collectives.group import Group
-from distdl_rma.segments.collectives.reduce_scatter import Reduce, Reducescatter
 from distdl_rma.segments.manager import SegmentManager, SegmentStats
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue
-from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.memory.remote_memory import RemoteArray
+from distdl_rma.segments.memory.remote_buffer import RemoteArray, RemoteBuffer
 
 __all__ = [
     "Allgather",

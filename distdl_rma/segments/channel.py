@@ -10,10 +10,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
-from distdl_rma.segments.landings import Landings, LandingsOfPeer, results_land
+from distdl_rma.segments.direct_receive import PostedResults, ResultsOfPeer, receives_directly
 from distdl_rma.segments.lanes import LANDS, SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.transport.arena import Landing
+from distdl_rma.segments.transport.heap import Landing
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]
@@ -22,18 +22,18 @@ Array = NDArray[Any]
 class Channel:
     """Executes one ``exchange`` of elements of a ``dtype`` again and again: ``start``, go on, ``receive``.
 
-    Per ordered pair of peers: two slots and a data flag at the receiver, an acknowledge flag at the
-    sender. A start puts each piece into the peer's slot and notifies; it does not wait, unless this rank
-    is two epochs ahead of a reader. Memory: two slots per received piece, allocated at construction,
-    freed after ``close()`` when no peer can write to it any more. Only ranks that exchange something
-    talk; construction is local, the first start connects the neighbours.
+    Each ordered pair of peers has two slots and a data flag at the receiver, and an acknowledge flag at the
+    sender. A start puts each piece into the peer's slot and notifies; it waits only if this rank is two
+    epochs ahead of a reader. Memory: two slots per received piece, allocated at construction, freed after
+    ``close()`` when no peer can write to it any more. Only ranks that exchange something communicate;
+    construction is local, the first start connects the neighbours.
 
-    ``sends`` and ``receives`` are the pieces of the exchange as they move: large ones in several, the reader
-    follows its writer. Messages call the channel by ``name``. These are the exchange buffers of the interface
-    document, sections 3.2, 3.2.1 and 3.2.2.
+    ``sends`` and ``receives`` are the pieces of the exchange as they move: a large piece moves in several
+    parts, and the reader follows its writer. Messages name the channel by ``name``. Channels are the exchange
+    buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
 
-    With ``make_result``, which makes memory for a result in the arena of this process, large results that
-    other ranks of the node make up are put straight into it: ``landed`` tells of which received pieces.
+    ``make_result`` makes memory for a result in the arena of this process. With it, other ranks of the node
+    put large results directly into that memory: ``landed`` says for each received piece whether they do.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class Channel:
         self._manager = manager
         link = manager.segment.link
         itemsize, arenas = self.dtype.itemsize, manager.segment.arenas
-        lands = make_result is not None and results_land(exchange, itemsize, arenas.__contains__)
+        lands = make_result is not None and receives_directly(exchange, itemsize, arenas.__contains__)
         lanes = Lanes(exchange, itemsize, lambda peer: link(peer).memory is not None, lands)
         self.sends, self.receives = lanes.sends, lanes.receives
         self._outgoing, self._incoming = lanes.outgoing, lanes.incoming
-        self._landings: Landings | None = None
+        self._posted: PostedResults | None = None
         if make_result is not None and lands:
             here = [lane for lane in self._incoming if lane.lands]
-            self._landings = Landings(make_result, here, exchange.need)
+            self._posted = PostedResults(make_result, here, exchange.need)
         self.landed = [lane.lands for lane in self._incoming for _ in lane.pieces]
-        self._results_of: dict[int, LandingsOfPeer] = {}
+        self._results_of: dict[int, ResultsOfPeer] = {}
         self._own_shape = exchange.own.shape
         self._cuts = [piece.box.slices(exchange.own) for piece in self.sends]
         self._buffer = manager.get_segment_buffer(lanes.nbytes, lanes.flags, name)
         self._flags, self._acquire = self._buffer.flags, manager.segment.acquire
         self._connected = self.idle
         self._operation = manager.operation(name)
-        # Of a recording: epochs under way, and what to call when everything of one has arrived.
+        # Of a recording: epochs under way, and the function to call when all pieces of one have arrived.
         self._recorded: dict[int, Callable[[], bool]] = {}
         self._started = self._finished = 0
         self._closed = False
@@ -80,7 +80,7 @@ class Channel:
         return not self._incoming and not self._outgoing
 
     def count(self, pieces: int) -> int:
-        """Number of pieces that the first so many of the exchange arrive in."""
+        """Number of parts in which the first so many pieces of the exchange arrive."""
         return len(in_steps(self.exchange.receives[:pieces], self.dtype.itemsize))
 
     def connect(self, timeout: float | None = None) -> None:
@@ -93,12 +93,12 @@ class Channel:
         self._check()
         if self._connected:
             return
-        # Of types that are not built in, such as those of foreign byte order, the number says too little.
+        # The number identifies built-in types only, not for example those of foreign byte order.
         kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
         # What a peer must know: where its data goes, which flag announces it, which flag acknowledges.
         facts = {peer: [-1, -1, -1, kind] for peer in self.exchange.peers}
-        if self._landings is not None:
-            self._landings.connect(self._buffer)
+        if self._posted is not None:
+            self._posted.connect(self._buffer)
         for lane in self._incoming:
             facts[lane.peer][:2] = LANDS if lane.lands else lane.offset, lane.notification
         for lane in self._outgoing:
@@ -116,7 +116,7 @@ class Channel:
             lane.write_to(remote, self._buffer, self.dtype)
             if lane.lands:
                 arena = self._manager.segment.arenas[lane.peer]
-                self._results_of[lane.peer] = LandingsOfPeer(lane, remote, arena, need, self.dtype)
+                self._results_of[lane.peer] = ResultsOfPeer(lane, remote, arena, need, self.dtype)
         for lane in self._incoming:
             lane.read_from(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
@@ -136,7 +136,7 @@ class Channel:
         """
         self._check()
         if self._started - self._finished >= SLOTS:
-            # What an error has interrupted ends here: its cause is what counts.
+            # An error may have interrupted an epoch: raise its cause first.
             self._manager.notices.check()
             under_way = f"epochs {self._finished + 1} and {self._started} are in flight"
             raise ProtocolError(f"{self.name!r}: third start without a receive ({under_way})")
@@ -144,8 +144,8 @@ class Channel:
             self.connect()
         epoch = self._started + 1
         self._manager.begin(self._operation, epoch)
-        # A slot is free again when its reader has acknowledged the epoch before the last. All are, before
-        # the first is written: who gives up waiting has told nobody of this epoch.
+        # A slot is free when its reader has acknowledged the epoch before the last. All slots are free before
+        # the first is written: if this wait ends in an error, no peer knows of this epoch.
         for lane in self._outgoing:
             if self._flags[lane.notification] < epoch - SLOTS:
                 self._wait(lane, epoch - SLOTS, epoch, "acknowledge")
@@ -170,15 +170,15 @@ class Channel:
         return epoch
 
     def ready(self, epoch: int) -> bool:
-        """Whether everything of an epoch has arrived; does not block."""
+        """Whether all pieces of an epoch have arrived; does not block."""
         return all(self._buffer.flag(lane.notification) >= lane.flag_after(epoch) for lane in self._incoming)
 
     def take_result(self, epoch: int) -> object | None:
-        """What ``make_result`` made for the result of an epoch that was started; None if nothing lands.
+        """Owner of the memory for the result of a started epoch, as ``make_result`` made it; None without.
 
-        Its memory is the caller's when the epoch was received. Until then pieces land in it.
+        Peers put pieces into that memory until the epoch is received; from then on it belongs to the caller.
         """
-        return None if self._landings is None else self._landings.take(epoch)
+        return None if self._posted is None else self._posted.take(epoch)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
@@ -208,9 +208,9 @@ class Channel:
     def void(self) -> None:
         """Give up one epoch, started or not, on all ranks of the exchange alike.
 
-        For when every rank learned that the movement does not take place: what peers may have put for it
-        is dropped. Each rank calls it exactly once for that epoch. Blocking until this rank's own puts are
-        over; after a timeout the call can be repeated.
+        For a movement that every rank knows will not take place: data that peers put for it are dropped. Each
+        rank calls it exactly once for that epoch. Blocks until this rank's own puts are complete; after a
+        timeout the call can be repeated.
         """
         self._check()
         epoch = self._finished + 1
@@ -245,14 +245,14 @@ class Channel:
         """Give the memory back when no peer writes to it any more; local, idempotent."""
         if not self._closed:
             self._closed = True
-            # After a failure results may still be put to: the manager keeps them for ever.
+            # After a failure peers may still put to results: the manager never frees them.
             if not self._manager.closed or self._manager.notices.in_vain:
                 self._manager.retire(self._buffer, self._is_left_alone)
 
     def _is_left_alone(self) -> bool:
-        # An acknowledgement is the last thing that a reader writes here; a data flag follows what a sender
-        # put, or says that it puts nothing: of a void it may come later than this rank's own.
-        # Without addresses nobody puts anything.
+        # A reader's last write here is an acknowledgement. A sender's last write is a data flag, behind its
+        # data or without data after a void, perhaps later than this rank's own void. Without addresses no
+        # peer writes.
         flag = self._buffer.flag
         return not self._connected or (
             self._finished == self._started
@@ -261,14 +261,14 @@ class Channel:
         )
 
     def _finish(self, epoch: int, timeout: float | None = None) -> None:
-        # Nothing would send this rank's notification on if it now left for something else. And what a peer
-        # acknowledged unread, in a void, must be over before the slot is written again.
+        # This rank may do something else next, and then nothing would send its notification. And a put that a
+        # peer acknowledged unread, in a void, must be complete before the slot is written again.
         for lane in self._outgoing:
             if lane.staged:
                 lane.remote.flush(timeout)
-        # Last: until here everything can be handed out once more.
-        if self._landings is not None:
-            self._landings.finish(epoch)
+        # Last: up to here the pieces can be received once more.
+        if self._posted is not None:
+            self._posted.finish(epoch)
         for lane in self._incoming:
             lane.acknowledge(epoch)
         self._finished = epoch
@@ -285,7 +285,7 @@ class Channel:
     def _wait(self, lane: Lane, value: int, epoch: int, verb: str, timeout: float | None = None) -> None:
         """Wait until the flag of a lane has a value; the peer is to ``verb`` something of the epoch."""
         flags, at = self._flags, lane.notification
-        # Of the data flag only whole epochs count; the flag of an acknowledgement counts nothing else.
+        # The message counts whole epochs; the data flag counts steps, the acknowledge flag epochs.
         steps = len(lane.ends) if verb == "send" else 1
 
         def reason() -> WaitReason:

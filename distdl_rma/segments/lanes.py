@@ -18,10 +18,11 @@ from distdl_rma.segments.transport.heap import aligned
 
 Array = NDArray[Any]
 SLOTS = 2
-# In place of the offset of a slot: what is sent lands in the result itself.
+# In place of the offset of a slot: the receiver wants the data in the result itself.
 LANDS = -2
-# A large message is announced step by step: its reader begins while its writer goes on. At least in so many
-# steps, of at least and at most so many bytes: each takes calls, whose code copies drive from the caches.
+# A large message is announced in steps: its reader begins while its writer continues. It has at least so many
+# steps, of at least and at most so many bytes: each step takes calls, whose code the copies evict from the
+# caches.
 _STEPS, _STEP_NBYTES, _LARGEST_STEP_NBYTES = 4, 1 << 20, 4 << 20
 
 
@@ -29,15 +30,15 @@ _STEPS, _STEP_NBYTES, _LARGEST_STEP_NBYTES = 4, 1 << 20, 4 << 20
 class Lane:
     """One peer's share of a channel in one direction; a message is all pieces for that peer.
 
-    In this rank's buffer, ``offset`` is that of the first slot, or of the staging area, and ``notification``
-    the data flag of what is received, or the acknowledge flag of what is sent. The data flag rises behind the
-    pieces ``ends``, the last one included.
+    In this rank's buffer, ``offset`` is that of the first slot, or of the staging area. ``notification`` is
+    the data flag of a received message, or the acknowledge flag of a sent one. The data flag is raised after
+    each piece of ``ends``, the last one included.
 
-    Once the peer's buffer ``remote`` is known, ``views`` are the pieces of both slots, or of the results that
-    they land in, ``lands``, where there are no slots; and ``staged`` both
-    staging areas where the peer's slots are out of reach. The note of that buffer says where its slots are,
-    its data flag, and its acknowledge flag. ``raise_data_flag(value)`` raises the one, ``acknowledge(epoch)``
-    the other: the slot of that epoch was read, and may be written again.
+    Once the peer's buffer ``remote`` is known, ``views`` are the pieces in both slots; or, with ``lands``, in
+    the results, and there are no slots. ``staged`` are both staging areas if the peer's slots are out of
+    reach. The note of that buffer has the offset of the slots, the data flag, and the acknowledge flag.
+    ``raise_data_flag(value)`` raises the data flag. ``acknowledge(epoch)`` raises the other: the slot of that
+    epoch was read and may be written again.
     """
 
     peer: int
@@ -108,13 +109,13 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of a channel on one rank, and how they lie in its buffer; planned without any peer.
+    """All lanes of a channel on one rank, and their places in its buffer; local to plan.
 
-    ``near`` tells whether a peer's memory can be stored to, so that no staging area is needed. ``sends`` and
-    ``receives`` are the pieces of the exchange as they move, large ones in several; ``outgoing`` and
-    ``incoming`` the lanes to and from peers, in the order of the plan; ``nbytes`` and ``flags`` the size of
-    the buffer and the number of its notifications. Where results ``land``, near peers have no slots, and the
-    buffer begins with a word for each of two epochs.
+    ``near`` says whether this rank can store to a peer's memory, so that no staging area is needed. ``sends``
+    and ``receives`` are the pieces of the exchange as they move, large ones in several parts. ``outgoing``
+    and ``incoming`` are the lanes to and from peers, in the order of the plan. ``nbytes`` and ``flags`` are
+    the size of the buffer and the number of its notifications. If results ``land``, near peers have no slots,
+    and the buffer begins with a word for each of two epochs.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Lanes:
 
 
 def in_steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
-    """Pieces, the large ones cut along their first dimension; alike for whoever sends and receives them."""
+    """Pieces, the large ones cut along their first dimension; the same at sender and receiver."""
     found = []
     for piece in pieces:
         nbytes = piece.box.volume * itemsize

@@ -1,4 +1,4 @@
-"""The manager of a machine's segment: buffers, queues, progress, closing."""
+"""The manager of a machine's segment: buffers, queues, communicators, progress, closing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,66 @@ from distdl_rma.errors import (
     PeerFailedError,
     SegmentError,
 )
-from distdl_rma.segments.counters import Counters
-from distdl_rma.segments.lifecycle.communicators import Communicators
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.context import Queue, SegmentContext
+from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.uncopyable import Uncopyable
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.peer_watch import LOST, FailureNotices, PeerWatch, cause_of, say_state
+from distdl_rma.segments.waiting.liveness import LOST, FailureNotices, PeerWatch, cause_of, say_state
 from distdl_rma.segments.waiting.waiter import Waiter
-from distdl_rma.trace import Tracer
+from distdl_rma.trace import Counters, Tracer
+
+_CREATE_TAG = 11
+
+
+class Communicators:
+    """Communicators of some ranks in order; several users of the same ranks may need one each at a time.
+
+    Making and freeing one is collective, but users come and go at different times on each rank. So a
+    communicator that is given back is kept for the next user of the same ranks, and freed in ``close``. There
+    are never more than were in use on some rank at one time. ``ranks`` are the rank ids of the positions of
+    ``comm``, the communicator of the machine.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+        self._comm, self._ranks = comm, ranks
+        self._made: dict[tuple[int, ...], list[MPI.Intracomm]] = {}
+        self._used: dict[tuple[int, ...], set[int]] = {}
+
+    def proposal(self, ranks: Sequence[int]) -> int:
+        """Smallest number from which on no communicator of these ranks is in use here; local.
+
+        All ranks ``take`` the largest of their proposals.
+        """
+        return 1 + max(self._used.get(tuple(ranks), ()), default=-1)
+
+    def take(self, ranks: Sequence[int], number: int) -> MPI.Intracomm:
+        """Communicator of the ranks with this number, the same on all of them; belongs to the machine.
+
+        Collective over them, blocking without a deadline, if there is none yet: wait for a barrier first.
+        """
+        key = tuple(ranks)
+        made = self._made.setdefault(key, [])
+        while len(made) <= number:
+            group = self._comm.group.Incl([self._ranks.index(rank) for rank in key])
+            try:
+                made.append(self._comm.Create_group(group, _CREATE_TAG))
+            finally:
+                group.Free()
+        self._used.setdefault(key, set()).add(number)
+        return made[number]
+
+    def give_back(self, ranks: Sequence[int], number: int) -> None:
+        """End a use, in which nothing is under way any more; local."""
+        self._used[tuple(ranks)].discard(number)
+
+    def close(self) -> None:
+        """Free all of them, in the order in which all ranks made them; collective over the machine."""
+        for made in self._made.values():
+            for comm in made:
+                comm.Free()
+        self._made.clear()
+
 
 _SPINS = 2000
 # How long a rank that failed stays for the others to notice.
@@ -104,14 +153,15 @@ class SegmentManager(SegmentContext, Uncopyable):
         waiter = Waiter(segment, self.notices, self.watch, counters, chosen_timeout(timeout), spins)
         super().__init__(comm, rank_ids, segment, waiter)
         self.heap.allocate(HEADER_BYTES, "header")
-        # What is done at each call goes straight to who does it: steps that all waits shall take, and the
-        # operation that begins, by a name from ``operation`` and its epoch, for the messages of others.
+        # Bound methods, without a call in between: ``defer`` adds a step that all waits take, and ``begin``
+        # writes which operation begins, by a name from ``operation`` and its epoch, for the messages of
+        # others.
         self.defer, self.withdraw = waiter.defer, waiter.withdraw
         self.begin = self._header.begin
         self.communicators = Communicators(comm, rank_ids)
         self.transport = transport
         self.trace = Tracer()
-        # What collectives keep as long as the segment is there, for all that need it.
+        # Objects that collectives share as long as the segment exists.
         self.kept: dict[Hashable, object] = {}
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
@@ -137,18 +187,18 @@ class SegmentManager(SegmentContext, Uncopyable):
         try:
             return SegmentBuffer(self, nbytes, words, owner)
         except SegmentError:
-            # What only a reference cycle holds, in the user's program say, may have memory to give back.
+            # Objects in reference cycles, for example of the user's program, may hold buffers.
             gc.collect()
             self._reclaim()
         return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer as soon as ``idle()`` says that no peer writes to it any more; local."""
-        # Only noted here: a finalizer calls this at any moment, also in the middle of an allocation.
+        # Appends only: a finalizer calls this at any moment, also in the middle of an allocation.
         self._retired.append((buffer, idle))
 
     def _reclaim(self) -> None:
-        # Finalizers append meanwhile, and what raises stays, as do those behind it.
+        # Finalizers may append meanwhile. If ``idle`` raises, its buffer and those behind it stay.
         with self.segment.lock:
             for _ in range(len(self._retired)):
                 buffer, idle = self._retired.pop(0)
@@ -174,7 +224,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         return SegmentStats(heap.nbytes, heap.used, heap.peak, heap.largest_gap, heap.owners())
 
     def describe(self) -> dict[str, object]:
-        """What this machine is and how its ranks reach each other; local."""
+        """Facts of this machine, and how its ranks reach each other; local."""
         self.check_open()
         segment = self.segment
         direct = {rank: segment.link(rank).memory is not None for rank in self.ranks}
@@ -196,7 +246,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     operation = staticmethod(operation_name)
 
     def progress(self) -> None:
-        """Advance what is under way, as waits do; does not block. ``PeerFailedError`` if a rank failed."""
+        """Advance operations under way, as waits do; does not block. ``PeerFailedError`` if a rank failed."""
         self.check_open()
         self.waiter.progress()
 
@@ -214,14 +264,14 @@ class SegmentManager(SegmentContext, Uncopyable):
         if isinstance(error, PeerFailedError):
             rank, cause = error.rank, error.cause
         self.notices.tell(cause, rank)
-        # The others would take what this rank begins now for what it has not begun before.
+        # The others would take an operation that begins now for an earlier one.
         refuse = self.notices.raise_for
         self.begin = lambda name, epoch: refuse(rank, cause, None, LOST)
 
     def raised(self, error: BaseException) -> None:
-        """Tell the others that a call of all ranks raised here: ``PeerFailedError`` where they wait for it.
+        """Tell the others that a collective call raised here. Those waiting for it raise ``PeerFailedError``.
 
-        A second later, unless it raised there too, or ``watch.goes_on()`` was called here. Local.
+        They do so after a second, unless the call raised there too, or ``watch.goes_on()`` was called. Local.
         """
         if not self.closed:
             self.watch.raised(cause_of(error))
@@ -261,8 +311,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.comm.Free()
 
     def _drop_unmatched(self) -> None:
-        # Messages of handshakes that were given up: MPI may give the number of a communicator to a later one,
-        # which would take them for its own. All ranks have met, so they are here.
+        # Receives messages of handshakes that were given up: a later communicator may get the same number
+        # from MPI and would match them. All ranks have met, so these messages have arrived.
         status = MPI.Status()
         while (found := self.comm.Improbe(status=status)) is not None:
             found.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
@@ -270,12 +320,12 @@ class SegmentManager(SegmentContext, Uncopyable):
     def gather_at_exit(self, say: Callable[[str], object]) -> bool:
         """Wait until all ranks are about to close, as long as they live; return whether they came.
 
-        Raises no error of the library: nobody could catch it. The end of MPI would wait for the others as
-        well. What keeps this rank from ending, now or there, is said once, in a line each.
+        Raises no error of the library: no code could catch it. ``MPI_Finalize`` would wait for the others as
+        well. ``say`` is called once with each reason why this rank cannot end.
         """
         notices, watch = self.notices, self.watch
         if notices.failed:
-            # The others do not close any more, and may be at MPI's end, where they answer nothing.
+            # The others do not close any more. They may be in ``MPI_Finalize``, where they do not answer.
             notices.stay(_NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
@@ -288,7 +338,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             return True
         # Others may already wait for this rank to close as well.
         notices.pass_on()
-        for rank, why in watch.gone():
+        for rank, why in watch.ended():
             say(
                 f"rank {rank} will not end together with rank {self.rank}: {why}; MPI, which ends now,"
                 " may wait for it for ever: end the job if it does"
@@ -296,11 +346,11 @@ class SegmentManager(SegmentContext, Uncopyable):
         return False
 
     def _gather(self, timeout: float | None) -> None:
-        # Freeing windows cannot be interrupted, so that nobody begins before all are here. And MPI has no way
-        # to take back that a rank came. So the ranks meet twice: one that gave up waiting for the first
-        # meeting does not come to the second, unless it calls again.
+        # Freeing windows cannot be interrupted, so no rank begins before all are here. And a rank cannot take
+        # back that it joined a barrier of MPI. So the ranks meet twice: a rank that gave up waiting for the
+        # first barrier does not come to the second, unless it calls again.
         watch, until = self.watch, self.waiter.until
-        # Peers may still wait for what this rank began to send. Those that have left take it nevertheless.
+        # Peers may still wait for this rank's puts. Ranks that have left receive them nevertheless.
         last_puts = WaitReason(watch.others, "to take its last puts", leavers=True)
         until(self.segment.progress, lambda: last_puts, timeout)
         watch.leave("closing the machine or ending its program")
@@ -323,7 +373,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     def keep(self) -> None:
         """Keep all memory that MPI may still read or write, until the process has ended; local.
 
-        MPI ends after the interpreter has let go of everything, and goes on with what is under way.
+        MPI ends after the interpreter has deleted all objects, and continues operations under way until then.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 

@@ -18,7 +18,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
 from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block, warn_of_mean
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
-from distdl_rma.segments.waiting.peer_watch import OF_SEVERAL_RANKS
+from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for

@@ -18,7 +18,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ASKED, apart, asked, breaks_graph, compiles, synchronise, uncompiled
-from distdl_rma.segments.uncopyable import Uncopyable
+from distdl_rma.segments.memory.context import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets, profiled
 from distdl_rma.sync.claims import GRADIENT_SYNC, Owner, synchronised
 from distdl_rma.sync.clipping import GradientNorms

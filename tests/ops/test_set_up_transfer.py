@@ -17,7 +17,7 @@ from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.layers import DistributedEmbedding, DistributedLinearAllGatherZero
 from distdl_rma.ops import set_up_transfer as passes
 from distdl_rma.ops.set_up_transfer import PASS_NBYTES, TransferInPasses, broadcast_from_first, gather_whole
-from distdl_rma.segments.collectives.broadcast import Bcast
+from distdl_rma.segments.collectives.allgather import Bcast
 from distdl_rma.segments.lanes import Lanes
 from distdl_rma.segments.transport.heap import aligned
 

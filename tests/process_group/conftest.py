@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from distdl_rma import Machine
     from distdl_rma.process_group.group import RmaProcessGroup
+    from distdl_rma.process_group.node_slots import NodeSlots
 
 
 @pytest.fixture
@@ -25,3 +26,16 @@ def group(
     yield group
     comm.Barrier()
     group.shutdown()
+
+
+@pytest.fixture
+def rounds(machine: Machine, comm: MPI.Intracomm) -> Generator[NodeSlots]:
+    """Rounds of all ranks, where these load and store each other's memory."""
+    from distdl_rma.process_group.node_slots import NodeSlots
+
+    if len(machine.segments.segment.direct_nodes) > 1:
+        pytest.skip("the ranks do not reach each other's memory")
+    rounds = NodeSlots(machine.segments, machine.ranks, "some rounds")
+    yield rounds
+    comm.Barrier()
+    rounds.memory.free()

@@ -1,22 +1,200 @@
-"""Works and futures: what they say while something is under way, after it, and when it went wrong."""
+"""What is under way when something else happens: a late rank, an interruption, the end of the group."""
 
+import gc
 import time
+import weakref
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
+from torch.distributed import ReduceOp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
-from distdl_rma.errors import ClosedError, ExchangeTimeout
-from distdl_rma.process_group.operations import Lines, Operation
-from distdl_rma.process_group.work import GroupWork, _driver
-from distdl_rma.segments.waiting.header import RankState, WaitReason
+from distdl_rma.errors import (
+    ClosedError,
+    ExchangeTimeout,
+    MismatchError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
+from distdl_rma.process_group.group import RmaProcessGroup
+from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall, _driver
+from distdl_rma.segments.waiting.header import HEADER_BYTES, RankState, WaitReason, parse
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 
+@pytest.mark.sizes(1, 2, 3)
+def test_messages_let_go_of_their_tensors_when_they_are_over(machine):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "letting go", None)
+    me, size = group.rank(), group.size()
+    array, received = np.ones(3, np.float32), torch.zeros(3)
+    sent, memory = torch.from_numpy(array), weakref.ref(array)
+    del array
+    for _ in range(2):
+        works = [group.send([sent], (me + 1) % size, 0), group.recv([received], (me - 1) % size, 0)]
+        for work in works:
+            work.wait()
+        sent = torch.ones(3)
+        del works, work
+    gc.collect()
+    assert memory() is None and received.tolist() == [1, 1, 1]
+    group.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_the_future_of_a_call_that_others_do_not_make_ends_in_time(machine, comm):
+    if comm.size == 1:
+        return
+    group = RmaProcessGroup(machine.segments, machine.ranks, "late futures", 0.3)
+    x = torch.ones(3)
+    if comm.rank == 0:
+        work = group.allreduce([x])
+        with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 0.3 s for rank.* in all_reduce\(sum\) of"):
+            work.get_future().wait()
+    comm.Barrier()
+    if comm.rank:
+        work = group.allreduce([x])
+    work.wait(timedelta(seconds=60))
+    assert x.tolist() == [comm.size] * 3
+    group.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("timeout", [20, float("inf")])
+def test_nobody_waits_any_more_when_a_future_is_there(machine, comm, timeout):
+    segments = machine.segments
+    group = RmaProcessGroup(segments, machine.ranks, "there", timeout)
+    comm.Barrier()
+    if comm.rank:
+        time.sleep(0.4)
+    future = group.allreduce([torch.ones(3)]).get_future()
+    assert future.wait()[0].tolist() == [comm.size] * 3
+    assert parse(segments.segment.memory[:HEADER_BYTES].tobytes()).state is RankState.RUNNING
+    group.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_a_wait_that_came_further_says_how_long_it_was_in_all(machine, comm):
+    if comm.size == 1:
+        return
+    group = RmaProcessGroup(machine.segments, machine.ranks, "further", 1.5)
+    x = torch.ones(3)
+    comm.Barrier()
+    if comm.rank == 0:
+        _, work = group.allreduce([x]), group.barrier()
+        with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 1\.5 s for rank.* in barrier"):
+            work.wait()
+    else:
+        time.sleep(0.3)
+        group.allreduce([x]).wait(timedelta(seconds=60))
+    comm.Barrier()
+    if comm.rank:
+        work = group.barrier()
+    work.wait(timedelta(seconds=60))
+    assert x.tolist() == [comm.size] * 3
+    group.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "ends in flight", None)
+    x, y, on_node = torch.ones(3), torch.ones(4), group._caller is group._rounds
+    if comm.rank == 0:
+        work = group.allreduce([x])
+        group.shutdown()
+    comm.Barrier()
+    if comm.rank:
+        work = group.allreduce([x])
+        if on_node:
+            work.wait()
+    comm.Barrier()
+    if comm.rank == 0 and comm.size > 1 and on_node:
+        # The others are through with it, this rank is not.
+        assert "process group ends in flight" in machine.segments.stats().owners
+        assert not work._operation.done
+    # In the same memory and on the same communicator, if these were free.
+    after = RmaProcessGroup(machine.segments, machine.ranks, "after it", None)
+    after.allreduce([y]).wait(timedelta(seconds=60))
+    work.wait(timedelta(seconds=60))
+    assert x.tolist() == [comm.size] * 3 and y.tolist() == [comm.size] * 4
+    comm.Barrier()
+    for one in (group, after):
+        one.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_a_call_that_all_refuse_leaves_the_group_as_it_was_whatever_their_tensors_look_like(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "refusing", None)
+    x = torch.ones(2, 3, dtype=torch.int32)
+    with pytest.raises(ShapeError, match="an average of"):
+        group.allreduce([x.t() if comm.rank else x], ReduceOp.AVG)
+    group.allreduce([x]).wait()
+    assert (x == comm.size).all()
+    comm.Barrier()
+    group.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_tensors_whose_elements_lie_elsewhere_are_unwrapped_or_refused(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "wrapped", None)
+    # Known by now, so that the next ones need not be looked at.
+    for _ in range(2):
+        group.allreduce([torch.ones(4)]).wait()
+    x = torch.ones(4)
+    group.allreduce([AsyncCollectiveTensor(x)]).wait()
+    assert x.tolist() == [comm.size] * 4
+    with pytest.raises(UnsupportedError, match=r"got a TwoTensor of torch\.float32"):
+        group.allreduce([TwoTensor(torch.ones(4), torch.ones(4))])
+    group.allreduce([x]).wait()
+    assert x.tolist() == [comm.size**2] * 4
+    comm.Barrier()
+    group.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_an_interruption_is_raised_where_it_came_and_ends_the_group(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "interrupted", None)
+    interrupted = []
+
+    def script():
+        while not interrupted:
+            yield
+        raise KeyboardInterrupt
+
+    operation = group._queue.append(PendingCall(script, lambda: WaitReason((), "for nobody"), None))
+    # As by a signal, which never comes to another thread.
+    with machine.segments.segment.lock:
+        interrupted.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            machine.segments.progress()
+    assert isinstance(operation.error, KeyboardInterrupt)
+    with pytest.raises(ProtocolError, match="was interrupted by KeyboardInterrupt"):
+        group.barrier()
+    comm.Barrier()
+    group.shutdown()
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destroyed_it(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "in vain", None)
+    if comm.size > 1:
+        with pytest.raises(MismatchError):
+            group.allreduce([torch.ones(3 + comm.rank)]).wait()
+    comm.Barrier()
+    if group._rounds is not None:
+        assert "process group in vain" in machine.segments.stats().owners
+    group.shutdown()
+    comm.Barrier()
+    assert "process group in vain" not in machine.segments.stats().owners
+
+
 @pytest.fixture
 def begin(machine):
-    lines = Lines(machine.segments, "works")
+    queue = OperationQueue(machine.segments, "works")
 
     def begin(ready, timeout=None, source=-1):
         def script():
@@ -27,7 +205,7 @@ def begin(machine):
 
         reason = WaitReason((), "for a test")
         return GroupWork(
-            lines, lines.append(Operation(script, lambda: reason, None)), ["it"], timeout, source
+            queue, queue.append(PendingCall(script, lambda: reason, None)), ["it"], timeout, source
         )
 
     return begin

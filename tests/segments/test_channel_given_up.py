@@ -8,7 +8,7 @@ import pytest
 from distdl_rma import ExchangeTimeout, ProtocolError
 from distdl_rma.segments import Channel
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.transport.rma_peer import RmaPeer
+from distdl_rma.segments.transport.links import RmaPeer
 from tests.segments.exchanges import expected, halo, movements, values
 
 pytestmark = pytest.mark.mpi

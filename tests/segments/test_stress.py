@@ -16,7 +16,7 @@ from mpi4py import MPI
 from distdl_rma import Machine
 from distdl_rma import machine as machine_module
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.lifecycle import meeting
+from distdl_rma.segments.waiting import meeting
 from tests.handles import handles, leak
 
 pytestmark = pytest.mark.mpi

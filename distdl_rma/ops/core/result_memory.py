@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from distdl_rma.dtypes import NUMPY
 from distdl_rma.ops.core.tensors import as_words
-from distdl_rma.segments.transport.arena import Arena, Landing, own_arena
+from distdl_rma.segments.transport.heap import Arena, Landing, own_arena
 
 # Smaller results come from torch, whose allocator has touched such memory before.
 SMALLEST_NBYTES = 1 << 18

@@ -1,1 +1,1 @@
-"""What several ranks do together: reductions, gathers, broadcasts, barriers."""
+"""Collectives of some ranks: reductions, gathers, broadcasts, barriers."""

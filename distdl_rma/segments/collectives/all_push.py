@@ -21,11 +21,11 @@ _ALL = slice(None)
 class AllPush:
     """Every rank pushes a vector of ``count`` elements to every rank; one notification round.
 
-    For messages where latency counts. Construction is local and alike on all ``ranks``; the first start
-    connects them. Nothing is acknowledged: a rank starts epoch k+2 only after it had everyone's epoch
-    k+1, which each sent after it had done with epoch k. So two slots per rank are enough, and an epoch
-    that was started has to be waited for before the next. ``ranks`` include this one; ``terms``, a line
-    ``name=value`` for each fact, are alike on all of them.
+    For messages whose latency counts. Construction is local and the same on all ``ranks``; the first start
+    connects them. Nothing is acknowledged: a rank starts epoch k+2 only after it has received epoch k+1 of
+    all ranks, and each sent that after it had read epoch k. So two slots per rank are enough, and a started
+    epoch has to be waited for before the next. ``ranks`` include this one; ``terms``, a line ``name=value``
+    for each fact, are the same on all of them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AllPush:
         """Push a copy of this rank's vector; does not wait, except that the first start connects."""
         self._check()
         if self.epoch != self._waited:
-            # What an error has interrupted ends here: its cause is what counts.
+            # An error may have interrupted the epoch: raise its cause first.
             self._manager.notices.check()
             raise ProtocolError(f"{self._name!r}: started again before the last epoch was waited for")
         if not self._connected:
@@ -88,7 +88,7 @@ class AllPush:
         self.push()
 
     def push(self) -> None:
-        """Begin the next epoch with what lies in this rank's own row of it. Needs ``connect``."""
+        """Begin the next epoch with the vector in this rank's own row. Needs ``connect``."""
         self.epoch = epoch = self.epoch + 1
         parity, me = epoch & 1, self._me
         for remote in self._remote:
@@ -110,7 +110,7 @@ class AllPush:
         for at in self._others:
             if words[at] < epoch:
                 return False
-        # Its own row must stay as it is until it is out.
+        # This rank's own row must not change until it is sent.
         for remote in self._remote:
             if not remote.delivered():
                 return False
@@ -129,7 +129,7 @@ class AllPush:
         return self.received(timeout).copy()
 
     def received(self, timeout: float | None = None) -> NDArray[Any]:
-        """The same where they lie, in the segment: valid until the next but one start."""
+        """All vectors as ``wait`` returns them, in the segment: valid until the next start but one."""
         self._check()
         if not self.arrived():
             self._manager.waiter.until(self.arrived, self.missing, timeout)

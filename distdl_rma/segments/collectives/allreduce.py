@@ -1,9 +1,10 @@
-"""Double-buffered reductions whose result all ranks get."""
+"""Allreduce, Reducescatter and Reduce, double-buffered: all ranks get the result, or a part of it, or one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -12,19 +13,20 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.engine.node_layout import check_count
-from distdl_rma.segments.collectives.engine.reduction import Array, Reduction, element_of, without_fp_errors
-from distdl_rma.segments.collectives.engine.stepped_algorithm import ShareReduction, in_pieces, slices
+from distdl_rma.segments.collectives.between_nodes import in_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
+from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
+from distdl_rma.segments.collectives.reduction import Array, Reduction, element_of, without_fp_errors
+from distdl_rma.segments.collectives.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
 
-# Up to this many bytes at each receiver, everyone's vector to everyone beats a share each.
+# Up to so many bytes at each receiver, all ranks push their vectors to all instead of reducing a share each.
 _ALL_PUSH_BYTES = 8 << 10
-# Up to so many bytes a share of two vectors is summed at once: it stays in the cache.
+# A share of two vectors up to so many bytes is summed at once: it stays in the cache.
 _CACHED_NBYTES = 256 << 10
-# With more ranks than this, one message to each is no longer the fastest way for anything.
+# With more ranks than these, one message to each is never the fastest way.
 _ALL_PUSH_RANKS = 32
-# Pieces whose sums are kept at a time: one that comes, one between nodes, one that is copied from there.
+# Pieces whose sums are kept at a time: one on the node, one between nodes, one that is copied back.
 _UNDER_WAY = 3
 
 
@@ -79,13 +81,13 @@ class Allreduce(Collective):
 
 
 def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
-    """Whether everyone's vector goes to everyone: for small ones, or for latency if asked for."""
+    """Whether all ranks push their vectors to all: for small vectors, or if ``asked`` for low latency."""
     small = asked or nbytes * (size - 1) <= _ALL_PUSH_BYTES
     return size == 1 or (small and size <= _ALL_PUSH_RANKS)
 
 
 class _ByAllPush:
-    """Everyone pushes its vector to everyone, each reduces all of them in the same order."""
+    """Every rank pushes its vector to all ranks; each reduces all vectors in the same order."""
 
     needs_progress = False
 
@@ -96,7 +98,13 @@ class _ByAllPush:
         self._all_push = AllPush(manager, layout.ranks, count, reduction.element.storage, name, terms)
         me, rows = layout.ranks.index(layout.me), self._all_push.rows
         self.operands = self.results = tuple(vectors[me] for vectors in rows)
-        self._reduce = tuple(_reducer(reduction, vectors, vectors[me]) for vectors in rows)
+        # Everything that can be looked up before is: a small step takes a few microseconds in all.
+        self._reduce = tuple(
+            adder(vectors, vectors[me])
+            if adds_two(reduction, vectors)
+            else partial(reduction.reduce, vectors, (vectors[me],))
+            for vectors in rows
+        )
         self.connect, self.waiting = self._all_push.connect, self._all_push.missing
         self._push, self._arrived = self._all_push.push, self._all_push.arrived
         self._begun = self._done = 0
@@ -108,7 +116,7 @@ class _ByAllPush:
         self._push()
 
     def advance(self) -> bool:
-        """Reduce, once everything has arrived; return whether that is done, or broken."""
+        """Reduce once all vectors have arrived; return whether the step is complete, or broken."""
         step = self._begun
         if self._done != step:
             if not self._arrived():
@@ -123,19 +131,14 @@ class _ByAllPush:
         return True
 
     def close(self) -> None:
-        """Give the memory back as soon as everything has arrived."""
-        # Others may still write for a step that broke: its memory is not used again.
+        """Give the memory back as soon as all vectors have arrived."""
+        # Others may still write for a broken step: its memory is not used again.
         if not self.broken:
             self._all_push.close()
 
 
-def _reducer(reduction: Reduction, rows: list[Array], out: Array) -> Callable[[], object]:
-    # Everything that can be looked up before is: a small step takes a few microseconds in all.
-    return adder(rows, out) if adds_two(reduction, rows) else lambda: reduction.reduce(rows, (out,))
-
-
 def adds_two(reduction: Reduction, rows: Sequence[Array]) -> bool:
-    """Whether nothing is to be done but to add two rows."""
+    """Whether the reduction is a sum of two rows in their own type."""
     return len(rows) == 2 and reduction.element.exact and reduction.op == "sum"
 
 
@@ -153,7 +156,7 @@ def adder(rows: Sequence[Array], out: Array, copy: Array | None = None) -> Calla
 
 
 class _Cut(NamedTuple):
-    # The shares of a node's vectors that one rank reduces: all, its own, the others, and what reduces them.
+    # Shares of a node's vectors that one rank reduces: all, its own, the others, and a quick function for it.
     shares: list[Array]
     mine: Array
     others: list[Array]
@@ -161,10 +164,10 @@ class _Cut(NamedTuple):
 
 
 class _AllreduceByNodes(ShareReduction):
-    """Some ranks of a node reduce a share each; those with the same share on other nodes combine them.
+    """Some ranks of each node reduce a share each; ranks with the same share combine them between nodes.
 
-    Large shares go in pieces: while one is summed between nodes, the next is on the node, and the one before
-    is copied from node to node, or stored to the ranks of the node.
+    Large shares go in pieces: while one piece is summed between nodes, the next is summed on the node, and
+    the one before is copied from node to node, or stored to the ranks of the node.
     """
 
     def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:
@@ -178,7 +181,7 @@ class _AllreduceByNodes(ShareReduction):
         # The pieces of the share, and which part of each is finished on which node.
         self._pieces = slices(size, self.pieces)
         self._splits = [Listed(Balanced(at.stop - at.start, number).lengths) for at in self._pieces]
-        # Where one rank is alone on its node, MPI reads its vector.
+        # MPI reads the vector itself if a rank is alone on its node.
         self._direct = len(layout.here) == 1 and element.exact
         # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction:
         # of the pieces that are under way.
@@ -244,3 +247,114 @@ class _AllreduceByNodes(ShareReduction):
         split = self._splits[piece]
         found: Array = self._parts[piece % _UNDER_WAY][: split.lengths[self.layout.my_node]]
         return found
+
+
+class Reducescatter(Collective):
+    """Reduction; every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
+
+    The parts lie one behind the other in the order of the ranks. Bitwise what :class:`Allreduce` gives on
+    one node; across nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce`` where one
+    node gets all. ``count`` is that of the whole vector, cut into balanced parts, or a sequence with the
+    elements of each part; ``op`` is as for :class:`Allreduce`.
+    """
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        ranks: Sequence[int],
+        count: int | Sequence[int],
+        dtype: DTypeLike = np.float32,
+        op: str = "sum",
+        name: str = "reduce_scatter",
+    ) -> None:
+        self.element = element_of(dtype, name)
+        site = CollectiveSite.checked(manager, ranks, name)
+        size = len(site.layout.ranks)
+        self.dtype, self.op = self.element.storage, op
+        if isinstance(count, Sequence):
+            self.counts = check_lengths(count, size, name)
+        else:
+            self.counts = Balanced(check_count(count, name), size).lengths
+        self.count = sum(self.counts)
+        reduction = Reduction(op, self.element, size, name)
+        terms = f"collective={type(self).__name__}\ncounts={self.counts}"
+        super().__init__(_ReducescatterByNodes(site, self.counts, reduction, terms))
+
+
+class Reduce(Reducescatter):
+    """Reduction to one rank: all write ``active``, start and wait, and the root reads ``result``.
+
+    A reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
+    the root, or pass it to MPI's ``Ireduce`` to the root's node. ``result`` has no elements on other ranks.
+    Bitwise the same from run to run, and on one node equal to :class:`Allreduce`.
+    """
+
+    def __init__(
+        self,
+        manager: SegmentManager,
+        ranks: Sequence[int],
+        count: int,
+        dtype: DTypeLike = np.float32,
+        op: str = "sum",
+        root: int | None = None,
+        name: str = "reduce",
+    ) -> None:
+        layout = CollectiveSite.checked(manager, ranks, name).layout
+        self.root, number = layout.checked_root(root, name), check_count(count, name)
+        counts = [number if rank == self.root else 0 for rank in layout.ranks]
+        super().__init__(manager, ranks, counts, dtype, op, name)
+
+
+class _ReducescatterByNodes(ShareReduction):
+    def __init__(
+        self, site: CollectiveSite, counts: tuple[int, ...], reduction: Reduction, terms: str
+    ) -> None:
+        layout = site.layout
+        parts = layout.scatter_pieces(counts)
+        elements = sum(part.size for of_node in parts for part in of_node)
+        super().__init__(site, sum(counts), elements, reduction, terms)
+        # What this rank reduces for each node, by piece.
+        self._parts = pieces_of_all(parts, self.pieces)
+        self._at = {rank: at for at, rank in enumerate(layout.here)}
+        mine = slice(*Listed(counts).interval(layout.ranks.index(layout.me)))
+        self.results = tuple(vector[mine] for vector in self.vectors)
+        stored = [part.size for part in parts[layout.my_node] if part.rank != layout.me]
+        self._puts = len(stored), reduction.element.storage.itemsize * sum(stored)
+
+    def reduce(self, rows: list[Array]) -> Iterator[None]:
+        """Reduce the node's vectors, combine them between nodes, store the results on this node."""
+        if len(self.layout.nodes) == 1:
+            for part in self._parts[0][0]:
+                cuts = [row[part.start : part.stop] for row in rows]
+                self.reduction.reduce(cuts, (cuts[self._at[part.rank]],))
+        else:
+            reduced: dict[int, Array] = {}
+            stages = partial(self._combine, rows, reduced), partial(self._store, rows, reduced)
+            yield from in_pieces(self.pieces, stages)
+        self.count_puts(*self._puts)
+
+    def _combine(self, rows: list[Array], reduced: dict[int, Array], piece: int) -> Iterable[None]:
+        reduction, node = self.reduction, self.layout.my_node
+        # In the order of the nodes, as MPI scatters it.
+        counts = [sum(part.size for part in of_node) for of_node in self._parts[piece]]
+        sums, begin = np.empty(sum(counts), reduction.element.wide), 0
+        for part in chain.from_iterable(self._parts[piece]):
+            end = begin + part.size
+            reduction.partial([row[part.start : part.stop] for row in rows], sums[begin:end])
+            begin = end
+        reduced[piece] = np.empty(counts[node], reduction.element.wide)
+        comm, getting = self.between.comm, [at for at, count in enumerate(counts) if count]
+        if len(getting) == 1:
+            # If only one node gets elements, MPI uses a tree to it.
+            request = comm.Ireduce(sums, reduced[piece], reduction.mpi, getting[0])
+        else:
+            request = comm.Ireduce_scatter(sums, reduced[piece], counts, reduction.mpi)
+        return self.complete(request, sums.nbytes, sums, reduced[piece])
+
+    def _store(self, rows: list[Array], reduced: dict[int, Array], piece: int) -> Iterable[None]:
+        total, begin = reduced.pop(piece), 0
+        for part in self._parts[piece][self.layout.my_node]:
+            end = begin + part.size
+            self.reduction.finish(total[begin:end], rows[self._at[part.rank]][part.start : part.stop])
+            begin = end
+        return ()

@@ -11,10 +11,10 @@ from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.segments.collectives.engine.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout, check_count, check_lengths
-from distdl_rma.segments.collectives.engine.reduction import Array
-from distdl_rma.segments.collectives.engine.stepped_algorithm import SteppedAlgorithm
+from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
+from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
+from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
 _READY, _DONE = range(2)
@@ -23,13 +23,13 @@ _READY, _DONE = range(2)
 class Alltoall(Collective):
     """A block from every rank to every rank: all write ``active``, start and wait, and read ``result``.
 
-    ``active`` holds this rank's blocks for all ranks, one behind the other, in their order; ``result`` those
-    that all ranks had for this one. On a node every rank loads its blocks from the others itself; across
-    nodes some ranks of each hand on those of a share of its ranks, by MPI's ``Ialltoallv``, and store what
-    comes to the ranks of their node.
+    ``active`` holds this rank's blocks for all ranks, one behind the other, in their order; ``result`` holds
+    the blocks of all ranks for this one. On a node every rank loads its blocks from the others itself. Across
+    nodes some ranks of each node send the blocks of a share of its ranks, by MPI's ``Ialltoallv``, and store
+    received blocks to the ranks of their node.
 
-    ``count`` is that of every block; or, for every rank, a sequence with the elements of its blocks for each,
-    alike on all ranks. The memory is that of the longest operand and the longest result, on all ranks.
+    ``count`` is the length of every block; or, for every rank, a sequence with the lengths of its blocks for
+    each, the same on all ranks. The memory fits the longest operand and the longest result, on all ranks.
     ``sends`` and ``receives`` are the elements of the blocks in ``active`` and in ``result``.
     """
 
@@ -55,7 +55,7 @@ class Alltoall(Collective):
 
 
 class Route(NamedTuple):
-    """A block that a rank hands on between nodes: whose it is, for whom, and its elements."""
+    """A block that a rank sends between nodes: its source, its target, and its number of elements."""
 
     source: int
     target: int
@@ -63,10 +63,10 @@ class Route(NamedTuple):
 
 
 class AlltoallBlocks:
-    """Where the block of each rank for each lies, and which of them one rank hands on; local, without MPI.
+    """Places of all blocks in the vectors, and the blocks that one rank sends between nodes; without MPI.
 
-    On a node every rank takes its blocks from the others itself. Between two nodes the holders split the
-    work: the first rank of a node, say, sends what every so-many-th of its ranks has for the other node.
+    On a node every rank loads its blocks from the others itself. Between two nodes the holders split the
+    work: each holder sends the blocks of every so-many-th rank of its node.
 
     ``counts`` are, for every rank, in the order of its ranks, the elements of its blocks for each. A rank's
     vector has room for the longest operand of all ranks, and behind it for the longest result.
@@ -142,7 +142,7 @@ class _AlltoallByNodes(SteppedAlgorithm):
         outgoing, incoming = blocks.outgoing(), blocks.incoming()
         self._sent = [sum(route.size for route in routes) for routes in outgoing]
         self._received = [sum(route.size for route in routes) for routes in incoming]
-        # Which rank of the node, and where in its vector, in the order of the messages.
+        # Rank of the node and place in its vector, in the order of the messages.
         routes = list(chain.from_iterable(outgoing))
         self._packs = [(self._at[r.source], blocks.in_operand(r.source, r.target)) for r in routes]
         self._gets = [route.size for route in routes if route.source != me]
@@ -167,7 +167,7 @@ class _AlltoallByNodes(SteppedAlgorithm):
         yield from self.wait_for(_DONE, others)
 
     def _exchange_across(self, rows: list[Array]) -> Iterator[None]:
-        # Sends what ranks of this node have for others, and stores what these get.
+        # Sends blocks of ranks of this node to other nodes, and stores received blocks on this node.
         sent = np.concatenate([rows[0][:0], *(rows[at][place] for at, place in self._packs)])
         received, itemsize = np.empty(sum(self._received), sent.dtype), sent.itemsize
         self.count_gets(len(self._gets), itemsize * sum(self._gets))

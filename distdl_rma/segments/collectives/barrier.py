@@ -10,18 +10,18 @@ from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
 
 _VALUE_BITS = 32
-# Of the ranks that have not been heard of, so many are looked up for a message.
+# Most ranks without a notification whose headers are read for a message.
 _LOOKED_UP = 64
 
 
 class Barrier:
-    """Passed by each of some ranks once all of them have come; ranks send O(log P) notifications each.
+    """Each of some ranks passes once all of them have come; every rank sends O(log P) notifications.
 
-    A dissemination barrier: in turn k each rank tells the one 2**k places behind it, and hears from the one
-    2**k places before it. Each rank may bring a number; all learn the largest. Not an order of puts: what
-    was put before is visible after it only to those who were notified of it. Construction is local, the
-    first wait connects O(log P) peers. ``ranks`` are in the same order on all of them, this one included;
-    ``name`` and ``terms``, a line ``name=value`` for each fact, are alike.
+    A dissemination barrier: in turn k each rank notifies the one 2**k places behind it, and waits for the one
+    2**k places before it. Each rank may bring a number; all learn the largest. It does not order puts: an
+    earlier put is visible after the barrier only to ranks that were notified of it. Construction is local,
+    the first wait connects O(log P) peers. ``ranks`` are in the same order on all of them, this one included;
+    ``name`` and ``terms``, a line ``name=value`` for each fact, are the same.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
@@ -34,14 +34,14 @@ class Barrier:
         # Two sets of words: a rank that is through may come again before this one has looked.
         self._memory = manager.get_segment_buffer(0, 2 * self._turns, name)
         self._words = self._memory.flags
-        # What tells the rank of each turn, in both sets of words.
+        # Functions that notify the rank of each turn, in both sets of words.
         self._tell: list[Callable[[int], None]] = []
         self._epoch = 0
         self._at = self._turns  # turn of the running epoch; all turns: none is running
         self._told = -1
         self._largest = 0
         self._operation = manager.operation(name)
-        # Ranks that have come as their headers said; those of other nodes take a while to answer.
+        # Ranks that have come by their headers; ranks of other nodes take a while to answer.
         self._come: set[int] = set()
         self._closed = False
 
@@ -77,7 +77,7 @@ class Barrier:
             self._manager.defer(self._advance)
             raise
         if not come:
-            # Others hear of all that have come through this rank, also if it gives up waiting.
+            # This rank passes notifications on, also if it gives up waiting.
             self._manager.defer(self._advance)
             self._manager.waiter.until(self._advance, self._waiting, timeout)
             self._manager.withdraw(self._advance)
@@ -85,7 +85,7 @@ class Barrier:
         return self._largest
 
     def _all_come_soon(self) -> bool:
-        # As a wait begins, but with as little as can be for each look.
+        # The first turns of a wait, with few calls for each look.
         words, looks, first = self._words, range(self._manager.waiter.spins), (self._epoch & 1) * self._turns
         while looks:
             if self._advance():
@@ -122,7 +122,7 @@ class Barrier:
 
     def _waiting(self) -> WaitReason:
         size, me = len(self._ranks), self._ranks.index(self._manager.rank)
-        # After k turns 2**k ranks up to this one have been heard of; of others their headers may tell.
+        # After k turns 2**k ranks up to this one have come; the headers of others may say that they have.
         silent = [self._ranks[(me - distance) % size] for distance in range(1 << self._at, size)]
         has_begun = self._manager.watch.has_begun
         unknown = [rank for rank in silent[:_LOOKED_UP] if rank not in self._come]

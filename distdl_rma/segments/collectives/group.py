@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distdl_rma.segments.collectives.allgather import Allgather
-from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.allgather import Allgather, Bcast
+from distdl_rma.segments.collectives.allreduce import Allreduce, Reduce, Reducescatter
 from distdl_rma.segments.collectives.alltoall import Alltoall
 from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.broadcast import Bcast
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
-from distdl_rma.segments.collectives.reduce_scatter import Reduce, Reducescatter
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.uncopyable import SharedByCopies
+from distdl_rma.segments.memory.context import SharedByCopies
 
 
 class Group(SharedByCopies):

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.trees import dissemination
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
-from distdl_rma.segments.collectives.engine.stepped_algorithm import Scripted
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.stepped_algorithm import Scripted
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned

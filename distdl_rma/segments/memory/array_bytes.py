@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
-from distdl_rma.segments.transport.rma_peer import ByteRuns
+from distdl_rma.segments.transport.links import ByteRuns
 
 # Numbers of numpy, by kind, in the order in which one kind holds those before it.
 _NUMBERS = "biufc"

@@ -1,34 +1,244 @@
-"""Buffers in this rank's segment."""
+"""Buffers in this rank's segment, and the one-time exchange of their addresses between neighbours."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import InitVar, dataclass, field
+from itertools import count
 from operator import index as as_int
 from typing import Any, Self
 
 import numpy as np
+from mpi4py import MPI
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ArgumentError, ClosedError, MismatchError, PartitionError, ShapeError
+from distdl_rma.errors import (
+    ArgumentError,
+    ClosedError,
+    MismatchError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+)
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
 from distdl_rma.segments.memory.context import SegmentContext
-from distdl_rma.segments.memory.handshake import Handshake, Purpose
 from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, Location, RemoteBuffer
 from distdl_rma.segments.options import check_timeout
-from distdl_rma.segments.transport.heap import aligned
-from distdl_rma.segments.transport.rma_peer import Bytes
-from distdl_rma.segments.waiting.header import WaitReason
+from distdl_rma.segments.transport.heap import Bytes, aligned
+from distdl_rma.segments.waiting.header import WaitReason, clip
+
+# The tag changes when ranks settle an error: messages from before do not match messages from after it.
+_TAGS = range(1, 1 << 14)
+_LABEL_BYTES, _TERMS_BYTES = 120, 240
+# A message: fingerprint, location of the buffer, note for the peer, hash of the whole label, and the
+# beginnings of the label and of the terms, for messages of errors.
+_LOCATION, _NOTE, _HASH = slice(1, 5), slice(5, 9), 9
+_LABEL = slice(10, 10 + _LABEL_BYTES // 8)
+_TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
+
+Message = NDArray[np.int64]
+# Incomplete requests, and the memory that MPI reads and writes for them. They outlive their buffer, handshake
+# and machine.
+_UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
+_NUMBERS = count()
+
+
+@dataclass
+class Purpose:
+    """What a handshake is for: a label and a fingerprint, equal on all sides, and a note for every peer.
+
+    It takes the arguments of :meth:`SegmentBuffer.exchange`, and raises if they are invalid.
+    """
+
+    ranks: tuple[int, ...]
+    asked: InitVar[Mapping[int, tuple[int, ...]] | Iterable[int]]
+    label: str
+    fingerprint: int
+    terms: str = field(compare=False)
+    notes: dict[int, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self, asked: Mapping[int, tuple[int, ...]] | Iterable[int]) -> None:
+        if not isinstance(self.label, str):
+            raise ArgumentError(f"an exchange's label is a string, got {self.label!r}")
+        what, most = f"exchange {self.label!r}", _NOTE.stop - _NOTE.start
+        notes = _as_notes(asked, what)
+        for peer in notes:
+            if peer not in self.ranks:
+                raise PartitionError(f"{what}: {peer!r} is none of the machine's ranks {self.ranks}")
+        (self.fingerprint,) = _int64s((self.fingerprint,), 1, f"{what}: a fingerprint")
+        self.notes = {
+            peer: _int64s(note, most, f"{what}: the note for rank {peer}") for peer, note in notes.items()
+        }
+
+    def message(self, location: Location, peer: int) -> Message:
+        """Message for a peer, with the location of this rank's buffer."""
+        message, note = np.zeros(_TERMS.stop, np.int64), self.notes[peer]
+        message[0], message[_HASH] = self.fingerprint, fingerprint(self.label)
+        message[_LOCATION] = location
+        message[_NOTE][: len(note)] = note
+        for there, text in ((_LABEL, self.label), (_TERMS, self.terms)):
+            clipped = np.frombuffer(clip(text, 8 * (there.stop - there.start)), np.uint8)
+            message[there].view(np.uint8)[: clipped.size] = clipped
+        return message
+
+    def difference(self, rank: int, peer: int, reply: Message) -> str:
+        """How a peer's message differs, as text for an error on ``rank``; empty if it does not differ."""
+        if int(reply[_HASH]) != fingerprint(self.label):
+            theirs = _text(reply[_LABEL])
+            if theirs == clip(self.label, _LABEL_BYTES).decode():
+                return f"another name with the same first {_LABEL_BYTES} bytes"
+            return repr(theirs)
+        if int(reply[0]) == self.fingerprint:
+            return ""
+        mine, others = _listed(clip(self.terms, _TERMS_BYTES).decode()), _listed(_text(reply[_TERMS]))
+        different = [
+            f"{key} is {mine.get(key)} on rank {rank} and {others.get(key)} on rank {peer}"
+            for key in dict.fromkeys((*mine, *others))
+            if mine.get(key) != others.get(key)
+        ]
+        plans = f"plans {self.fingerprint:014x} and {int(reply[0]):014x}"
+        return f"the same name, another plan ({', '.join(different) or plans})"
+
+
+class Handshake:
+    """Messages to and from some peers; a wait for them can be repeated after a timeout.
+
+    The n-th handshake of a pair of ranks meets the n-th one of the other side; label and fingerprint tell
+    whether both sides mean the same exchange. "On the first call they exchange a pointer to the exchange
+    buffers with all their neighbors": interface document, section 3.2; requirement A8.
+    """
+
+    def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:
+        self._context, self._purpose = context, purpose
+        self._incoming = {peer: np.zeros(_TERMS.stop, np.int64) for peer in purpose.notes}
+        self._outgoing = {peer: purpose.message(location, peer) for peer in purpose.notes}
+        self._sends: dict[int, MPI.Request] = {}
+        self._receives: dict[int, MPI.Request] = {}
+        self._requests: list[MPI.Request] = []
+        # Not its address: handshakes of closed machines may stay, and another one may get the same address.
+        self._number = next(_NUMBERS)
+        with context.segment.lock:
+            _UNFINISHED[self._number] = self._requests, (self._incoming, self._outgoing)
+            context.waiter.defer(self.test)
+            context.handshakes.add(self)
+            for peer in purpose.notes:
+                position = context.ranks.index(peer)
+                tag = _TAGS[context.settled[peer] % len(_TAGS)]
+                self._sends[peer] = context.comm.Isend(self._outgoing[peer], position, tag)
+                self._requests.append(self._sends[peer])
+                self._receives[peer] = context.comm.Irecv(self._incoming[peer], position, tag)
+                self._requests.append(self._receives[peer])
+
+    def test(self) -> bool:
+        """Whether all messages are complete; does not block. Every wait calls it until then."""
+        with self._context.segment.lock:
+            if not MPI.Request.Testall(self._requests):
+                return False
+            _UNFINISHED.pop(self._number, None)
+        return True
+
+    def check_same(self, purpose: Purpose) -> None:
+        """Raise ``ProtocolError`` if a call that repeats this handshake has another purpose."""
+        mine = self._purpose
+        if purpose != mine:
+            raise ProtocolError(
+                f"an exchange of {mine.label!r} with ranks {sorted(mine.notes)} is unfinished and has to"
+                f" be repeated as it was, got one of {purpose.label!r} with ranks {sorted(purpose.notes)}"
+                + (" and another plan or notes" if purpose.label == mine.label else "")
+            )
+
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """End it if one of these ranks takes part in it."""
+        if not self._incoming.keys() & set(ranks):
+            return
+        with self._context.segment.lock:
+            self._context.waiter.withdraw(self.test)
+            self._context.handshakes.discard(self)
+            for request in self._receives.values():
+                if request:
+                    request.Cancel()
+
+    def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
+        """Wait for all peers, until one deadline; return their buffers by rank id."""
+        waiter = self._context.waiter
+        deadline = time.perf_counter() + check_timeout(timeout, waiter.timeout)
+        for requests in (self._receives, self._sends):
+            for peer, request in requests.items():
+                self._wait(peer, request, max(0.0, deadline - time.perf_counter()))
+        self.test()
+        waiter.withdraw(self.test)
+        self._context.handshakes.discard(self)
+        return {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
+
+    def _wait(self, peer: int, request: MPI.Request, seconds: float) -> None:
+        hint = "did every rank build and call the same things in the same order?"
+
+        def over(one: MPI.Request = request) -> bool:
+            # The progress thread may test the same request.
+            with self._context.segment.lock:
+                return one.Test()
+
+        def reason() -> WaitReason:
+            missing = tuple(rank for rank, one in self._receives.items() if not over(one)) or (peer,)
+            return WaitReason(missing, f"to connect {self._purpose.label!r}", hint, in_step=True)
+
+        self._context.waiter.until(over, reason, seconds)
+
+    def _remote(self, peer: int, reply: Message) -> RemoteBuffer:
+        context, label = self._context, self._purpose.label
+        different = self._purpose.difference(context.rank, peer, reply)
+        if different:
+            raise MismatchError(
+                f"rank {context.rank} connects {label!r} but rank {peer} connects {different}:"
+                " do all ranks build and call the same things in the same order, with the same arguments?"
+            )
+        return RemoteBuffer(context, peer, Location(*reply[_LOCATION].tolist()), tuple(reply[_NOTE].tolist()))
+
+
+def _as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -> dict[int, tuple[int, ...]]:
+    # By rank id; empty ones if only the rank ids are given.
+    if isinstance(notes, Mapping):
+        return dict(notes)
+    try:
+        peers = [as_int(peer) for peer in notes]
+    except TypeError:
+        raise ArgumentError(f"{what} takes rank ids, or notes by rank id, got {notes!r}") from None
+    twice = [peer for at, peer in enumerate(peers) if peer in peers[:at]]
+    if twice:
+        raise PartitionError(f"{what}: rank {twice[0]} is listed more than once in {peers}")
+    return dict.fromkeys(peers, ())
+
+
+def _int64s(values: Any, most: int, what: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(as_int(value) for value in values)
+    except TypeError:
+        numbers = None
+    if numbers is None or len(numbers) > most or any(not -(1 << 63) <= n < 1 << 63 for n in numbers):
+        raise ArgumentError(f"{what} is made of at most {most} integer(s) of 64 bits, got {values!r}")
+    return numbers
+
+
+def _text(words: Message) -> str:
+    return words.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _listed(terms: str) -> dict[str, str]:
+    lines = (line.partition("=") for line in terms.splitlines())
+    return {key: value for key, equals, value in lines if equals}
 
 
 class SegmentBuffer:
     """Block of this rank's segment that peers can put into, with notifications.
 
-    Made by :meth:`SegmentManager.get_segment_buffer`. Its memory belongs to the segment and stays valid
-    until ``free()``, the end of a ``with`` statement or the close of the machine; views of it must not be
-    used afterwards.
+    :meth:`SegmentManager.get_segment_buffer` makes it. Its memory belongs to the segment and stays valid
+    until ``free()``, the end of a ``with`` statement or the close of the machine; do not use views of it
+    afterwards.
 
-    A notification is 0 until a peer sets it, and again once it was reset; a value is from 1 to 2**32 - 1.
-    Who sees a notification also sees what its sender put before. Notifications that there are not raise
+    A notification is 0 until a peer sets it, and again after a reset; its value is from 1 to 2**32 - 1. A
+    rank that sees a notification also sees its sender's earlier puts. An index out of range raises
     ``ArgumentError``. Interface document, chapter 2.
     """
 
@@ -45,7 +255,7 @@ class SegmentBuffer:
         self._words = self._segment.words[self._first_word : self._first_word + notifications]
         self._array = np.frombuffer(self._words, np.int64)
         self._array[:] = 0
-        # Words of the notifications that were reset. The words themselves have one writer, the peer.
+        # Words of the notifications that were reset. Only the peer writes the words themselves.
         self._reset = np.zeros(notifications, np.int64)
         self._reset_words = self._reset.data
         self._peers: tuple[int, ...] = ()
@@ -54,7 +264,7 @@ class SegmentBuffer:
 
     @property
     def location(self) -> Location:
-        """What a peer must know."""
+        """Location that a peer needs to reach the buffer."""
         return Location(self.offset, self.nbytes, self._first_word, self.notifications)
 
     @property
@@ -79,7 +289,7 @@ class SegmentBuffer:
 
     @property
     def here(self) -> RemoteBuffer:
-        """This buffer as its peers see it: for puts, notifications and atomics of this rank itself."""
+        """This buffer as a remote one, for puts, notifications and atomics of this rank itself."""
         self._check()
         return RemoteBuffer(self._context, self._context.rank, self.location, ())
 
@@ -114,9 +324,10 @@ class SegmentBuffer:
     ) -> int:
         """Wait until any of ``count`` notifications from ``first`` on is set, and return the lowest.
 
-        Blocking. All to the end if ``count`` is None, at least one. The notification stays until it is reset.
-        The ``timeout`` is in seconds, 0 to look once. ``senders`` are the rank ids of those that may set
-        them, for messages, and for the wait to end when they have left; all peers of the buffer if None.
+        Blocking. All notifications to the end if ``count`` is None, at least one. The notification stays
+        until it is reset. The ``timeout`` is in seconds, 0 to look once. ``senders`` are the rank ids that
+        may set the notifications; all peers of the buffer if None. Messages name them, and the wait ends when
+        they have left.
 
         ``ExchangeTimeout`` at the deadline, after which the call can be repeated; ``PeerFailedError`` if a
         rank failed, or all that may set them have left; ``PartitionError`` if a sender is none of the ranks.
@@ -141,9 +352,9 @@ class SegmentBuffer:
         return lowest
 
     def notify_reset(self, index: int) -> int:
-        """Take a notification back; return the value that it had, 0 if it was not set.
+        """Reset a notification; return its value, 0 if it was not set.
 
-        One that arrives at the same moment is either returned or still set afterwards, never lost.
+        A notification that arrives at the same moment is either returned or still set afterwards, never lost.
         """
         word = self.flag(index)
         if word == self._reset_words[index]:
@@ -169,7 +380,7 @@ class SegmentBuffer:
         except TypeError:
             raise self._wrong(index) from None
         if word == old:
-            # As a wait begins, but without a call for each look.
+            # The first turns of a wait, without a call for each look.
             for _ in self._looks if timeout is None else ():
                 word = words[index]
                 if word != old:
@@ -189,7 +400,7 @@ class SegmentBuffer:
     def _find(self, first: int, stop: int) -> int | None:
         if stop == first:
             return None
-        # Of all of them without slices, which would cost as much as the comparison.
+        # Slices would cost as much as the comparison.
         words, reset = self._array, self._reset
         if stop - first < self.notifications:
             words, reset = words[first:stop], reset[first:stop]
@@ -222,7 +433,7 @@ class SegmentBuffer:
         which = f"one of notifications {first} to {stop - 1}" if several else f"notification {first}"
         return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
 
-    # What channels and collectives are made of: words that hold growing epochs, each with one writer.
+    # For channels and collectives: words that hold growing epochs, each with one writer.
 
     @property
     def flags(self) -> memoryview:
@@ -265,7 +476,7 @@ class SegmentBuffer:
         self._check()
         check_timeout(timeout)
         purpose = Purpose(self._context.ranks, notes, label, fingerprint, terms)
-        # After a timeout, or whatever else ended the wait, its messages are under way, for the next call.
+        # After a timeout or another error its messages are under way; the next call waits for them.
         if self._handshake is None:
             self._handshake = Handshake(self._context, self.location, purpose)
         else:
@@ -280,7 +491,7 @@ class SegmentBuffer:
         return remotes
 
     def free(self) -> None:
-        """Give the memory back; local. The caller knows that no peer writes to it any more."""
+        """Free the memory; local. The caller knows that no peer writes to it any more."""
         with self._segment.lock:
             if not self._freed:
                 self._freed = True
@@ -288,9 +499,9 @@ class SegmentBuffer:
                     self._context.heap.free(self.offset)
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
-        """Check a notification that this rank will give to itself when a peer has answered; what gives it.
+        """Check a notification for the moment when a peer has answered; return a function that sets it.
 
-        Nothing is given after the buffer was freed.
+        The function does nothing after the buffer was freed.
         """
         here = self.here
         if context is not self._context:

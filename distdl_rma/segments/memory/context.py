@@ -1,20 +1,40 @@
-"""A rank's end of the segments, which its buffers share, and queues of puts and gets to wait for together."""
+"""What the buffers of a rank share: memory, links and waiting; queues of puts and gets."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ArgumentError, ClosedError
+from distdl_rma.errors import ArgumentError, ClosedError, UnsupportedError
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import Waiter
+
+
+class Uncopyable:
+    """Cannot be pickled or copied, since other ranks know its address; nor can an object that holds it."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} belongs to the processes that run now: layers can be copied and not"
+            " pickled, what lies in the segment neither; save state_dict(), or gather_state_dict(model)"
+        )
+
+
+class SharedByCopies(Uncopyable):
+    """Its copy is itself: copies of an object that holds it share it."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 class Handshake(Protocol):
@@ -34,9 +54,9 @@ class SegmentContext:
         self.comm, self.ranks, self.rank = comm, ranks, ranks[comm.rank]
         self.segment, self.waiter, self.counters = segment, waiter, waiter.counters
         self.heap = Heap(segment.nbytes)
-        # The number in a notification; ranks begin far from each other, so that no two give the same.
+        # Numbers of notifications; ranks begin far from each other, so that no two ranks use the same number.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
-        # Of each rank, how often an error was settled with it; and handshakes that are not over.
+        # How often this rank settled an error with each rank; and handshakes that are not over.
         self.settled = dict.fromkeys(ranks, 0)
         self.handshakes: set[Handshake] = set()
         self.closed = False
@@ -47,7 +67,7 @@ class SegmentContext:
             raise ClosedError("segment manager: already closed")
 
     def forget_handshakes(self, ranks: Sequence[int]) -> None:
-        """Begin anew with some ranks, which do the same: no handshake meets one from before. Local."""
+        """Give up all handshakes with some ranks, which do the same: later ones match later ones. Local."""
         for handshake in tuple(self.handshakes):
             handshake.give_up(ranks)
         for rank in ranks:
@@ -56,8 +76,8 @@ class SegmentContext:
     def flush(self, ranks: Sequence[int], timeout: float | None) -> None:
         """Wait until all puts and notifications from here to some ranks have arrived there; blocking.
 
-        What is under way to different ranks goes on together. After ``ExchangeTimeout``, which names the
-        ranks that have not taken theirs, the call can be repeated.
+        Transfers to different ranks proceed together. ``ExchangeTimeout`` names the ranks whose transfers are
+        not complete; the call can be repeated.
         """
         check_timeout(timeout)
         self.check_open()
@@ -75,13 +95,13 @@ class Queue:
     """Puts and gets posted together; ``wait`` returns when the memory at this end may be used again.
 
     A put posted to a queue takes no copy: its source must not change before ``wait``. A get posted to a
-    queue has filled its array after ``wait``. Made by :meth:`SegmentManager.queue`; there may be several,
-    and which one an operation was posted to changes nothing at the other end.
+    queue has filled its array after ``wait``. :meth:`SegmentManager.queue` makes queues, as many as wanted;
+    the peer does not see which queue an operation was posted to.
     """
 
     def __init__(self, context: SegmentContext, name: str) -> None:
         self._context, self.name = context, name
-        # Peer, requests, memory that they use, and what to call once they are complete.
+        # Peer, requests, their memory, and the function to call once they are complete.
         self._posted: list[tuple[int, list[MPI.Request], Any, Callable[[], None] | None]] = []
 
     def __len__(self) -> int:
@@ -129,6 +149,6 @@ class Queue:
 
 
 def check_queue(queue: Queue | None, what: str) -> None:
-    """Raise if what an operation shall be posted to is neither a queue nor None."""
+    """Raise ``ArgumentError`` if an operation is posted to neither a queue nor None."""
     if not (queue is None or isinstance(queue, Queue)):
         raise ArgumentError(f"{what}: a queue is made by segments.queue(), got {type(queue).__name__}")

@@ -1,8 +1,9 @@
-"""The peers' buffers seen from here: where puts, gets, notifications and atomics go."""
+"""Buffers and memory of peers: puts, gets, notifications, atomics, and arrays with slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import index as as_int
@@ -13,22 +14,214 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ArgumentError, ShapeError
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target
+from distdl_rma.errors import ArgumentError, ClosedError, ShapeError
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target, as_values
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
-from distdl_rma.segments.memory.remote_memory import RemoteArray, RemoteMemory
 from distdl_rma.segments.options import check_timeout
-from distdl_rma.segments.transport.rma_peer import SHORT_RUN_BYTES, ByteRuns, Bytes
+from distdl_rma.segments.transport.heap import Bytes
+from distdl_rma.segments.transport.links import SHORT_RUN_BYTES, ByteRuns
 from distdl_rma.segments.waiting.header import WaitReason
+
+
+class Fetch(NamedTuple):
+    """One get: its bytes in the peer's segment, these as an array if this rank can load them, its target."""
+
+    runs: ByteRuns
+    near: NDArray[Any] | None
+    target: NDArray[Any]
+
+
+class RemoteMemory:
+    """``nbytes`` from ``begin`` on in the segment of a peer; offsets here are bytes from ``begin``.
+
+    ``near`` are those bytes themselves where this rank can load and store them, else None.
+    """
+
+    def __init__(self, context: SegmentContext, peer: int, begin: int, nbytes: int) -> None:
+        self.context, self.counters = context, context.counters
+        self.peer, self.begin, self.nbytes = peer, begin, nbytes
+        self.link = context.segment.link(peer)
+        memory = self.link.memory
+        self.near: Bytes | None = None if memory is None else memory[begin : begin + nbytes]
+
+    def inside(self, offset: Any, nbytes: int, what: str) -> int:
+        """Offset as an integer, or ``ShapeError`` if so many bytes from there on are not inside."""
+        begin: int = as_offset(offset, what)
+        if begin < 0 or begin + nbytes > self.nbytes:
+            raise self.outside(begin, nbytes)
+        return begin
+
+    def outside(self, offset: int, nbytes: int) -> ShapeError:
+        """Error for bytes that are not inside."""
+        here = f"rank {self.peer}'s buffer of {self.nbytes} bytes"
+        return ShapeError(f"{nbytes} bytes at offset {offset} are not inside {here}")
+
+    def check_open(self) -> None:
+        """Raise ``ClosedError`` if the machine was closed."""
+        if self.context.closed:
+            raise ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
+
+    def near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+        """Array over bytes of this memory where this rank can load and store them, else None."""
+        if self.near is None:
+            return None
+        return self.near[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
+
+    def put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
+        """Begin a put over the link; a queue keeps the source until it is complete."""
+        requests = self.link.put(runs, source)
+        if queue is not None:
+            queue.post(self.peer, requests, source)
+
+    def fetch(self, target: NDArray[Any], offset: int) -> Fetch:
+        """A get of contiguous bytes into ``target``."""
+        nbytes, near = target.nbytes, self.near
+        if near is not None:
+            near = near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
+        return Fetch(ByteRuns((self.begin + offset,), nbytes), near, target)
+
+    def get(self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None) -> None:
+        """Get all of some; blocking without a queue."""
+        if self.context.closed:
+            self.check_open()
+        far = []
+        for fetch in fetches:
+            self.counters.gets += 1
+            self.counters.bytes_got += fetch.runs.total
+            if fetch.near is not None:
+                fetch.target[...] = fetch.near
+            else:
+                far.append(fetch)
+        if not far:
+            return
+        # After a timeout no one tests the queue that is made here, so the targets do not change.
+        posted = Queue(self.context, "get") if queue is None else queue
+        for runs, fetches_of_it in _short_ones_together(far):
+            landing, finish = _landing(fetches_of_it)
+            posted.post(self.peer, self.link.get(runs, landing, keep=True), landing, finish)
+        if queue is None:
+            total = sum(fetch.runs.total for fetch in far)
+            reason = WaitReason((self.peer,), f"to answer a get of {total} bytes")
+            self.context.waiter.until(posted.test, lambda: reason, timeout)
+
+    def get_then(self, fetch: Fetch, then: Callable[[], None]) -> None:
+        """Begin to get, and have ``then()`` called when the target is filled; does not block."""
+        if fetch.near is not None or not fetch.runs.total:
+            self.get([fetch])
+            then()
+            return
+        self.counters.gets += 1
+        self.counters.bytes_got += fetch.runs.total
+        landing, finish = _landing([fetch])
+
+        def filled() -> None:
+            finish()
+            then()
+
+        self.link.get(fetch.runs, landing, keep=True, then=filled)
+
+
+def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[Fetch]]]:
+    # Runs of each transfer, and the gets that it serves.
+    short = [f for f in fetches if len(f.runs.offsets) == 1 and f.runs.nbytes <= SHORT_RUN_BYTES]
+    if len(short) < 2:
+        return [(fetch.runs, [fetch]) for fetch in fetches]
+    # In the order of their places: MPI counts from the first one.
+    short.sort(key=lambda fetch: fetch.runs.offsets)
+    runs = ByteRuns.together([(fetch.runs.offsets[0], fetch.runs.nbytes) for fetch in short])
+    together = set(map(id, short))
+    return [(runs, short), *((fetch.runs, [fetch]) for fetch in fetches if id(fetch) not in together)]
+
+
+def _landing(fetches: Sequence[Fetch]) -> tuple[Bytes, Callable[[], None]]:
+    # Memory that the link keeps while a get is under way, and the function that copies it to the targets.
+    landing = np.empty(sum(fetch.runs.total for fetch in fetches), np.uint8)
+
+    def finish() -> None:
+        end = 0
+        for fetch in fetches:
+            begin, end, target = end, end + fetch.runs.total, fetch.target
+            target[...] = landing[begin:end].view(target.dtype).reshape(target.shape)
+
+    return landing, finish
+
+
+class RemoteArray:
+    """A peer's memory as an array: ``there[2:4, ::2] = x`` puts, ``there[0]`` gets.
+
+    Slices are those of numpy: integers, slices and an ellipsis. A put does not block for the transfer, and
+    ``x`` may be changed on return. A get blocks and returns an array of its own.
+    """
+
+    def __init__(self, memory: RemoteMemory, layout: ArrayLayout, offset: int) -> None:
+        self._memory, self._layout = memory, layout
+        self.dtype, self.shape = layout.dtype, layout.shape
+        self._begin = memory.begin + offset
+        self._near = memory.near_view(offset, layout.dtype, layout.shape)
+
+    def __setitem__(self, key: Any, data: Any) -> None:
+        """Put; data of another shape is broadcast, data of another type is taken if nothing is lost."""
+        self.put(key, data)
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        """Get; blocking."""
+        part = self._layout.part(key)
+        out = np.empty(part.shape, self.dtype)
+        if self._near is None:
+            fetch = Fetch(part.runs(self._begin), None, out)
+        else:
+            fetch = Fetch(ByteRuns((0,), part.nbytes), self._near[part.key], out)
+        self._memory.get([fetch])
+        return out
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        if not self.shape:
+            raise TypeError("len() of a peer's array without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        """Get row after row; blocking."""
+        return (self[row] for row in range(len(self)))
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """Get all; blocking."""
+        if copy is False:
+            raise ValueError("a peer's array cannot be seen without a copy")
+        whole = self[...]
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"RemoteArray(of rank {self._memory.peer}, {self.dtype}, shape {self.shape})"
+
+    def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
+        """Put to a slice, posted to a queue; ``data`` may be changed on return all the same."""
+        if queue is not None:
+            check_queue(queue, "put")
+        part = self._layout.part(key)
+        source = as_values(data, self.dtype, "put")
+        memory = self._memory
+        memory.check_open()
+        try:
+            if self._near is not None:
+                # Straight to its place: packing would be one more pass over the data.
+                self._near[part.key] = source
+            else:
+                packed = np.empty(part.shape, self.dtype)
+                packed[...] = source
+                memory.put(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
+        except ValueError as error:
+            raise ShapeError(f"put: {error}") from None
+        memory.counters.puts += 1
+        memory.counters.bytes_put += part.nbytes
+
 
 # A notification's word: value, then a number that differs from that of the one before.
 NOTIFICATION_BITS = 31
 _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
-# One copy of more than about half of a core's own cache takes longer than several of so many bytes.
+# One copy of more than about half of a core's cache takes longer than several copies of so many bytes.
 _PIECE_NBYTES = 512 << 10
-# Integers of 64 bits, and operations on them.
-_LEAST, _LARGEST = -(1 << 63), (1 << 63) - 1
 _SUM, _REPLACE, _NO_OP = MPI.SUM, MPI.REPLACE, MPI.NO_OP
 
 _Memory = TypeVar("_Memory", memoryview, NDArray[Any])
@@ -44,23 +237,23 @@ class Location(NamedTuple):
 
 
 class Inbox(Protocol):
-    """What a get notifies: a :class:`SegmentBuffer` of this rank."""
+    """Buffer that a get notifies: a :class:`SegmentBuffer` of this rank."""
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
-        """Check a notification that a peer's answer will set; what sets it."""
+        """Check a notification for the moment when a peer has answered; return a function that sets it."""
 
 
 class RemoteBuffer:
     """A peer's :class:`SegmentBuffer`, seen from here.
 
-    Offsets are bytes from the start of the peer's buffer. Nothing here needs the peer to make a call.
-    What is ordered after what is a table in ``docs/one-sided.md``.
+    Offsets are bytes from the start of the peer's buffer. The peer makes no call for any of these operations.
+    ``docs/one-sided.md`` has a table of their order.
 
-    Atomic operations (``fetch_add``, ``compare_swap``, ``atomic_...``) are on a 64-bit integer at an offset.
+    Atomic operations (``fetch_add``, ``compare_swap``, ``atomic_...``) work on a 64-bit integer at an offset.
     They are atomic towards each other on all ranks, not towards puts and plain stores, and block until the
-    word has been changed. All raise ``ShapeError`` if the offset is no multiple of 8 inside the buffer,
+    word has changed. All raise ``ShapeError`` if the offset is no multiple of 8 inside the buffer,
     ``ArgumentError`` if a number has more than 64 bits, and ``ExchangeTimeout`` if the peer does not answer:
-    nothing was changed then, and the call can be repeated.
+    then the word is unchanged, and the call can be repeated.
 
     ``peer`` is the rank id of the owner, ``nbytes`` and ``notifications`` are what the buffer has, and
     ``note`` are the integers that the owner sent for this rank.
@@ -73,9 +266,9 @@ class RemoteBuffer:
         self._context, self._link, self._atomics = context, self._memory.link, context.segment.atomics
         self._counters, self._sequence = context.counters, context.sequence
         self._fetch = self._atomics.fetching(peer, location.offset)
-        # Offsets below this one are of integers that can be changed without asking the peer first.
+        # Integers at offsets below this one can be changed without asking the peer first.
         self._end_at_hand = 0 if self._atomics.responding else location.nbytes - 7
-        # Where the peer's memory can be reached, puts are assignments to it, and so are notifications.
+        # If this rank can store to the peer's memory, puts and notifications are assignments to it.
         near = self._memory.near
         self._bytes = None if near is None else near.data
         self._near_words, self._fence = self.flags, context.segment.store_fence
@@ -83,10 +276,10 @@ class RemoteBuffer:
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
 
-        Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and no
-        copy is taken of contiguous data. Data that is not row-major arrives as if it were: a slice is
-        packed. The bytes travel as they are, of any type and byte order. The peer sees them once it saw a
-        later notification from this rank. ``ShapeError`` if it does not fit into the buffer, or is no array.
+        Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and
+        contiguous data is not copied. Data that is not row-major arrives row-major: a slice is packed. The
+        bytes travel unchanged, of any type and byte order. The peer sees them once it has seen a later
+        notification from this rank. ``ShapeError`` if the data does not fit into the buffer, or is no array.
         """
         source = as_bytes(data, "put")
         if queue is not None:
@@ -126,10 +319,10 @@ class RemoteBuffer:
     def notify(self, index: int, value: int = 1, *, last: bool = False) -> None:
         """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
 
-        A value from 1 to 2**32 - 1. One notification has one writer at a time; one that was not reset
-        when the next arrives is overwritten. Those of one index become visible in their order, those of
-        different ones in any. With ``last`` this one comes after all earlier notifications from here to
-        that peer, too: who sees it has them all.
+        The value is from 1 to 2**32 - 1. A notification has one writer at a time; the next one overwrites it
+        if it was not reset. Notifications of one index become visible in their order, those of different
+        indices in any order. With ``last`` this one also comes after all earlier notifications from here to
+        that peer: a rank that sees it has them all.
         """
         index, value = as_int(index), as_int(value)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
@@ -155,7 +348,7 @@ class RemoteBuffer:
             self.put(data, offset, queue)
             self.notify(index, value)
             return
-        # Both as above, in one go: where the peer is near, the calls would cost more than what they do.
+        # Both as above, in one function: for a near peer the calls would cost more than the copy.
         index, value, offset = as_int(index), as_int(value), as_int(offset)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
             self.check_notification(index, value)
@@ -217,11 +410,11 @@ class RemoteBuffer:
     def get_notify(self, out: Any, inbox: Inbox, index: int, value: int = 1, offset: int = 0) -> None:
         """Get, and set a notification of this rank's own buffer when the array is filled; does not block.
 
-        The peer learns nothing of it. ``out`` belongs to the transfer until the notification is there. It is
-        the one writer of that notification, and its wait names the peer.
+        The peer does not notice it. ``out`` belongs to the transfer until the notification is set. The get is
+        the only writer of that notification; a wait for it names the peer.
 
-        ``inbox`` is a buffer of this rank; if it was freed before the array is filled, nothing is set.
-        ``ArgumentError`` if it is none, or has no such notification, and ``ShapeError`` as for :meth:`get`.
+        ``inbox`` is a buffer of this rank; if it is freed before the array is filled, nothing is set.
+        ``ArgumentError`` if it is no buffer, or has no such notification; ``ShapeError`` as for :meth:`get`.
         """
         target = as_target(out, "get_notify")
         offset = self._memory.inside(offset, target.nbytes, "get_notify")
@@ -243,7 +436,7 @@ class RemoteBuffer:
 
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Add to the integer, and return what it was. The sum wraps around."""
-        # As below, but without calls for what is usual: MPI's own part takes no longer than a few of them.
+        # As below, without calls in the usual case: MPI's part takes no longer than a few calls of Python.
         at_hand = offset.__class__ is int and 0 <= offset < self._end_at_hand and not offset & 7
         if at_hand and timeout is None and not self._context.closed:
             try:
@@ -293,7 +486,7 @@ class RemoteBuffer:
             self._context.waiter.until(responding(self.peer), lambda: reason, timeout)
         return offset
 
-    # What channels and collectives are made of: words that hold growing epochs, and memory without checks.
+    # For channels and collectives: words that hold growing epochs, and memory without checks.
 
     def raise_flag(self, index: int, epoch: int) -> None:
         """Set a flag once all earlier puts from here have arrived."""
@@ -304,14 +497,14 @@ class RemoteBuffer:
         self._link.notify(self._first_word + index, epoch, ordered=False)
 
     def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
-        """``raise_flag``, or ``acknowledge`` where it is not ordered, of one flag: what sets it."""
+        """Function that sets one flag, as ``raise_flag``, or as ``acknowledge`` if not ``ordered``."""
         words = self._near_words
         if words is not None and self._fence is None:
             return partial(words.__setitem__, index)
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
-        """Put from memory that the caller leaves alone until the peer has answered; no copy is taken."""
+        """Put from memory that the caller does not change until the peer has answered; takes no copy."""
         if offset < 0 or offset + data.nbytes > self.nbytes:
             raise self._memory.outside(offset, data.nbytes)
         self._link.put(ByteRuns((self._memory.begin + offset,), data.nbytes), data)
@@ -320,18 +513,18 @@ class RemoteBuffer:
 
     @property
     def flags(self) -> memoryview | None:
-        """The peer's own words where they can be stored to, else None; barriers are up to the caller."""
+        """The peer's words if this rank can store to them, else None; the caller sees to fences."""
         memory = self._link.memory
         if memory is None:
             return None
         return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
 
     def delivered(self) -> bool:
-        """Advance puts and flags from here to this peer; return whether none is left. Does not block."""
+        """Advance puts and flags from here to this peer; return whether all are complete. Does not block."""
         return self._link.advance()
 
     def direct(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any] | None:
-        """View of the peer's own memory where it can be loaded and stored, else None."""
+        """View of the peer's memory if this rank can load and store it, else None."""
         kind = np.dtype(dtype)
         begin = self._memory.inside(offset, count * kind.itemsize, "view")
         return self._memory.near_view(begin, kind, (count,))
@@ -366,7 +559,7 @@ class RemoteBuffer:
         short.sort(key=itemgetter(0))
         begin = self._memory.begin
         places = [(begin + offset, len(source)) for offset, source in short]
-        # MPI takes no overlapping ones, and puts to one place have no order here anyway.
+        # MPI refuses overlapping targets; puts to one place have no order anyway.
         overlap = any(there + nbytes > after for (there, nbytes), (after, _) in pairwise(places))
         if len(short) < 2 or overlap:
             return parts
@@ -384,7 +577,7 @@ class RemoteBuffer:
 
 def _int64(value: int) -> int:
     number = as_int(value)
-    if not _LEAST <= number <= _LARGEST:
+    if not -(1 << 63) <= number < 1 << 63:
         raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number
 

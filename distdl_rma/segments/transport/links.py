@@ -1,29 +1,275 @@
-"""Ways to a peer's segment: direct load and store on a node, MPI RMA elsewhere."""
+"""Ways to a peer's segment: direct load and store on a node, MPI RMA to others; and atomic operations."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from itertools import repeat
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from distdl_rma.errors import PeerFailedError
-from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes, RmaPeer
+from distdl_rma.segments.transport.heap import Bytes
+from distdl_rma.trace import Counters
 
-# More transfers or notifications than these are looked through for those that are over.
+# A contiguous run of so many bytes or more is a transfer of its own, not a part of an MPI datatype.
+_LONG_RUN_BYTES = 64 << 10
+# Parts of a list up to so many bytes travel together: packing them costs less than a transfer each.
+SHORT_RUN_BYTES = 2 << 10
+# Answers before a flush without a new operation between them: some operations may complete after the first
+# answer. If others begin operations all the time, the flush follows after so many questions.
+_ANSWERS, _MOST_QUESTIONS = 2, 5
+
+
+class ByteRuns(NamedTuple):
+    """Stretches of contiguous bytes in a segment, by their offsets and their common length.
+
+    If the lengths differ, ``lengths`` has one for each, and ``nbytes`` is the largest.
+    """
+
+    offsets: tuple[int, ...]
+    nbytes: int
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all stretches."""
+        return sum(self.lengths) if self.lengths else len(self.offsets) * self.nbytes
+
+    def packed(self) -> Iterator[tuple[int, slice]]:
+        """Each stretch's offset, and its slice in an array of all of them, one behind the other."""
+        end = 0
+        for offset, nbytes in zip(self.offsets, self.lengths or repeat(self.nbytes), strict=False):
+            end += nbytes
+            yield offset, slice(end - nbytes, end)
+
+    @staticmethod
+    def together(parts: Sequence[tuple[int, int]]) -> ByteRuns:
+        """Stretches with these offsets and lengths, at least one."""
+        offsets, lengths = zip(*parts, strict=True)
+        return ByteRuns(offsets, max(lengths), lengths)
+
+
+class RmaPeer:
+    """Moves bytes to and from the memory of one peer, and knows when they have arrived there.
+
+    A put that is complete at this end may not be complete at the peer. A flush completes all operations, but
+    it cannot be interrupted: it spins on a core that others need, for ever if the peer is dead. So this rank
+    first sends small gets, as questions, after the large puts before them. It flushes when they were answered
+    while no operation began, or after several questions. The caller has the lock.
+
+    The locked window covers the segments of all ranks, and ``position`` is the peer's rank in its group.
+    ``begun`` operations have begun so far; flushes are counted.
+    """
+
+    def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
+        self._window, self._position, self._counters = window, position, counters
+        # Large puts under way, each with the number that had begun with it.
+        self._large: list[tuple[MPI.Request, int]] = []
+        # Numbers of operations that were begun, and that have certainly arrived.
+        self.begun, self._arrived = 0, 0
+        self._question: tuple[MPI.Request, int] | None = None
+        self._answer = np.empty(1, np.int64)
+        # Questions since the last flush; consecutive answers without a new operation between them.
+        self._asked, self._quiet = 0, 0
+
+    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
+        """Begin to copy contiguous bytes to the peer; they must not change until that is complete."""
+        self.begun += 1
+        requests = _transfers(runs, data, lambda part, there: self._window.Rput(part, self._position, there))
+        if runs.total >= _LONG_RUN_BYTES:
+            self._large = [*self._under_way(), *((request, self.begun) for request in requests)]
+        return requests
+
+    def get(self, runs: ByteRuns, out: Bytes) -> list[MPI.Request]:
+        """Begin to copy bytes from the peer."""
+        self.begun += 1
+        return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
+
+    def replace(self, word: int, values: NDArray[np.int64], before: NDArray[np.int64]) -> MPI.Request:
+        """Begin to set consecutive words of the peer, each atomically; done when their old values are here.
+
+        MPI keeps the order of operations on the same word, and of no others.
+        """
+        self.begun += 1
+        there = word * 8, len(values), MPI.INT64_T
+        return self._window.Rget_accumulate(values, before, self._position, there, op=MPI.REPLACE)
+
+    def arrived(self, begun: int) -> bool:
+        """Whether the first ``begun`` operations have arrived; asks the peer, does not block."""
+        if self._arrived < begun:
+            if self._question is None:
+                self._ask()
+            else:
+                self._take_answer(*self._question)
+        return self._arrived >= begun
+
+    def _ask(self) -> None:
+        there = 0, 8, MPI.BYTE
+        self._question = self._window.Rget(self._answer, self._position, there), self.begun
+        self._asked += 1
+
+    def _take_answer(self, question: MPI.Request, then: int) -> None:
+        self._large = self._under_way()
+        if any(begun <= then for _, begun in self._large) or not question.Test():
+            return
+        self._question = None
+        self._quiet = self._quiet + 1 if then == self.begun else 0
+        if self._quiet < _ANSWERS and self._asked < _MOST_QUESTIONS:
+            self._ask()
+            return
+        self._window.Flush(self._position)
+        self._counters.flushes += 1
+        self._arrived, self._asked, self._quiet = self.begun, 0, 0
+
+    def _under_way(self) -> list[tuple[MPI.Request, int]]:
+        return [large for large in self._large if not large[0].Test()]
+
+
+def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
+    # Many short runs travel together, as one datatype.
+    if len(runs.offsets) == 1:
+        # By far the most: without slices.
+        there = runs.offsets[0], runs.nbytes, MPI.BYTE
+        return [call([data, MPI.BYTE], there)] if runs.nbytes else []
+    if not runs.total:
+        return []
+    if runs.nbytes >= _LONG_RUN_BYTES:
+        return [
+            call([data[part], MPI.BYTE], (offset, part.stop - part.start, MPI.BYTE))
+            for offset, part in runs.packed()
+        ]
+    first = runs.offsets[0]
+    begins = [offset - first for offset in runs.offsets]
+    if runs.lengths:
+        kind = MPI.BYTE.Create_hindexed(runs.lengths, begins)
+    else:
+        kind = MPI.BYTE.Create_hindexed_block(runs.nbytes, begins)
+    kind.Commit()
+    try:
+        return [call([data, MPI.BYTE], (first, 1, kind))]
+    finally:
+        # MPI keeps what is still in use.
+        kind.Free()
+
+
+# Operand and old word of an operation, and both as MPI parses them fastest. A plain tuple: the interpreter
+# unpacks others by their methods, which takes a twentieth of an operation on a node.
+_OperationMemory = tuple[memoryview, memoryview, list[Any], list[Any]]
+
+
+def _operation_memory() -> _OperationMemory:
+    given, found = (np.zeros(1, np.int64).data for _ in range(2))
+    return given, found, [given, MPI.INT64_T], [found, MPI.INT64_T]
+
+
+class Atomics:
+    """Atomic operations on one word at a byte offset of a rank's segment; each returns the old word.
+
+    They are atomic towards each other on all ranks of a machine, since all use the same window. Plain loads
+    and stores of such a word are not.
+
+    ``positions`` maps every rank id to its position in the group of the locked window, and to the offset of
+    its segment in it. ``immediate`` windows complete an operation without the target, as shared memory does:
+    then no answer is waited for. Operations hold ``lock``, since the progress engine is another thread.
+    """
+
+    def __init__(
+        self,
+        window: MPI.Win,
+        positions: Mapping[int, tuple[int, int]],
+        immediate: bool,
+        lock: AbstractContextManager[Any],
+    ) -> None:
+        self._window, self._positions, self._lock = window, positions, lock
+        # Test of whether a rank answers; None where no answer is needed.
+        self.responding = None if immediate else self._responding
+        self._asked: list[tuple[MPI.Request, object]] = []
+        # Whether other threads may call MPI during an operation, which needs no progress of theirs.
+        self._together = immediate and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._spare: list[_OperationMemory] = []
+        # Operand, expected word and old word of a compare-and-swap. Needs the lock.
+        words = [np.zeros(1, np.int64).data for _ in range(3)]
+        self._operand, self._expected, self._before = words
+        self._specs = [[word, MPI.INT64_T] for word in words]
+
+    def _responding(self, rank: int) -> Callable[[], bool]:
+        # An operation on a rank that has answered takes one round trip and does not hang.
+        target, _ = self._positions[rank]
+        answer = np.empty(8, np.uint8)
+        with self._lock:
+            request = self._window.Rget(answer, target, (0, 8, MPI.BYTE))
+            # The answer's memory is kept while it is under way, also when its wait is given up.
+            self._asked = [asked for asked in self._asked if not asked[0].Test()]
+            self._asked.append((request, answer))
+
+        def answered() -> bool:
+            with self._lock:
+                return bool(request.Test())
+
+        return answered
+
+    def fetching(self, rank: int, begin: int) -> Callable[[MPI.Op, int, int], int]:
+        """Function that changes a word of one rank, at an offset from ``begin`` on, and returns the old word.
+
+        It applies ``MPI.SUM``, ``MPI.REPLACE`` or ``MPI.NO_OP`` with a number. A closure, since looking up
+        what it needs would take as long as the operation in shared memory.
+        """
+        target, base = self._positions[rank]
+        base += begin
+        fetch_and_op, flush, lock, spare = (
+            self._window.Fetch_and_op,
+            self._window.Flush,
+            self._lock,
+            self._spare,
+        )
+
+        def fetch(op: MPI.Op, offset: int, value: int) -> int:
+            # Each thread has its own memory, so that no lock of this library is needed.
+            try:
+                memory = spare.pop()
+            except IndexError:
+                memory = _operation_memory()
+            given, found, operand, before = memory
+            given[0] = value
+            fetch_and_op(operand, before, target, base + offset, op)
+            flush(target)
+            word = found[0]
+            spare.append(memory)
+            return word
+
+        def fetch_alone(op: MPI.Op, offset: int, value: int) -> int:
+            with lock:
+                return fetch(op, offset, value)
+
+        return fetch if self._together else fetch_alone
+
+    def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
+        """Set the word to ``desired`` if it is ``expected``."""
+        target, begin = self._positions[rank]
+        new, old, before = self._specs
+        with self._lock:
+            self._operand[0], self._expected[0] = desired, expected
+            self._window.Compare_and_swap(new, old, before, target, begin + offset)
+            self._window.Flush(target)
+            return self._before[0]
+
+
+# Lists of more transfers or notifications than these are searched for complete ones.
 _MANY_TRANSFERS = 64
-# Notifications of words in a row that travel as one: more than these are no longer short. Of more than 4 KiB
-# Open MPI refuses them between hosts.
+# Most notifications of consecutive words that travel as one, so that the message stays short. Open MPI
+# refuses more than 4 KiB between hosts.
 _MOST_WORDS = 64
 
 
 class SharedLink:
-    """Peer on this node: a copy into its ``memory``, a barrier, a store to a flag; nothing stays pending."""
+    """Link to a peer on this node: a copy into its ``memory``, a fence, a store to a flag; all at once."""
 
     def __init__(self, memory: Bytes, fence: Callable[[], object]) -> None:
         self.memory: Bytes | None = memory
@@ -54,7 +300,7 @@ class SharedLink:
         """Do nothing."""
 
     def advance(self) -> bool:
-        """Return True: nothing is left."""
+        """Return True: nothing is pending."""
         return True
 
 
@@ -64,21 +310,22 @@ _Transfer = tuple[MPI.Request, Any]
 
 @dataclass
 class _Delivery:
-    """Some puts, the notification behind them, and how far both have come."""
+    """Some puts, the notification behind them, and their progress."""
 
     transfers: list[_Transfer] = field(default_factory=list)
-    # Whether there was any: complete at this end is not yet complete at the peer.
+    # Whether any put was begun: one that is complete at this end may not be complete at the peer.
     begun: bool = False
     notice: tuple[int, int] | None = None
-    # Whether that one waits for the notifications before it, too.
+    # Whether the notification also waits for the notifications before it.
     last: bool = False
-    # So many operations begun to that peer must have arrived; known once nothing is read here any more.
+    # The notification waits until so many operations to that peer have arrived; known once MPI reads no
+    # source of the puts any more.
     upto: int | None = None
 
 
 @dataclass
 class _Get:
-    """What remains of a get, and what is called when nothing does."""
+    """Incomplete transfers of a get, and the function to call when all are complete."""
 
     transfers: list[_Transfer]
     then: Callable[[], None] | None
@@ -97,8 +344,8 @@ _T = TypeVar("_T")
 def _reaching(
     method: Callable[Concatenate[RemoteLink, _P], _T],
 ) -> Callable[Concatenate[RemoteLink, _P], _T]:
-    # Some networks lose a rank that was killed before anybody has noticed: what MPI says of it then is no
-    # error of this rank.
+    # Some networks lose a killed rank before any rank has noticed its death: the error of MPI is then the
+    # peer's, not this rank's.
     @wraps(method)
     def call(self: RemoteLink, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
@@ -111,20 +358,20 @@ def _reaching(
 
 
 class RemoteLink:
-    """Peer on another node: request-based puts, a flush, then an atomic notification.
+    """Link to a peer on another node: request-based puts, a flush, then an atomic notification.
 
-    Nothing here blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves the
-    remaining steps to ``advance``, which every wait and the progress engine call and a start never does.
+    No method blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves the
+    remaining steps to ``advance``, which every wait and the progress engine call.
 
-    MPI orders nothing here but what sets one word, so that what must come later is begun later. Many
-    notifications are under way at once: one waits for the puts before it, and for other notifications only
-    if it is to be the last of them. Those of neighbouring words that waited for the same puts travel as one.
-    The memory of puts is kept here until MPI is done with it.
+    MPI orders only operations that set the same word, so later operations begin later. Many notifications are
+    under way at once: a notification waits for the puts before it, and for other notifications only if it is
+    to be the last of them. Notifications of neighbouring words that waited for the same puts travel as one.
+    The link keeps the memory of puts until MPI has sent them.
 
-    Each raises ``PeerFailedError`` where MPI does not reach the peer, whose id is ``rank``, any more.
+    Every method raises ``PeerFailedError`` if MPI does not reach the peer, whose id is ``rank``, any more.
 
-    ``lock`` is held by whoever calls in: the progress engine is another thread. ``busy`` are the links that
-    have something pending: this one adds itself, whoever advances them all takes it out.
+    The methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with
+    pending operations: a link adds itself; the caller that advances them all removes it.
     """
 
     # Not reachable by load and store.
@@ -150,7 +397,7 @@ class RemoteLink:
             opened.begun |= bool(requests)
             opened.transfers += [(request, data) for request in requests]
             if len(opened.transfers) > self._tidy_at:
-                # A rank may put for ever without a notification or a flush.
+                # A rank may put again and again without a notification or a flush.
                 opened.transfers = _under_way(opened.transfers)
                 self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
             return requests
@@ -161,8 +408,8 @@ class RemoteLink:
     ) -> list[MPI.Request]:
         """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
 
-        With ``keep`` the link holds on to ``out`` until then, and the requests are looked at only by who has
-        the lock; it calls ``then()`` once they are there.
+        With ``keep`` the link keeps ``out`` until then, and calls ``then()`` once the bytes are there; test
+        the requests only with the lock.
         """
         with self._lock:
             requests = self._rma.get(runs, out)
@@ -173,10 +420,9 @@ class RemoteLink:
 
     @_reaching
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
-        """Set a word of the peer, after all earlier puts arrived there if ``ordered``.
+        """Set a word of the peer; if ``ordered``, after all earlier puts have arrived there.
 
-        And after all earlier words are set, if ``last``; otherwise after those that this same word was set
-        to before.
+        With ``last`` also after all earlier notifications; otherwise only after those of the same word.
         """
         with self._lock:
             self._busy.add(self)
@@ -188,7 +434,7 @@ class RemoteLink:
                 self._send_notices(word, [value])
 
     def close_delivery(self) -> None:
-        """Have what was put so far flushed, with no notification behind it."""
+        """Have all puts so far flushed, without a notification behind them."""
         with self._lock:
             if self._open.begun:
                 self._busy.add(self)
@@ -196,7 +442,7 @@ class RemoteLink:
 
     @_reaching
     def advance(self) -> bool:
-        """Advance what is pending; return whether nothing is left."""
+        """Advance pending operations; return whether all are complete."""
         with self._lock:
             for delivery in self._pending:
                 if delivery.upto is None:
@@ -210,7 +456,7 @@ class RemoteLink:
             return not (self._pending or self._notices_under_way() or self._gets or opened.transfers)
 
     def _send_arrived(self) -> None:
-        # Words in a row together: each message takes longer than all that it carries.
+        # Consecutive words travel together: a message costs more than its words.
         first, values = 0, list[int]()
         while self._pending and self._arrived(self._pending[0]):
             if values and self._pending[0].last:
@@ -232,7 +478,7 @@ class RemoteLink:
         self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
 
     def _arrived(self, delivery: _Delivery) -> bool:
-        # Its puts are there, and the notifications before its own where that is the last.
+        # Whether its puts are there, and with ``last`` the notifications before its own.
         there = delivery.upto is not None and self._rma.arrived(delivery.upto)
         return there and not (delivery.last and self._notices_under_way())
 
@@ -241,11 +487,11 @@ class RemoteLink:
         return bool(self._notices)
 
     def _send_notices(self, word: int, values: list[int]) -> None:
-        # What was there before comes back: only then the words are known to be set.
+        # The operation returns the old words: when these are here, the new ones are set.
         source, before = np.array(values, np.int64), np.empty(len(values), np.int64)
         self._notices.append((self._rma.replace(word, source, before), (source, before)))
         if len(self._notices) > self._tidy_notices_at:
-            # A rank may notify for ever and never wait.
+            # A rank may notify again and again and never wait.
             self._notices = _under_way(self._notices)
             self._tidy_notices_at = 2 * len(self._notices) + _MANY_TRANSFERS
 
@@ -254,5 +500,5 @@ def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
     return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers
 
 
-# Way to the segment of one peer; all offsets are bytes from the start of that segment.
+# Link to the segment of one peer; all offsets are bytes from the start of that segment.
 Link = SharedLink | RemoteLink

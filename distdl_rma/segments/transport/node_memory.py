@@ -1,4 +1,4 @@
-"""The shared memory of a node that segments are made of: how much each has, and taking it at once."""
+"""Shared memory of a node for segments: its size for each rank, windows over it, and reserving it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import mmap
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,21 +21,49 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
-from distdl_rma.segments.transport.deadline import ends_process_after
-from distdl_rma.segments.transport.heap import aligned
-from distdl_rma.segments.transport.rma_peer import Bytes
+from distdl_rma.segments.transport.heap import Bytes, aligned
+
+_TICK_SECONDS = 1.0
+
+
+@contextmanager
+def ends_process_after(seconds: float, why: str) -> Iterator[None]:
+    """End this process, with a line on standard error and status 1, if the block takes longer; local.
+
+    The launcher then ends the job: a process that hangs in MPI can neither continue nor end MPI.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        # Ticks, not a clock: they stop while the job is suspended.
+        for ticks in count(1):
+            if over.wait(_TICK_SECONDS):
+                return
+            if ticks * _TICK_SECONDS > seconds:
+                break
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"distdl_rma: {why}\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="distdl_rma deadline", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
 
 SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_DEFAULT = 4 << 30
-# Less than this by default would only fail later; who wants less says so.
+# A smaller default would only fail later; users may choose less.
 _SMALLEST_DEFAULT = 32 << 20
 _SMALLEST = 4096
 # Of Linux: provides all pages, or fails where a store would end in SIGBUS (5.14); gives pages back.
 _MADV_POPULATE_WRITE, _MADV_REMOVE = 23, 9
 _CHUNK_BYTES = 1 << 20
-# What MPI may still need for itself; its own memory is consumed when it is touched, too.
+# Memory that MPI may still need for itself; its own pages are consumed when they are touched, too.
 _SPARE_BYTES = 4 << 20
-# What the MPI keeps beside each segment of a window: it aligns both to pages, and both are less than one.
+# Memory that MPI keeps beside each segment of a window, in two pages.
 _BESIDE_BYTES = 2 * mmap.PAGESIZE
 # Ranks return from making a window together, or in much less than this.
 _TOGETHER_SECONDS = 10.0
@@ -40,15 +71,15 @@ _REMEDY = (
     f"set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...) to less, or give the node or container more"
     " shared memory (for example --shm-size)"
 )
-# Bytes of the segments of this process. What they reserve is consumed later, so that it still looks free.
+# Bytes of the segments of this process. Their pages are consumed later, so that they still look free.
 _promised: dict[int, int] = {}
 
 
 class NodeMemory:
     """Memory for one segment per rank of ``comm``, with ``node``, the communicator of this rank's node.
 
-    ``ranks`` are the rank ids of the positions. Every step is collective, and what is wrong on one rank is
-    the same error on all. For tests, ``node_size`` consecutive ranks of a node count as a node.
+    ``ranks`` are the rank ids of the positions. Every method is collective; an error on one rank is raised on
+    all. For tests, ``node_size`` consecutive ranks of a node count as a node.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node_size: int | None) -> None:
@@ -61,7 +92,7 @@ class NodeMemory:
         self._timeout = DEFAULT_TIMEOUT
 
     def agree_on_size(self, options: SegmentOptions) -> int:
-        """Bytes of a segment; a wrong option is an error before anything is reserved."""
+        """Bytes of a segment; an invalid option raises before any memory is reserved."""
         asked, problem = None, ""
         try:
             options.check()
@@ -104,7 +135,7 @@ class NodeMemory:
         def make() -> MPI.Win:
             if self.node.size > 1:
                 return MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
-            # To a rank alone MPI gives what malloc has, with all that others left there.
+            # For a single rank MPI uses malloc, whose memory is not zero.
             memories.append(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
             return MPI.Win.Create(memories[0], 1, comm=self.node)
 
@@ -121,8 +152,8 @@ class NodeMemory:
     def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
         """Window of ``nbytes`` on each rank of ``comm``, the node or all ranks; ``make`` is collective there.
 
-        ``SegmentError`` on all ranks if MPI refuses it. Open MPI may refuse it on one rank, for lack of
-        memory, and never return on others of its node: these end after the timeout, and the job with them.
+        ``SegmentError`` on all ranks if MPI refuses it. For lack of memory Open MPI may refuse it on one rank
+        and never return on others of the node: these end after the timeout, and the job with them.
         """
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
@@ -161,15 +192,15 @@ class NodeMemory:
         if lacking:
             rank, problem = lacking
             raise SegmentError(f"rank {rank}: the segment could not be reserved: {problem}; {_REMEDY}")
-        # What is taken is seen to be used.
+        # Reserved pages no longer look free.
         self.promise(0)
 
     def promise(self, nbytes: int) -> None:
-        """Note that so many bytes will be consumed, though they still look free; local."""
+        """Note that so many bytes will be consumed although they still look free; local."""
         _promised[id(self)] = nbytes
 
     def free(self) -> None:
-        """Let go of the node, and of what was promised; collective over the node."""
+        """Free the communicator of the node, and the note of ``promise``; collective over the node."""
         _promised.pop(id(self), None)
         self.node.Free()
 
@@ -185,11 +216,11 @@ class NodeMemory:
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
         # Different nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
-        # Pages that are consumed when they are touched leave room to grow. Who reserves them takes all at
-        # once, and so does a network that registers memory; of a rank alone nobody reads any.
+        # Pages that are consumed when they are touched leave room to grow. Reserving takes all pages at once,
+        # and so does a network that registers memory; and no peer reads the segment of a single rank.
         if share > _LARGEST_DEFAULT and (reserve or self._comm.size == 1 or self._windows_take_pages()):
             share = _LARGEST_DEFAULT
-        # Too little for the smallest default is found by the check of the room that follows.
+        # ``check_room`` follows, and raises if the smallest default does not fit.
         return max(_SMALLEST_DEFAULT, min(share, sys.maxsize // 4))
 
     def _windows_take_pages(self) -> bool:
@@ -199,7 +230,7 @@ class NodeMemory:
         return bool(self._comm.allreduce(has_pages(memory), MPI.LOR))
 
     def _first_problem(self, problem: str) -> tuple[int, str] | None:
-        # Of all ranks, the first that has one.
+        # Of the first rank that has one.
         said = zip(self._ranks, self._comm.allgather(problem), strict=True)
         return next(((rank, theirs) for rank, theirs in said if theirs), None)
 
@@ -207,8 +238,8 @@ class NodeMemory:
 def reserve_pages(memory: Bytes, ranks: int) -> str:
     """Have the kernel provide all pages of new memory, which is zero before and after; blocking.
 
-    All or nothing; so many ranks of the node do the same now, and its last bytes are left alone. Returns what
-    is missing, for a message; empty if nothing is.
+    It takes all pages or none, and leaves the last bytes of the node free; so many ``ranks`` of the node do
+    the same now. Returns the reason why it failed, as text; empty if it did not.
     """
     for begin in range(0, memory.nbytes, _CHUNK_BYTES):
         problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""
@@ -223,21 +254,21 @@ def reserve_pages(memory: Bytes, ranks: int) -> str:
 def _provide(chunk: Bytes) -> str:
     problem = _advise(chunk, _MADV_POPULATE_WRITE)
     if problem in (errno.EINVAL, errno.ENOSYS):
-        # An older kernel. Looked before: only who takes as much in the same moment is not seen.
+        # An older kernel. The check before misses only other processes that take memory at this moment.
         chunk[:] = 0
         return ""
     return os.strerror(problem) if problem else ""
 
 
 def has_pages(memory: Bytes) -> bool:
-    """Whether the kernel has provided a page of memory that begins with one; true where it does not tell."""
+    """Whether the kernel has provided any page of page-aligned memory; True if that is unknown."""
     known = (ctypes.c_ubyte * -(-memory.nbytes // mmap.PAGESIZE))()
     mincore = _of_system("mincore", ctypes.c_void_p)
     return not mincore or mincore(memory.ctypes.data, memory.nbytes, known) != 0 or any(known)
 
 
 def _advise(memory: Bytes, advice: int, inside: bool = False) -> int:
-    # Number of the error; 0 if there was none. The pages at both ends may be shared with other ranks.
+    # Number of the error, 0 without one. Other ranks may share the pages at both ends.
     begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     begin = (-(-begin // mmap.PAGESIZE) if inside else begin // mmap.PAGESIZE) * mmap.PAGESIZE
     end = end // mmap.PAGESIZE * mmap.PAGESIZE if inside else end
@@ -250,7 +281,7 @@ def _advise(memory: Bytes, advice: int, inside: bool = False) -> int:
 
 
 def _of_system(name: str, last: Any) -> Callable[..., int] | None:
-    # A call about an address, a length and something of the kind of ``last``; None where there is none.
+    # System call that takes an address, a length and an argument of type ``last``; None if it is missing.
     try:
         call = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):

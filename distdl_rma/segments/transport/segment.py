@@ -12,13 +12,11 @@ from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError
 from distdl_rma.geometry.partition import grouped
-from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import SegmentOptions
-from distdl_rma.segments.transport.arena import attach, own_arena
-from distdl_rma.segments.transport.heap import ALIGNMENT
-from distdl_rma.segments.transport.links import Link, RemoteLink, SharedLink
+from distdl_rma.segments.transport.heap import ALIGNMENT, Bytes, attach, own_arena
+from distdl_rma.segments.transport.links import Atomics, Link, RemoteLink, RmaPeer, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
-from distdl_rma.segments.transport.rma_peer import Atomics, Bytes, RmaPeer
+from distdl_rma.trace import Counters
 
 # These processors never let a store overtake an earlier store, nor a load an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
@@ -29,13 +27,13 @@ _NO_FENCE: Callable[[], object] = bool
 class Segment:
     """One block of memory per rank, reachable by every rank of the machine.
 
-    The same memory has two doors: a shared window gives the ranks of a node direct load and store, a
-    window over the same memory gives every rank of the machine puts and atomics. Memory is consumed only
-    when touched, unless it is reserved. Collective to create and to close.
+    Two windows cover the same memory: a shared window gives the ranks of a node direct load and store, the
+    other window gives every rank of the machine puts and atomics. Memory is consumed only when it is touched,
+    unless it is reserved. Collective to create and to close.
 
-    ``ranks`` are the rank ids of the machine by position in ``comm``. All ranks refuse options that are wrong
-    on one of them. ``arenas`` are those of the other ranks of the node, by rank id, as far as this rank can
-    store to them.
+    ``ranks`` are the rank ids of the machine by position in ``comm``. All ranks raise if options are invalid
+    on one of them. ``arenas`` has the arenas of the node's other ranks, by rank id, if this rank can store to
+    them.
     """
 
     def __init__(
@@ -63,20 +61,20 @@ class Segment:
                 self.memory: Bytes = views[ranks[comm.rank]]
                 self._window = self._node_memory.window_over(self.memory)
             except DistdlError:
-                # Nobody keeps what it has if one rank cannot have it all.
+                # All ranks free their memory if one rank cannot have its own.
                 self._shared.Free()
                 raise
         except DistdlError:
             self._node_memory.free()
             raise
-        # Held by whoever touches what is pending: the progress engine is another thread.
+        # Protects pending operations: the progress engine is another thread.
         self.lock = threading.RLock()
         self._shared.Lock_all()
         self._window.Lock_all()
         # Memory barrier between data and the flag that announces it, the only one of the library.
         ordered = platform.machine() in _TOTAL_STORE_ORDER
         self.fence: Callable[[], object] = _NO_FENCE if ordered else self._shared.Sync
-        # The same for those who would rather not call what does nothing: None.
+        # The same, None if no fence is needed, so that callers can skip the call.
         self.store_fence = None if ordered else self.fence
         self.cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
         self.words = self.memory.data.cast("q")
@@ -151,7 +149,7 @@ class Segment:
         for window in (self._window, self._shared):
             window.Unlock_all()
             window.Free()
-        # Not before: what a get of theirs reads to may be under way until then.
+        # Not before: they keep targets of gets, which may be under way until then.
         self._links.clear()
         self._busy.clear()
         self._node_memory.free()

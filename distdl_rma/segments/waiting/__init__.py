@@ -1,1 +1,1 @@
-"""What ranks say of themselves while others wait for them: who does what, who failed, who has left."""
+"""How ranks find each other, wait for each other, and learn who failed or has left."""

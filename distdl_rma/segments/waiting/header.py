@@ -1,4 +1,4 @@
-"""What each rank does and waits for, in the header of its own segment, and how others read it there."""
+"""Headers of segments: each rank writes there what it does and waits for, and others read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import PeerFailedError
-from distdl_rma.segments.transport.rma_peer import ByteRuns, Bytes
+from distdl_rma.segments.transport.heap import Bytes
+from distdl_rma.segments.transport.links import ByteRuns
 from distdl_rma.segments.transport.segment import Segment
 
 # The first bytes of every segment.
@@ -24,7 +25,7 @@ HEADER_BYTES = 2048
 _RANKS = 8
 _TEXT, _NAME = 512, 256
 _CHECK = struct.Struct("=q")
-# A header is read again while its rank changes it; one that cannot be read in so many looks counts as silent.
+# A header is read again while its rank changes it; after so many failures its rank counts as silent.
 _LOOKS = 100
 
 
@@ -32,10 +33,10 @@ _LOOKS = 100
 class WaitReason:
     """What a rank waits for: ranks, and what they are to do, as in "to send in 'enc1' (epoch 7, ...)".
 
-    ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` the ranks are those that
-    may do it, and the wait is in vain only when all of them have left. With ``leavers`` also those that have
-    left do it, as long as their processes live. With ``in_step`` they do it where they come to it in the
-    program, and no one else does it for them: of ranks that wait so for each other none will ever go on.
+    ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` any of the ranks may do it,
+    and the wait is in vain only when all of them have left. With ``leavers`` ranks that have left do it too,
+    as long as their processes live. With ``in_step`` they do it only by their own program: ranks that wait so
+    for each other wait for ever.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +51,7 @@ class WaitReason:
 
 
 class RecordText(NamedTuple):
-    """A text as a record begins with it: padded to its length there, and what its checksum begins with."""
+    """A text at the begin of a record: padded to its length there, and the begin of the checksum."""
 
     padded: bytes
     checksum: int
@@ -63,9 +64,9 @@ class DoubleRecord:
     places and believe what the checksums confirm: no order of stores and loads, on either side, can make a
     mixture of two records pass for one. Memory that was never written, all zeros, is no record.
 
-    ``form`` has the fields as ``struct`` has them, in native sizes without alignment; the two places lie
-    between the offsets ``begin``, a multiple of 8, and ``end``, in bytes. A text of ``text`` bytes may lie
-    before all of it: one that is known beforehand is written, and summed up, in next to no time.
+    ``form`` lists the fields as ``struct`` does, in native sizes without alignment; the two places lie
+    between the offsets ``begin``, a multiple of 8, and ``end``, in bytes. A text of ``text`` bytes may
+    precede the fields: one that is known beforehand costs little time to write and to sum up.
     """
 
     def __init__(self, form: str, begin: int, text: int = 0) -> None:
@@ -118,15 +119,15 @@ _OPERATION = DoubleRecord("qdq", _STATE.end, text=_NAME)
 
 
 class RankState(enum.IntEnum):
-    """What a rank does, as far as others must know."""
+    """State of a rank, for others."""
 
     RUNNING = 1
     WAITING = 2
     FAILED = 3
     LEFT = 4
-    RAISED = 5  # an error in a call that all ranks make; whether alone, those know that wait
+    RAISED = 5  # an error in a collective call; ranks that wait for it find out whether only here
     WAITING_IN_STEP = 6  # a wait with ``in_step``
-    SETTLING = 7  # an error in a call that all ranks make, which waits for the others to raise too
+    SETTLING = 7  # an error in a collective call; waits for the others to raise too
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class HeaderRecord:
 
     @property
     def doing(self) -> str:
-        """What the rank does, as a clause of a sentence."""
+        """State of the rank, as a clause of a sentence."""
         now = time.time()
         ago = f"{max(now - self.since, 0):.1f} s"
         if self.state is RankState.FAILED:
@@ -183,8 +184,8 @@ def numbered(ranks: tuple[int, ...]) -> str:
 class HeaderWriter:
     """This rank's header, the first bytes of its segment: written by it alone, read by others at any moment.
 
-    ``note``, a number for what is to be alike on all ranks, goes with the next operation that begins. The
-    fence keeps stores before it from being seen after those behind it.
+    ``note``, a number that should be equal on all ranks, is written with the next operation. The fence keeps
+    the order of stores.
     """
 
     def __init__(self, header: memoryview, fence: Callable[[], object]) -> None:
@@ -199,7 +200,7 @@ class HeaderWriter:
         self.write(RankState.RUNNING)
 
     def write(self, state: RankState, text: str = "", ranks: tuple[int, ...] = (), origin: int = -1) -> None:
-        """Say what this rank does; the time since when is that of the last change of state.
+        """Write the state of this rank; its time is that of the last change of state.
 
         ``origin`` is the rank that an error of another rank began on.
         """
@@ -211,14 +212,14 @@ class HeaderWriter:
         _STATE.write(self._header, self._states, self._fence, *fields, *listed, clip(text, _TEXT))
 
     def begin(self, name: RecordText, epoch: int) -> None:
-        """Say which operation this rank begins; ``name`` is ``operation_name`` of it."""
+        """Write which operation this rank begins; ``name`` is made by ``operation_name``."""
         self._operations += 1
         _OPERATION.write_behind(
             name, self._header, self._operations, self._fence, epoch, time.time(), self.note
         )
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._header.release()
 
 
@@ -249,16 +250,16 @@ def parse(header: bytes) -> HeaderRecord | None:
 class PeerHeaders:
     """Headers of the ranks of a machine, as this rank reads them.
 
-    Those of the same node by load, the others by gets that are answered later, or never.
+    It reads those of the same node by load, the others by gets, which are answered later or never.
     """
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._namespace = namespace()
-        # Gets under way; what ranks of other nodes answered, and when.
+        # Gets under way; the answers of ranks of other nodes, and their times.
         self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
         self._answers: dict[int, tuple[HeaderRecord, float]] = {}
-        # When a rank wrote what it last said, by its clock, and since when that has been read, by this one's.
+        # Time of a rank's last record by its clock, and when this rank first read it, by its own clock.
         self._last: dict[int, tuple[float, float]] = {}
 
     def is_near(self, rank: int) -> bool:
@@ -266,7 +267,7 @@ class PeerHeaders:
         return self._segment.link(rank).memory is not None
 
     def read(self, rank: int, deadline: float) -> HeaderRecord | None:
-        """What a rank says; None if it does not answer. Blocking, until the deadline at most."""
+        """Record of a rank; None if it does not answer. Blocking, until the deadline at most."""
         memory = self._segment.link(rank).memory
         if memory is not None:
             for _ in range(_LOOKS):
@@ -282,7 +283,7 @@ class PeerHeaders:
         return self._answers[rank][0]
 
     def glance(self, rank: int) -> HeaderRecord | None:
-        """What a rank says, or said when it last answered; None if it never did. Does not block."""
+        """Record of a rank, from its last answer; None if it never answered. Does not block."""
         if self.is_near(rank):
             return self.read(rank, 0.0)
         self._hear(rank)
@@ -295,9 +296,9 @@ class PeerHeaders:
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
 
     def unchanged(self, rank: int, record: HeaderRecord) -> float:
-        """Seconds for which a rank that waits, and ought to say so again and again, has said nothing else.
+        """Seconds for which a waiting rank has not rewritten its record, which it does again and again.
 
-        As far as this rank has looked before; 0 for one that does not wait.
+        As far as this rank has looked before; 0 for a rank that does not wait.
         """
         now = time.monotonic()
         written, since = self._last.get(rank, (0.0, now))
@@ -307,16 +308,16 @@ class PeerHeaders:
         return now - since if record.is_waiting or record.state is RankState.LEFT else 0.0
 
     def forget(self) -> None:
-        """Believe no answer any more that was given before."""
+        """Forget all answers."""
         self._answers.clear()
 
-    def process_is_gone(self, rank: int, record: HeaderRecord) -> bool:
-        """Whether a rank's process has ended; False if it is none of this node, where that cannot be told."""
+    def process_has_ended(self, rank: int, record: HeaderRecord) -> bool:
+        """Whether a rank's process has ended; False on another node, since that is unknown."""
         near = rank in self._segment.node_ranks and record.namespace == self._namespace
-        return near and bool(record.namespace) and is_gone(record.process)
+        return near and bool(record.namespace) and has_ended(record.process)
 
     def _hear(self, rank: int) -> bool:
-        # Whether the rank answered just now. Asks, or takes in the answer.
+        # Whether the rank answered just now. Sends the get, or receives the answer.
         with self._segment.lock:
             try:
                 if rank not in self._asked:
@@ -327,7 +328,7 @@ class PeerHeaders:
                 if not MPI.Request.Testall(requests):
                     return False
             except (PeerFailedError, MPI.Exception):
-                # The network has lost a rank that was killed: it gives no answer, as others do not.
+                # The network has lost a rank that was killed: that is no answer.
                 self._asked.pop(rank, None)
                 return False
             del self._asked[rank]
@@ -338,14 +339,14 @@ class PeerHeaders:
 
 
 def namespace() -> int:
-    """Which processes a process number of this process is one of; 0 where that cannot be told."""
+    """Number of the process namespace of this process; 0 if unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0
 
 
-def is_gone(process: int) -> bool:
+def has_ended(process: int) -> bool:
     """Whether a process of this node and namespace has ended, reaped or not."""
     try:
         os.kill(process, 0)

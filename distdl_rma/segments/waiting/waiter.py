@@ -1,4 +1,4 @@
-"""Waiting for other ranks, while what is under way here goes on, in all machines of the process."""
+"""Waits for other ranks, which advance operations under way; and a thread that does so between waits."""
 
 from __future__ import annotations
 
@@ -11,34 +11,88 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout
-from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import check_timeout
-from distdl_rma.segments.transport.progress_thread import ProgressEngine
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.peer_watch import FailureNotices, PeerWatch
+from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
+from distdl_rma.trace import Counters
+
+# Pauses while the rank is active, if ranks outnumber cores, and after a time without activity.
+_BUSY_SECONDS = 1e-4
+_CROWDED_SECONDS = 1e-3
+_QUIET_SECONDS = 5e-3
+_QUIET_AFTER_SECONDS = 2.0
+_JOIN_SECONDS = 2.0
+# A pause is at least so many turns long: the rank may compute on the core of the thread.
+_PAUSE_TURNS = 16
+_LONGEST_PAUSE_SECONDS = 4e-3
+
+
+class ProgressEngine:
+    """Calls ``turn()`` again and again in a daemon thread, which never keeps a process from exiting.
+
+    Between nodes a transport in software moves data only while both ends call MPI. The thread calls it while
+    torch computes, which releases the interpreter lock. ``turn`` advances operations, does not block, and
+    returns a number that changes while the rank is active. If ranks outnumber cores, ``crowded``, the thread
+    takes fewer turns, since each costs a rank's time.
+    """
+
+    def __init__(self, turn: Callable[[], int], crowded: bool) -> None:
+        self._turn = turn
+        self._pause = _CROWDED_SECONDS if crowded else _BUSY_SECONDS
+        self._stop = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="distdl_rma progress", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread; idempotent."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        seen, quiet, pause = 0, 0.0, self._pause
+        while not self._stop.wait(_QUIET_SECONDS if quiet > _QUIET_AFTER_SECONDS else pause):
+            begin = time.thread_time()
+            try:
+                active = self._turn()
+            except BaseException as error:  # noqa: BLE001
+                # The rank's own thread raises it in its next call.
+                self.error = error
+                return
+            turn = time.thread_time() - begin
+            pause = max(self._pause, min(_PAUSE_TURNS * turn, _LONGEST_PAUSE_SECONDS))
+            quiet = quiet + pause if active == seen else 0.0
+            seen = active
+
 
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
-# How often a long wait says what it waits for, and looks at those that it waits for.
+# Seconds between two looks of a long wait, which writes its reason and reads the headers of other ranks.
 _LOOK_SECONDS = 0.1
-# Nothing that is done between two looks takes so long, but a process or a machine that is stopped.
+# More seconds than these between two looks mean that the process or the machine was stopped.
 _STOPPED_SECONDS = 1.0
 
 
 def stopped(seconds: float) -> float:
-    """How much of the time between two looks this process, or all of the machine, stood still for."""
+    """Seconds between two looks for which this process, or the whole machine, was stopped."""
     return seconds if seconds > _STOPPED_SECONDS else 0.0
 
 
 class Waiter:
-    """How a rank waits for something that another rank does, while what is under way on its machine goes on.
+    """Waits for other ranks, and the steps that every wait takes meanwhile.
 
-    Every wait, every ``progress()`` and the progress engine take the steps that were deferred, so that ranks
-    may wait for what they do together in different orders; waits in another machine of the process do so too.
-    Whoever takes steps holds the segment's lock, and takes in notices of failed ranks with them.
+    Every wait, every ``progress()`` and the progress engine take the deferred steps, so that ranks may wait
+    for their common operations in different orders; waits in another machine of the process take them too.
+    Steps hold the segment's lock, and come with receiving notices of failed ranks.
 
-    ``timeout`` is the default deadline in seconds. Waits begin with ``spins`` turns of a busy loop, 0 where
+    ``timeout`` is the default deadline in seconds. Waits begin with ``spins`` turns of a busy loop, 0 if
     ranks outnumber cores or MPI must make progress; now and then ``watch`` looks at the other ranks. The
     ``counters`` add up the time, and tell the progress engine whether the rank is active.
     """
@@ -58,7 +112,7 @@ class Waiter:
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
         self._engine: ProgressEngine | None = None
-        # What went wrong in a step that was taken while the rank waited in another machine.
+        # Error of a step that was taken while the rank waited in another machine.
         self._trouble: Exception | None = None
 
     def until(
@@ -71,11 +125,12 @@ class Waiter:
     ) -> None:
         """Return as soon as ``ready()`` is true; blocking.
 
-        ``ready`` is a cheap test without side effects, or one that advances what is waited for. ``reason``
-        says who is waited for, and is called only when the wait takes long. ``timeout`` is in seconds, 0 to
-        look once, ``spins`` are the turns of the busy loop for who has looked before, ``whole`` the seconds
-        of a wait that this is the last part of. ``ExchangeTimeout`` at the deadline, after which the wait can
-        be repeated; ``PeerFailedError`` if a rank of the machine failed, or one that is waited for has left.
+        ``ready`` is a cheap test without side effects, or one that advances the operation. ``reason`` returns
+        the ranks and what they are to do; only long waits call it. ``timeout`` is in seconds, 0 to look once,
+        ``spins`` are the turns of the busy loop for callers that have looked before, ``whole`` the seconds of
+        a longer wait of which this is the last part. ``ExchangeTimeout`` at the deadline, after which the
+        wait can be repeated; ``PeerFailedError`` if a rank of the machine failed, or one of the ranks has
+        left.
         """
         if ready():
             return
@@ -109,7 +164,7 @@ class Waiter:
                 if ready():
                     return
                 now = time.perf_counter()
-                # While the job was suspended nobody could do anything.
+                # The time for which the job was suspended does not count.
                 begin += stopped(now - last)
                 last, elapsed = now, now - begin
                 if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
@@ -133,17 +188,17 @@ class Waiter:
         return bool(self._steps) or self._segment.has_remote
 
     def progress(self) -> None:
-        """Take all steps that can be taken at once, and raise if a rank failed; does not block."""
+        """Take all steps once, and raise if a rank failed; does not block."""
         self.advance()
         self._notices.check()
 
     @property
     def engine(self) -> str:
-        """What takes steps while the rank computes: ``"thread"`` or ``"none"``."""
+        """How steps are taken while the rank computes: ``"thread"`` or ``"none"``."""
         return "thread" if self._engine is not None else "none"
 
     def begin(self, engine: str) -> None:
-        """Have other waits of this process, and an engine if there is to be one, take steps from now on."""
+        """Have other waits of this process, and the engine if chosen, take steps from now on."""
         _replace_open(weakref.ref(self))
         if engine == "thread":
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
@@ -154,28 +209,28 @@ class Waiter:
             self._engine.stop()
 
     def end(self) -> None:
-        """Undo ``begin``; idempotent. What the engine still does is over then, or has no effect."""
+        """Undo ``begin``; idempotent. The engine takes no effective step any more."""
         _replace_open(without=self)
         self.stop()
         self._open = False
 
     def defer(self, advance: Callable[[], bool]) -> None:
-        """Have ``advance()`` called again and again until it returns True."""
+        """Call ``advance()`` as a step until it returns True."""
         # The progress engine goes through the steps, and takes out what is done.
         with self._segment.lock:
             if advance not in self._steps:
                 self._steps.append(advance)
 
     def withdraw(self, advance: Callable[[], bool]) -> None:
-        """Undo ``defer``; whoever finds its work done early calls it."""
+        """Undo ``defer``, when the operation is complete early."""
         with self._segment.lock:
             if advance in self._steps:
                 self._steps.remove(advance)
 
     def advance(self) -> None:
-        """Take all steps that can be taken at once, of all machines of this process; does not block.
+        """Take all steps of all machines of this process once; does not block.
 
-        Raises what went wrong in a step of this machine, now or meanwhile.
+        Raises the error of a step of this machine, of now or since the last call.
         """
         self._advance()
         if len(_waiters) > 1:
@@ -184,7 +239,7 @@ class Waiter:
     def advance_quietly(self) -> None:
         """Take steps while the rank waits in another machine; does not block.
 
-        What goes wrong belongs to this machine: its next wait raises it, and takes steps again.
+        The next wait in this machine raises an error of a step, and takes steps again.
         """
         if self._trouble is None and (self._engine is None or self._engine.error is None):
             try:
@@ -213,7 +268,7 @@ class Waiter:
                     self._advancing = False
 
     def _turn(self) -> int:
-        # Left to a thread that already takes steps, if there is one.
+        # Nothing to do if another thread takes steps.
         if self._segment.lock.acquire(blocking=False):
             try:
                 if self._open and not self._notices.failures:
@@ -223,9 +278,8 @@ class Waiter:
         return self.counters.puts + self.counters.gets + self.counters.waits
 
 
-# Those of the open machines of this process: while this rank waits in one of them, the others go on as well.
-# None is kept alive for that. Replaced as a whole, so that who goes through it needs no lock: engines are
-# other threads.
+# Waiters of the open machines of this process: a wait in one machine advances the others as well. Weak, so
+# that it keeps none alive. Replaced as a whole, so that readers need no lock: engines are other threads.
 _waiters: tuple[weakref.ref[Waiter], ...] = ()
 _replacing = threading.Lock()
 

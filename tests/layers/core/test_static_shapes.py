@@ -9,7 +9,7 @@ import torch
 from benchmarks.traffic import vote_traffic
 from distdl_rma import ExchangeTimeout, Machine, PeerFailedError, ProtocolError, ShapeError, static_shapes
 from distdl_rma.layers import DistributedConv2d, DistributedLinearAllGather
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 
 pytestmark = pytest.mark.mpi
 

@@ -14,7 +14,7 @@ from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers import DistributedConv2d, Movement
 from distdl_rma.ops.core import movement as movements
-from distdl_rma.segments import landings, lanes
+from distdl_rma.segments import direct_receive, lanes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import agree, shard
 
@@ -146,7 +146,7 @@ def test_a_stream_moves_shards_in_their_order(P_world, comm):
 
 def test_large_results_are_their_own_whatever_moves_later(comm, monkeypatch):
     # They lie where peers of the node put straight into, and stay when the machine is gone.
-    monkeypatch.setattr(landings, "_SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
         everyone = machine.partition()
         rows, columns = (
@@ -183,7 +183,7 @@ def broadcast(machine):
 
 def test_a_large_result_can_be_trained_on_after_calls_that_only_infer(comm, monkeypatch):
     # The memory of a result is made in a call before.
-    monkeypatch.setattr(landings, "_SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
         movement = broadcast(machine)
         x = (

@@ -7,8 +7,8 @@ import pytest
 
 from distdl_rma.segments import Alltoall
 from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
-from tests.segments.collectives.engine.test_node_layout import machine_nodes
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from tests.segments.collectives.test_node_layout import machine_nodes
 
 
 @pytest.mark.mpi

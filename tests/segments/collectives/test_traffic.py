@@ -17,9 +17,9 @@ from benchmarks.traffic import (
 from distdl_rma.geometry import Decomposition, Exchange, Partition
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments.collectives.engine import stepped_algorithm
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
-from tests.segments.collectives.engine.test_node_layout import machine_nodes
+from distdl_rma.segments.collectives import between_nodes
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from tests.segments.collectives.test_node_layout import machine_nodes
 
 MACHINES = [(2, 2), (4, 4), (8, 4), (64, 16), (256, 64), (1024, 4), (1024, 64)]
 
@@ -106,8 +106,8 @@ def test_a_halo_exchange_costs_its_neighbours_only(grid):
 @pytest.fixture(params=[8 << 20, 10_000], ids=["whole", "in pieces"])
 def least(request, monkeypatch):
     """Bytes of a piece of what goes between nodes."""
-    monkeypatch.setattr(stepped_algorithm, "_LEAST_NBYTES", request.param)
-    monkeypatch.setattr(stepped_algorithm, "_LEAST_OF_NODE", 1)
+    monkeypatch.setattr(between_nodes, "_LEAST_NBYTES", request.param)
+    monkeypatch.setattr(between_nodes, "_LEAST_OF_NODE", 1)
 
 
 @pytest.mark.mpi

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.traffic import vote_traffic
 from distdl_rma import ClosedError, ExchangeTimeout, Machine, MismatchError, ProtocolError
-from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.vote import Vote, vote_turns
-from tests.segments.collectives.engine.test_node_layout import machine_nodes
+from tests.segments.collectives.test_node_layout import machine_nodes
 
 
 @pytest.mark.mpi

@@ -1,5 +1,6 @@
-"""Buffers, puts and notifications between ranks."""
+"""Buffers: what lies in them, puts and notifications between ranks, and the exchange of addresses."""
 
+import gc
 import random
 import time
 
@@ -9,12 +10,166 @@ import pytest
 from distdl_rma import (
     ArgumentError,
     ClosedError,
+    ConfigurationError,
     ExchangeTimeout,
+    Machine,
+    MismatchError,
+    PartitionError,
+    ProtocolError,
     SegmentError,
     ShapeError,
 )
+from distdl_rma.segments.memory.buffer import _UNFINISHED
 
 pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.mpi(min_size=2)
+def test_address_exchange_that_times_out_can_be_repeated(machine, comm):
+    if comm.rank < 2:
+        peer = 1 - comm.rank
+        buffer = machine.segments.get_segment_buffer(8, notifications=1)
+        if comm.rank == 0:
+            with pytest.raises(ExchangeTimeout, match="for rank 1 to connect 'late'"):
+                buffer.exchange({peer: (comm.rank, 7)}, "late", timeout=0.05)
+            comm.send(None, peer)
+        else:
+            comm.recv(source=peer)
+        remote = buffer.exchange({peer: (comm.rank, 7)}, "late")[peer]
+        assert remote.note[:2] == (peer, 7) and remote.nbytes == 8 and remote.peer == peer
+        buffer.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exchange_of_different_things_raises_on_both_sides(machine, comm):
+    if comm.rank < 2:
+        buffer = machine.segments.get_segment_buffer(8)
+        mine, theirs = f"thing of {comm.rank}", f"thing of {1 - comm.rank}"
+        with pytest.raises(MismatchError, match=f"{mine}.*{theirs}"):
+            buffer.exchange({1 - comm.rank: ()}, mine)
+        with pytest.raises(MismatchError, match="the same name, another plan"):
+            buffer.exchange({1 - comm.rank: ()}, "same", fingerprint=comm.rank)
+        buffer.free()
+
+
+def test_an_exchange_that_cannot_be_sent_is_refused_before_anything_is(machine, comm):
+    buffer = machine.segments.get_segment_buffer(8)
+    own = comm.rank
+    with pytest.raises(PartitionError, match=r"99 is none of the machine's ranks \(0,"):
+        buffer.exchange({own: (), 99: ()})
+    for note in ((1.5,), (1, 2, 3, 4, 5), (2**63,), None, 3):
+        with pytest.raises(ArgumentError, match="the note for rank"):
+            buffer.exchange({own: note})
+    with pytest.raises(ArgumentError, match="label is a string"):
+        buffer.exchange({own: ()}, 5)
+    with pytest.raises(ArgumentError, match="a fingerprint"):
+        buffer.exchange({own: ()}, fingerprint=1 << 63)
+    with pytest.raises(ConfigurationError, match="a timeout is"):
+        buffer.exchange({own: ()}, timeout=-1)
+    assert buffer.exchange({own: (1, -(2**63))})[own].note == (1, -(2**63), 0, 0)
+    buffer.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_long_labels_are_compared_to_their_end(machine, comm):
+    if comm.rank < 2:
+        buffer = machine.segments.get_segment_buffer(8)
+        with pytest.raises(MismatchError, match="same first 120 bytes"):
+            buffer.exchange({1 - comm.rank: ()}, "x" * 120 + str(comm.rank))
+        assert buffer.exchange({1 - comm.rank: ()}, "x" * 200)
+        buffer.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_unfinished_exchange_is_kept_and_repeated_as_it_was(machine, comm, monkeypatch):
+    if comm.rank == 0:
+        buffer = machine.segments.get_segment_buffer(8)
+        until = machine.segments.waiter.until
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(machine.segments.waiter, "until", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.exchange({1: (5,)}, "first")
+        monkeypatch.setattr(machine.segments.waiter, "until", until)
+        for notes, label, plan in (({1: (5,)}, "second", 0), ({1: (5,)}, "first", 1), ({0: ()}, "first", 0)):
+            with pytest.raises(ProtocolError, match=f"'first' with ranks .* got one of '{label}'"):
+                buffer.exchange(notes, label, plan)
+        comm.send(None, 1)
+        assert buffer.exchange({1: (5,)}, "first")[1].note[0] == 6
+        buffer.free()
+    elif comm.rank == 1:
+        comm.recv(source=0)
+        buffer = machine.segments.get_segment_buffer(8)
+        assert buffer.exchange({0: (6,)}, "first")[0].note[0] == 5
+        buffer.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_of_an_exchange_that_was_given_up_is_kept_until_its_answer_came(comm):
+    with Machine(comm, segment_size="1MiB", timeout=15) as machine:
+        if comm.rank == 0:
+            others = set(_UNFINISHED)
+            for k in range(20):
+                buffer = machine.segments.get_segment_buffer(8)
+                with pytest.raises(ExchangeTimeout):
+                    buffer.exchange({1: ()}, f"given up {k}", timeout=0)
+                buffer.free()
+            del buffer
+            gc.collect()
+            unfinished = [memory for key, (_, memory) in _UNFINISHED.items() if key not in others]
+            assert len(unfinished) == 20
+            comm.send(None, 1)
+            comm.recv(source=1)
+            while _UNFINISHED.keys() - others:
+                machine.segments.progress()
+            assert all(incoming[1].any() for incoming, _ in unfinished)
+        elif comm.rank == 1:
+            comm.recv(source=0)
+            for k in range(20):
+                buffer = machine.segments.get_segment_buffer(8)
+                buffer.exchange({0: ()}, f"given up {k}")
+            comm.send(None, 0)
+        comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_the_timeout_of_an_exchange_is_one_for_all_peers(machine, comm):
+    buffer = machine.segments.get_segment_buffer(8)
+    peers = dict.fromkeys(range(comm.size), ())
+    if comm.rank == 0:
+        with pytest.raises(ExchangeTimeout):
+            buffer.exchange(peers, "slow", timeout=0.1)
+        waits = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                machine.segments.waiter, "until", lambda *args: (waits.append(args[2]), time.sleep(0.02))
+            )
+            patch.setattr(machine.segments.waiter, "withdraw", lambda _: None)
+            patch.setattr("distdl_rma.segments.memory.buffer.Handshake._remote", lambda *_: None)
+            buffer._handshake.finish(0.03)
+        assert waits[0] <= 0.03 and waits[1] <= 0.01 and waits[2] == 0
+    comm.Barrier()
+    buffer.exchange(peers, "slow")
+    comm.Barrier()
+    buffer.free()
+
+
+def test_peers_can_be_given_by_rank_alone(machine, comm):
+    peers = [rank for rank in machine.ranks if rank != machine.rank]
+    buffer = machine.segments.get_segment_buffer(8)
+    remotes = buffer.exchange(np.array(peers, np.int64), "listed")
+    assert sorted(remotes) == peers and all(remote.note == (0,) * 4 for remote in remotes.values())
+    with pytest.raises(
+        PartitionError, match=r"exchange 'twice': rank 0 is listed more than once in \[0, 0\]"
+    ):
+        buffer.exchange([0, 0], "twice")
+    for wrong in ("01", 1, [0.5]):
+        with pytest.raises(ArgumentError, match="takes rank ids, or notes by rank id, got"):
+            buffer.exchange(wrong, "wrong")
+    comm.Barrier()
+    buffer.free()
 
 
 def test_buffer_has_address_offset_size_and_view(machine):

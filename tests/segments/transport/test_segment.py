@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import SegmentError
-from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.options import SegmentOptions
-from distdl_rma.segments.transport.links import RemoteLink, SharedLink
-from distdl_rma.segments.transport.rma_peer import ByteRuns
+from distdl_rma.segments.transport.links import ByteRuns, RemoteLink, SharedLink
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.trace import Counters
 
 pytestmark = pytest.mark.mpi
 

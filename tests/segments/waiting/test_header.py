@@ -167,7 +167,7 @@ def test_what_a_rank_says_is_read_wherever_it_is(segments, comm):
         assert record.operation == f"step of {rank}" and record.epoch == 5
         assert record.state is RankState.RUNNING
         assert headers.glance(rank).operation == record.operation
-        assert headers.age(rank) < 60 and not headers.process_is_gone(rank, record)
+        assert headers.age(rank) < 60 and not headers.process_has_ended(rank, record)
     # Gets under way end before the segment may go.
     while headers._asked:
         for rank in tuple(headers._asked):
@@ -193,7 +193,7 @@ def test_who_says_the_same_for_a_while_is_unchanged_only_while_it_waits(segments
     assert headers.unchanged(me, replace(waits, state=RankState.RUNNING)) == 0
     assert headers.unchanged(me, replace(waits, written=2.0)) == 0
     # Without a namespace nothing is known of a process.
-    assert not headers.process_is_gone(me, waits)
+    assert not headers.process_has_ended(me, waits)
 
 
 @pytest.mark.parametrize(

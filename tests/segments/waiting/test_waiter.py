@@ -1,4 +1,4 @@
-"""A wait advances what is under way, looks at the others when it takes long, and gives up at its deadline."""
+"""The thread that takes steps while its rank computes."""
 
 import gc
 import threading
@@ -10,13 +10,45 @@ import numpy as np
 import pytest
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError
-from distdl_rma.segments.counters import Counters
 from distdl_rma.segments.waiting import waiter as waiting
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import (
+    ProgressEngine,
     Waiter,
     advance_other_machines,
 )
+from distdl_rma.trace import Counters
+
+
+def test_the_thread_takes_turns_until_it_is_stopped():
+    enough, turns = threading.Event(), []
+
+    def turn():
+        turns.append(threading.current_thread())
+        if len(turns) == 5:
+            enough.set()
+        return len(turns)
+
+    engine = ProgressEngine(turn, crowded=False)
+    assert enough.wait(10) and engine.running
+    engine.stop()
+    engine.stop()
+    taken = len(turns)
+    time.sleep(0.02)
+    assert not engine.running and len(turns) == taken
+    assert all(thread.daemon and thread is not threading.current_thread() for thread in turns)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such step"), KeyboardInterrupt()])
+def test_an_error_ends_the_thread_and_is_kept_for_its_rank(error):
+    def turn():
+        raise error
+
+    engine = ProgressEngine(turn, crowded=True)
+    engine._thread.join(10)
+    assert not engine.running and engine.error is error
+    engine.stop()
+
 
 REASON = WaitReason((1,), "to send in 'enc1'")
 

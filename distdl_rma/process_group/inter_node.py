@@ -1,0 +1,217 @@
+"""Collectives of a group whose ranks are on several nodes: MPI moves bytes, the ranks reduce them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, check_pairs, other_call
+from distdl_rma.process_group.reducers import Reducer
+from distdl_rma.segments.collectives.between_nodes import Messages, Test, in_pieces, slices
+from distdl_rma.segments.waiting.header import WaitReason
+
+Array = NDArray[Any]
+Script = Iterator[None]
+
+# Bytes of all ranks in one turn of a long vector. While one turn travels, the one before is reduced or
+# stored: the memory beside the tensors is a few times this.
+TURN_BYTES = 8 << 20
+_BYTE = np.dtype(np.uint8)
+
+
+class InterNodeCollectives:
+    """Scripts as those of :class:`NodeCollectives`, by MPI's collectives on one communicator.
+
+    At the begin of a call the ranks compare what they call. Every element is reduced on one rank, in the
+    order of the ranks.
+    """
+
+    def __init__(self, messages: Messages, me: int, name: str) -> None:
+        self._messages, self.ranks, self.name = messages, messages.ranks, name
+        self.size, self.me = len(self.ranks), me
+        self.call = Call("nothing")
+
+    def waiting(self) -> WaitReason:
+        """Which ranks this one waits for, as far as it knows."""
+        others = tuple(rank for at, rank in enumerate(self.ranks) if at != self.me)
+        what = f"in {self.call.text} of group {self.name!r}"
+        return WaitReason(others, what, "did every rank make the same calls?")
+
+    def barrier(self) -> Script:
+        """Wait for all."""
+        yield from self._agree()
+
+    def all_reduce(self, x: Array, reducer: Reducer) -> Script:
+        """Reduce a vector in place, on all ranks."""
+        return self._reduce(x, reducer, None)
+
+    def reduce(self, x: Array, reducer: Reducer, root: int) -> Script:
+        """Reduce a vector in place, on one rank; the others' stay as they are."""
+        return self._reduce(x, reducer, root)
+
+    def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        yield from self._agree()
+        yield from self.reduced(x, reducer, root)
+
+    def reduced(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks or on ``root``, without a comparison of the calls."""
+        turns = -(-x.nbytes // TURN_BYTES)
+        chunks = [self.chunk(x[at], reducer, root) for at in slices(x.size, turns)] if turns else []
+        return in_pieces(turns, [lambda at: chunks[at].exchange(), lambda at: chunks[at].give()])
+
+    def chunk(self, x: Array, reducer: Reducer, root: int | None) -> Chunk:
+        """Part of a vector to reduce in place."""
+        return Chunk(self._messages, self.me, x, reducer, root)
+
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
+        """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
+        yield from self._agree()
+        most = max(1, TURN_BYTES // out.itemsize // self.size)
+        turns, rows = -(-max(part.size for part in parts) // most), {}
+
+        def exchange(turn: int) -> Script:
+            cut = [part[turn * most : (turn + 1) * most] for part in parts]
+            counts = [part.size for part in cut]
+            rows[turn], script = self.exchanged(np.concatenate(cut), counts)
+            return script
+
+        def reduce(turn: int) -> Script:
+            reducer.reduce(list(rows.pop(turn)), out[turn * most : (turn + 1) * most])
+            return iter(())
+
+        yield from in_pieces(turns, [exchange, reduce])
+
+    def exchanged(self, x: Array, counts: Sequence[int]) -> tuple[Array, Script]:
+        """Send so many elements to every rank; return the rows that come here, complete after the script."""
+        rows = np.empty((self.size, counts[self.me]), x.dtype)
+        sent, taken = [count * x.itemsize for count in counts], [rows[0].nbytes] * self.size
+        return rows, over(self._messages.exchange(x, sent, rows.reshape(-1), taken))
+
+    def spread(
+        self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
+    ) -> Script:
+        """Copy the data of some ranks to all ranks, or to one ``reader``."""
+        yield from self._agree()
+        most, taken = TURN_BYTES // self.size, {}
+
+        def counted(turn: int) -> list[int]:
+            begin = turn * most
+            counts = [len(range(begin, min(size, begin + most))) for size in sizes]
+            return counts if reader in (None, self.me) else [0] * self.size
+
+        def give(turn: int) -> Script:
+            part, counts = mine[turn * most : (turn + 1) * most], counted(turn)
+            taken[turn] = np.empty(sum(counts), _BYTE)
+            if reader is None:
+                return self.gathered(part, taken[turn], counts)
+            sent = [part.size if at == reader else 0 for at in range(self.size)]
+            return over(self._messages.exchange(part, sent, taken[turn], counts))
+
+        def store(turn: int) -> Script:
+            self._store(taken.pop(turn), counted(turn), outs, turn * most)
+            return iter(())
+
+        yield from in_pieces(-(-max(sizes) // most), [give, store])
+
+    def gathered(self, part: Array, taken: Array, counts: Sequence[int]) -> Script:
+        """Copy the bytes of all ranks to all ranks, one behind the other."""
+        filled = [at for at, count in enumerate(counts) if count]
+        if len(filled) != 1:
+            return over(self._messages.gather_all(part, taken, counts))
+        if self.me == filled[0]:
+            taken[...] = part
+        return self.given(taken, filled[0])
+
+    def given(self, data: Array, root: int) -> Script:
+        """Copy the bytes of one rank to all ranks."""
+        return over(self._messages.broadcast(data, root))
+
+    def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
+        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
+        yield from self._agree()
+        lengths = np.array([*(send.size for send in sends), *(out.size for out in outs)], np.int64)
+        table = np.empty((self.size, lengths.size), np.int64)
+        yield from over(self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size))
+        sent, wanted = table[:, : self.size], table[:, self.size :].T
+        check_pairs(self, sent, wanted)
+        most, taken = TURN_BYTES // self.size, {}
+
+        def counted(turn: int) -> list[int]:
+            return [out[turn * most : (turn + 1) * most].size for out in outs]
+
+        def give(turn: int) -> Script:
+            cut, counts = [send[turn * most : (turn + 1) * most] for send in sends], counted(turn)
+            taken[turn] = np.empty(sum(counts), _BYTE)
+            given = [part.size for part in cut]
+            return over(self._messages.exchange(np.concatenate(cut), given, taken[turn], counts))
+
+        def store(turn: int) -> Script:
+            self._store(taken.pop(turn), counted(turn), outs, turn * most)
+            return iter(())
+
+        yield from in_pieces(-(-int(table.max()) // most), [give, store])
+
+    def _store(self, taken: Array, counts: Sequence[int], outs: Sequence[Array | None], begin: int) -> None:
+        at = 0
+        for out, count in zip(outs, counts, strict=True):
+            if out is not None and count:
+                out[begin : begin + count] = taken[at : at + count]
+            at += count
+
+    def close(self) -> None:
+        """Give the communicator back, if nothing is under way."""
+        self._messages.close()
+
+    def _agree(self) -> Script:
+        # All ranks make the same call, or all raise.
+        row = np.frombuffer(self.call.digest, np.int64)
+        table = np.empty((self.size, row.size), np.int64)
+        yield from over(self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size))
+        others = (table != row).any(1)
+        if others.any():
+            said = np.zeros(SAID_BYTES, _BYTE)
+            said[: len(self.call.said)] = np.frombuffer(self.call.said, _BYTE)
+            all_said = np.empty((self.size, SAID_BYTES), _BYTE)
+            yield from over(self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size))
+            other = int(np.argmax(others))
+            raise other_call(self, other, all_said[other].tobytes())
+
+
+class Chunk:
+    """A part of a vector to reduce in place: each rank reduces a share of it, and sends the result."""
+
+    def __init__(self, messages: Messages, me: int, x: Array, reducer: Reducer, root: int | None) -> None:
+        self._messages, self._me, self._x, self._reducer, self._root = messages, me, x, reducer, root
+        self._counts = Balanced(x.size, len(messages.ranks)).lengths
+        self._rows = np.empty((0, 0), x.dtype)
+
+    def exchange(self) -> Script:
+        """Begin to send each share to the rank that reduces it."""
+        size, count, itemsize = len(self._counts), self._counts[self._me], self._x.itemsize
+        self._rows = np.empty((size, count), self._x.dtype)
+        sent = [each * itemsize for each in self._counts]
+        return over(self._messages.exchange(self._x, sent, self._rows.reshape(-1), [count * itemsize] * size))
+
+    def give(self) -> Script:
+        """Reduce a share, and begin to send it to all ranks or to the root."""
+        reduced = np.empty(self._rows.shape[1], self._x.dtype)
+        self._reducer.reduce(list(self._rows), reduced)
+        # Frees the memory now: the chunk itself lives on.
+        self._rows = np.empty((0, 0), self._x.dtype)
+        taken, size = [each * self._x.itemsize for each in self._counts], len(self._counts)
+        if self._root is None:
+            return over(self._messages.gather_all(reduced, self._x, taken))
+        mine = self._root == self._me
+        sent = [reduced.nbytes if at == self._root else 0 for at in range(size)]
+        target = self._x if mine else self._x[:0]
+        return over(self._messages.exchange(reduced, sent, target, taken if mine else [0] * size))
+
+
+def over(test: Test) -> Script:
+    """Script that waits until a test is true."""
+    while not test():
+        yield

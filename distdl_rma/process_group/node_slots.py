@@ -1,0 +1,322 @@
+"""Slots in which the ranks of a group on one node show each other data, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distdl_rma.errors import MismatchError, PartitionError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.header import WaitReason, clip
+
+Array = NDArray[Any]
+
+# What a rank shows of a call of a new kind: a digest of its identity, then the text for messages.
+DIGEST_BYTES = 32
+_TEXT_BYTES = 256
+SAID_BYTES = DIGEST_BYTES + _TEXT_BYTES
+# So many kinds have numbers at a time.
+_KEPT = 1024
+
+
+class Call:
+    """A kind of calls: its text in messages, and its identity, which is the same on all ranks.
+
+    The ``repr`` of ``identity`` is compared; the text if None. ``said`` are its digest and the text in bytes.
+    """
+
+    __slots__ = ("digest", "said", "text")
+
+    def __init__(self, text: str, identity: object = None) -> None:
+        self.text = text
+        compared = repr(text if identity is None else identity).encode(errors="backslashreplace")
+        self.digest = blake2b(compared, digest_size=DIGEST_BYTES).digest()
+        self.said = self.digest + clip(text, _TEXT_BYTES - 1) + b"\0"
+
+    @classmethod
+    def refused(cls, what: str, error: BaseException) -> Call:
+        """Call of a rank that refuses another call, the same for all reasons."""
+        return cls(f"nothing, since it refuses {error}", ("refused", what))
+
+
+def text_said(said: bytes) -> str:
+    """Text of the call that another rank shows."""
+    return said[DIGEST_BYTES:SAID_BYTES].partition(b"\0")[0].decode(errors="replace")
+
+
+class Callers(Protocol):
+    """Ranks that make a call together."""
+
+    name: str
+    ranks: tuple[int, ...]
+    me: int
+
+    @property
+    def call(self) -> Call:
+        """What they call."""
+
+
+def other_call(callers: Callers, position: int, said: bytes) -> MismatchError:
+    """Error where the rank at a position has said that it calls something else."""
+    return MismatchError(
+        f"group {callers.name!r}: rank {callers.ranks[callers.me]} calls {callers.call.text}, but rank"
+        f" {callers.ranks[position]} calls {text_said(said)}: all ranks of a group make the same calls in the"
+        " same order, with tensors of the same sizes and types"
+    )
+
+
+def check_pairs(callers: Callers, sent: Array, wanted: Array) -> None:
+    """Raise ``MismatchError`` if a rank has not as many bytes for another one as that expects.
+
+    ``sent`` and ``wanted`` are tables of numbers of bytes, by source and target.
+    """
+    wrong = np.argwhere(sent != wanted)
+    if wrong.size:
+        source, target = wrong[0].tolist()
+        ranks = callers.ranks
+        raise MismatchError(
+            f"group {callers.name!r}: {callers.call.text}: rank {ranks[source]} has {sent[source, target]}"
+            f" bytes for rank {ranks[target]}, which expects {wanted[source, target]}"
+        )
+
+
+class Kinds:
+    """Numbers of the kinds of calls that all ranks of a group have made; without communication.
+
+    At a call of a kind without a number, the ranks compare digests and give it the next number. Since all
+    ranks have made the same calls, they have the same numbers, and equal numbers mean equal calls. 0 is none.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        # Number of the kind with a digest, or a default: a function of C, since every call needs it.
+        self.number_of = self._numbers.get
+
+    def agree(self, call: Call) -> None:
+        """Give a number to a kind that all ranks call; at the same call on all ranks."""
+        if len(self._numbers) >= _KEPT:
+            self._numbers.clear()
+        self._numbers.setdefault(call.digest, len(self._numbers) + 1)
+
+
+# Up to so many bytes every rank reduces the whole vector itself, in one round.
+WHOLE_BYTES = 64 << 10
+_PARITIES = 2
+# Most bytes of a slot, also as a share of the segment, which has room for many groups.
+_SLOT_BYTES = 4 << 20
+_SHARE_OF_SEGMENT = 512
+_PAGE = 4096
+# A word that announces a round: the round's number, then the number of the kind of call.
+_KIND_BITS = 16
+# Number of the last round for a rank that has left.
+_FOREVER = 1 << 62
+
+
+class NodeSlots:
+    """Slots of the ranks of a group, and the round that each rank has reached.
+
+    In a round every rank shows data in its slot of the round's parity and announces it to all, reads the data
+    of the others, and announces that it has read them. In between it may store a result in a slot, and
+    announces that as well. A slot is written again two rounds later, when all ranks have read it.
+
+    The word that announces a round has the number of the kind of call of its rank. A rank that sees another
+    number raises ``MismatchError``; all ranks do, since each sees the first word of every rank's call. Kinds
+    without a number are compared by their digests.
+
+    Collective over ``ranks`` to construct, blocking. ``PartitionError``, on all of them and before they talk,
+    where they do not all reach each other's memory.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
+        self.manager, self.ranks, self.name = manager, tuple(ranks), name
+        nodes = NodeLayout(self.ranks, manager.segment.direct_nodes, manager.rank).nodes
+        if len(nodes) > 1:
+            raise PartitionError(
+                f"group {name!r}: rounds are for ranks that reach each other's memory, but of {list(ranks)}"
+                f" {list(nodes[0])} do not reach {list(nodes[1])}: these are on another node"
+            )
+        self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
+        self.crowded = manager.segment.crowded
+        room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
+        self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
+        self._table = SAID_BYTES + 16 * self.size
+        self._table += -self._table % 64
+        nbytes = _PARITIES * (self._table + self.slot_bytes)
+        label = f"process group {name}"
+        self.memory = manager.get_segment_buffer(nbytes, 4 * self.size, label)
+        others = [rank for rank in self.ranks if rank != manager.rank]
+        remotes = {}
+        if others:
+            plan = fingerprint("rounds", self.ranks)
+            terms = f"ranks={self.ranks}\nslots={self.slot_bytes}"
+            remotes = self.memory.exchange(others, label, plan, terms=terms)
+        remotes[manager.rank] = self.memory.here
+        everyone = [remotes[rank] for rank in self.ranks]
+        memories = [remote.direct(np.uint8, nbytes, 0) for remote in everyone]
+        self._memories = [memory for memory in memories if memory is not None]
+        self._mine = self._memories[self.me].data
+        size, me = self.size, self.me
+        # Words that this rank reads, and words of others that it writes: the last round that was shown, even
+        # or odd, the last that was read, and the last whose results are stored.
+        self.words = self.memory.flags
+        self.others = [at for at in range(size) if at != me]
+        flags = [remote.flags for remote in everyone]
+        self.peer_words = [words for at in self.others if (words := flags[at]) is not None]
+        self._shown_at = tuple([k * size + at for at in self.others] for k in range(_PARITIES))
+        self._read_at = [2 * size + at for at in self.others]
+        self._made_at = [3 * size + at for at in self.others]
+        self._my_shown, self._my_read, self._my_made = (me, size + me), 2 * size + me, 3 * size + me
+        self._tables = [
+            [m[k * self._table :][: self._table] for k in range(_PARITIES)] for m in self._memories
+        ]
+        self._slots: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
+        # None where no fence is needed.
+        self._fence, self._acquire = manager.segment.store_fence, manager.segment.load_fence
+        self.number = 0
+        self.call = Call("nothing")
+        self._kinds = Kinds()
+        # First round of the call under way, the number of its kind, and the calls that the tables hold. All
+        # ranks have read all rounds up to ``_past``.
+        self._first = self._kind = self._past = 0
+        self._said: list[Call | None] = [None] * _PARITIES
+        self._late: tuple[int, ...] = ()
+
+    def slots(self, dtype: np.dtype[Any]) -> list[tuple[Array, Array]]:
+        """Everyone's slots, of even and of odd rounds, as arrays of a type; kept."""
+        found = self._slots.get(dtype)
+        if found is None:
+            ends = [_PARITIES * self._table + k * self.slot_bytes for k in range(_PARITIES + 1)]
+            places = list(pairwise(ends))
+            cut = [[memory[a:b].view(dtype) for a, b in places] for memory in self._memories]
+            found = self._slots[dtype] = [(even, odd) for even, odd in cut]
+        return found
+
+    def numbers(self, number: int, position: int) -> Array:
+        """Table of integers, two for each rank, that a rank shows in a round beside its data."""
+        table = self._tables[position][number & 1]
+        found: Array = table[SAID_BYTES : SAID_BYTES + 16 * self.size].view(np.int64)
+        return found
+
+    def free(self, number: int) -> bool:
+        """Whether all ranks have read the round two before, so that the slots can be written."""
+        before = number - _PARITIES
+        if before > self._past:
+            words = self.words
+            for at in self._read_at:
+                if words[at] < before:
+                    return False
+        return True
+
+    def opened(self) -> Iterator[None]:
+        """Wait until the next round can begin, and begin it."""
+        number = self.number + 1
+        while not self.free(number):
+            self._wait_for(self._read_at, number - _PARITIES)
+            yield
+        self.number = number
+
+    def announce(self, number: int, first: bool) -> None:
+        """Tell all ranks that this rank's data of a round are there; ``first`` of a call, or a later one."""
+        parity = number & 1
+        if first:
+            call = self.call
+            self._first, self._kind = number, self._kinds.number_of(call.digest, 0)
+            if self._said[parity] is not call:
+                begin = parity * self._table
+                self._mine[begin : begin + len(call.said)] = call.said
+                self._said[parity] = call
+        word, value = self._my_shown[parity], number << _KIND_BITS | self._kind
+        if self._fence is not None:
+            self._fence()
+        for words in self.peer_words:
+            words[word] = value
+
+    def all_shown(self, number: int) -> bool:
+        """Whether the data of all ranks are there; ``MismatchError`` if a rank makes another call."""
+        words, value = self.words, number << _KIND_BITS | self._kind
+        for at in self._shown_at[number & 1]:
+            word = words[at]
+            if word != value:
+                if word >> _KIND_BITS < number:
+                    return False
+                raise self._other_call(number, at)
+        if self._acquire is not None:
+            self._acquire()
+        if number == self._first:
+            if not self._kind:
+                self._compare(number)
+            self._past = number - 1
+        return True
+
+    def seen(self, number: int) -> Iterator[None]:
+        """Wait until the data of all ranks for a round are there."""
+        while not self.all_shown(number):
+            self._wait_for(self._shown_at[number & 1], number << _KIND_BITS)
+            yield
+
+    def made(self, number: int) -> None:
+        """Tell all ranks that this rank's results of a round can be read."""
+        if self._fence is not None:
+            self._fence()
+        word = self._my_made
+        for words in self.peer_words:
+            words[word] = number
+
+    def all_made(self, number: int) -> Iterator[None]:
+        """Wait until the results of all ranks of a round can be read."""
+        words = self.words
+        while any(words[at] < number for at in self._made_at):
+            self._wait_for(self._made_at, number)
+            yield
+        if self._acquire is not None:
+            self._acquire()
+
+    def read(self, number: int) -> None:
+        """Tell all ranks that this one has read a round."""
+        if self._fence is not None:
+            self._fence()
+        word = self._my_read
+        for words in self.peer_words:
+            words[word] = number
+
+    def steps(self) -> int:
+        """How many rounds have begun."""
+        return self.number
+
+    def waiting(self) -> WaitReason:
+        """Which ranks the round waits for."""
+        what = f"in {self.call.text} of group {self.name!r}"
+        return WaitReason(self._late, what, "did every rank make the same calls?")
+
+    def leave(self) -> None:
+        """Tell all ranks that this one reads and writes their memory no more."""
+        self.read(_FOREVER)
+
+    def left(self) -> bool:
+        """Whether all others have left, so that this rank's memory can be freed."""
+        words = self.words
+        return all(words[at] == _FOREVER for at in self._read_at)
+
+    def _wait_for(self, places: Sequence[int], value: int) -> None:
+        words = self.words
+        self._late = tuple(self.ranks[at % self.size] for at in places if words[at] < value)
+
+    def _compare(self, number: int) -> None:
+        # Kinds without a number are compared by digest. If this rank agrees with all others, they agree with
+        # each other.
+        for at in self._shown_at[number & 1]:
+            theirs = self._tables[at % self.size][number & 1][:DIGEST_BYTES].tobytes()
+            if theirs != self.call.digest:
+                raise self._other_call(number, at)
+        self._kinds.agree(self.call)
+
+    def _other_call(self, number: int, at: int) -> MismatchError:
+        position = at % self.size
+        return other_call(self, position, self._tables[position][number & 1].tobytes())

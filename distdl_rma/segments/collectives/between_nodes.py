@@ -1,0 +1,210 @@
+"""MPI between nodes: communicators of some ranks, their messages and collectives, and vectors in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.node_layout import RankSlice, clipped
+from distdl_rma.segments.manager import SegmentManager
+
+Array = NDArray[Any]
+
+# Over sockets MPI moves a fragment with each test, and a waiting rank sleeps between two looks: a look takes
+# about as many tests as fragments might have come meanwhile. One that finds nothing costs 0.2 us.
+_FRAGMENT_NBYTES = 64 << 10
+_MOST_TESTS = 128
+
+
+def looks(nbytes: int) -> range:
+    """Tests of a request of so many bytes in one look at it."""
+    return range(min(_MOST_TESTS, 1 + nbytes // _FRAGMENT_NBYTES))
+
+
+def complete(request: MPI.Request, tests: range) -> bool:
+    """Whether a request is complete; advances it, does not block."""
+    return any(request.Test() for _ in tests)
+
+
+# Begins to process the piece of a number, without waiting; returns a script that waits for the rest.
+Stage = Callable[[int], Iterable[None]]
+
+# Fewest bytes of a piece, in all and for each node: of smaller ones the latency outweighs the overlap.
+_LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
+_MOST_PIECES = 4
+
+
+def number_of_pieces(nbytes: int, nodes: int) -> int:
+    """Number of pieces of a vector of so many bytes between so many nodes; one piece on one node."""
+    if nodes == 1:
+        return 1
+    return min(_MOST_PIECES, max(1, nbytes // max(_LEAST_NBYTES, _LEAST_OF_NODE * nodes)))
+
+
+def slices(count: int, number: int) -> list[slice]:
+    """The pieces of so many elements, balanced; of few elements some are empty."""
+    split = Balanced(count, number)
+    return [slice(*split.interval(piece)) for piece in range(number)]
+
+
+def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[list[tuple[RankSlice, ...]]]:
+    """For each piece its slices of the parts of every node, each of which is cut into ``number`` pieces."""
+    cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
+    return [
+        [
+            tuple(clipped(of_node, cut[piece].start, cut[piece].stop))
+            for of_node, cut in zip(parts, cuts, strict=True)
+        ]
+        for piece in range(number)
+    ]
+
+
+def in_pieces(number: int, stages: Sequence[Stage]) -> Iterator[None]:
+    """Take pieces through stages, as a pipeline; yields as long as it has to wait.
+
+    The script that a stage returns is completed before the next stage of the same piece. Meanwhile the stage
+    before begins on the next piece, and the stage behind continues with the last one. The order of all calls
+    follows from the two numbers alone, so that all ranks call MPI's collectives of one communicator in the
+    same order. Each stage has at most two pieces under way.
+    """
+    under_way: dict[int, Iterable[None]] = {}
+    for turn in range(number + len(stages)):
+        for at in range(len(stages) + 1):
+            piece = turn - at
+            if 0 <= piece < number:
+                yield from under_way.pop(piece, ())
+                if at < len(stages):
+                    under_way[piece] = stages[at](piece)
+
+
+class BetweenNodes:
+    """Communicator of ranks of several nodes, in the order given; none for a single rank, and no ``ranks``.
+
+    ``name`` and ``terms`` are the same on all of the ranks, as for :class:`Barrier`.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str) -> None:
+        self._manager, self._name, self._terms = manager, name, terms
+        self.ranks = tuple(ranks) if len(ranks) > 1 else ()
+        self._barrier: Barrier | None = None
+        self._comm: MPI.Intracomm | None = None
+        self._number = 0
+
+    def connect(self, timeout: float | None) -> None:
+        """Make the communicator; once, blocking. After a timeout it can be repeated."""
+        if self.ranks and self._comm is None:
+            # Making a communicator cannot be interrupted, so all its ranks meet before.
+            barrier, shared = self._gathering(), self._manager.communicators
+            self._number = barrier.wait(timeout, shared.proposal(self.ranks))
+            self._comm = shared.take(self.ranks, self._number)
+            barrier.close()
+
+    def announce(self) -> None:
+        """Tell the others what this rank connects, without waiting for them."""
+        if self.ranks:
+            self._gathering().connect(0.0)
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator; only where there is one."""
+        if self._comm is None:
+            raise RuntimeError(f"{self._name!r}: no communicator between nodes on this rank")
+        return self._comm
+
+    def free(self) -> None:
+        """Give the communicator back, when nothing is under way on it; local."""
+        if self._comm is not None:
+            self._manager.communicators.give_back(self.ranks, self._number)
+        self._comm = None
+
+    def _gathering(self) -> Barrier:
+        if self._barrier is None:
+            self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
+        return self._barrier
+
+
+# Whether an operation is complete; looks once, does not block.
+Test = Callable[[], bool]
+
+
+class Messages:
+    """Messages and collectives of some ranks, on their own communicator; positions are those in ``ranks``.
+
+    Collective over the ranks to construct, blocking. Each call begins an operation, keeps its arrays, and
+    returns a test; the operation is complete when the test returns True. MPI is called with the lock of the
+    segment.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
+        self._manager, self._lock, self.ranks = manager, manager.segment.lock, tuple(ranks)
+        self._between = BetweenNodes(manager, ranks, name, "")
+        self._between.connect(None)
+        self._comm: MPI.Intracomm = self._between.comm if len(self.ranks) > 1 else MPI.COMM_SELF
+        self._under_way: dict[int, object] = {}
+
+    def send(self, data: Array, position: int, tag: int) -> Test:
+        """Begin to send; complete once the receiver has begun to receive."""
+        return self._begun(lambda: self._comm.Issend(_bytes(data), position, tag), data)
+
+    def receive(self, out: Array, position: int, tag: int) -> Test:
+        """Begin to receive at most as many bytes as the array has from one rank."""
+        return self._begun(lambda: self._comm.Irecv(_bytes(out), position, tag), out)
+
+    def probe(self, tag: int) -> int | None:
+        """Position of a rank from which a message with a tag has arrived; None if there is none."""
+        status = MPI.Status()
+        with self._lock:
+            found = self._comm.Iprobe(MPI.ANY_SOURCE, tag, status)
+        return int(status.Get_source()) if found else None
+
+    def largest_tag(self) -> int:
+        """Largest tag of a message."""
+        return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
+
+    def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Test:
+        """Begin an all-gather of vectors, one behind the other; ``counts`` are their bytes."""
+        taken = [out.view(np.uint8), (tuple(counts), None), MPI.BYTE]
+        return self._begun(lambda: self._comm.Iallgatherv(_bytes(mine), taken), mine, out)
+
+    def broadcast(self, data: Array, position: int) -> Test:
+        """Begin a broadcast of the vector of one rank."""
+        return self._begun(lambda: self._comm.Ibcast(_bytes(data), position), data)
+
+    def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Test:
+        """Begin an all-to-all; ``counts`` and ``received`` are the bytes for and from each position."""
+        sent = [data.view(np.uint8), (tuple(counts), None), MPI.BYTE]
+        taken = [out.view(np.uint8), (tuple(received), None), MPI.BYTE]
+        return self._begun(lambda: self._comm.Ialltoallv(sent, taken), data, out)
+
+    def close(self) -> None:
+        """Give the communicator back; local. Kept if an operation is under way, or ended by an error."""
+        if not (self._under_way or self._manager.closed):
+            self._between.free()
+
+    def _begun(self, call: Callable[[], MPI.Request], *kept: Array) -> Test:
+        with self._lock:
+            request = call()
+        # MPI uses the arrays even if the test is never called again.
+        key = id(request)
+        self._under_way[key] = request, kept
+        tests = looks(sum(array.nbytes for array in kept))
+        over: list[bool] = []
+
+        def test() -> bool:
+            with self._lock:
+                if not over and complete(request, tests):
+                    over.append(True)
+                    self._under_way.pop(key, None)
+            return bool(over)
+
+        return test
+
+
+def _bytes(array: Array) -> list[Any]:
+    return [array.view(np.uint8), MPI.BYTE]

@@ -1,0 +1,266 @@
+"""The interface of all double-buffered collectives: write ``active``, start, go on, wait, read ``result``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from numpy.typing import ArrayLike
+
+from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.header import WaitReason
+
+# Looks at the flags of a small step before the wait becomes a patient one.
+_LOOKS = 300
+
+
+class CollectiveSite(NamedTuple):
+    """Segment, ranks by node, and name of a collective."""
+
+    manager: SegmentManager
+    layout: NodeLayout
+    name: str
+
+    @classmethod
+    def checked(cls, manager: SegmentManager, ranks: Sequence[int], name: str) -> CollectiveSite:
+        """Site from a caller's arguments; ``PartitionError`` as :meth:`NodeLayout.checked`."""
+        layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
+        return cls(manager, layout, name)
+
+
+class Algorithm(Protocol):
+    """One way to carry out the steps of a collective, numbered from 1."""
+
+    site: CollectiveSite
+    # Vectors that the caller writes and reads, for even and odd steps.
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    # Whether other ranks wait for what this one does in ``advance``.
+    needs_progress: bool
+    # The error that interrupted a step, which cannot be continued; empty if none did.
+    broken: str
+
+    def connect(self, timeout: float | None) -> None:
+        """Exchange addresses, once; blocking."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step; does not wait."""
+
+    def advance(self) -> bool:
+        """Advance the step; return whether it is complete, or will never be since it is broken."""
+
+    def waiting(self) -> WaitReason:
+        """Which ranks the step waits for."""
+
+    def close(self) -> None:
+        """Give memory back as soon as the running step is complete."""
+
+
+class Collective:
+    """A collective of some ranks that is carried out again and again.
+
+    Each step: write ``active``, ``start()``, compute, ``wait()``, read ``result``. ``start()`` flips
+    ``active`` to another buffer, so that step k+1 can be written while step k travels. Both lie in the
+    segment, and a result stays valid until the next start but one. All ranks construct it in the same order
+    with the same arguments; starting and waiting involve only its ranks, and ranks may wait for several
+    collectives in different orders. A call with values is a whole step.
+
+    Calls out of order raise ``ProtocolError``. Calls that wait take a ``timeout`` in seconds, 0 to look once,
+    None for the machine's default; at the deadline they raise ``ExchangeTimeout`` with the missing ranks, and
+    can be repeated. An exception in the middle of a step, as of a signal handler, leaves the step incomplete:
+    the exception goes out, and from then on every call raises ``ProtocolError``. Close the collective, and
+    make it anew on all ranks.
+
+    Every collective is made with the segment ``manager`` of a machine, ``ranks`` (rank ids, this one
+    included) and a ``name`` for messages, the same on all ranks. ``count`` is a number of elements, which may
+    be 0, ``dtype`` any type of numpy without Python objects, for reductions those of ``Allreduce``, and
+    ``root`` a rank id, the first of ``ranks`` if None. Construction raises ``PartitionError`` if ranks are
+    listed twice, are not of the machine or lack this one or the root, ``ShapeError`` if a number of elements
+    or a dtype is invalid, and ``ArgumentError`` if an operation is unknown.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._manager, layout, self.name = algorithm.site
+        self.ranks = layout.ranks
+        self._algorithm = algorithm
+        self._operands, self._results = algorithm.operands, algorithm.results
+        self._advance = algorithm.advance
+        spins = self._manager.waiter.spins and not algorithm.needs_progress
+        self._looks = range(_LOOKS if spins else 1)
+        self._reset_barrier: Barrier | None = None
+        self._reset_to: int | None = None
+        self._steps = 0
+        self._running = False
+        self._valid = False  # whether there is a result
+        self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` has not been called
+        self._connected = False
+        self._closed = False
+        # Its parts with memory; ``close`` gives it back, or the garbage collection of the collective.
+        self._parts: list[Algorithm | Barrier] = [algorithm]
+        self._close = weakref.finalize(self, _give_back, self._manager, self._parts)
+
+    @property
+    def active(self) -> Array:
+        """Buffer to write the next operand to, in the segment; not cleared."""
+        self._check()
+        return self._operands[(self._steps + 1) & 1]
+
+    @property
+    def result(self) -> Array:
+        """Result of the last step, in the segment; valid until the next but one start."""
+        self._check()
+        if self._running or not self._valid:
+            raise ProtocolError(f"{self.name!r}: result was asked for before a step was waited for")
+        return self._results[self._steps & 1]
+
+    @property
+    def running(self) -> bool:
+        """Whether a step was started and not yet waited for."""
+        return self._running
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Exchange addresses with the other ranks, once; collective, blocking.
+
+        The first ``start`` does it otherwise. Ranks that may start several collectives in different orders
+        connect them first, in the same order. Across nodes it makes a communicator once all its ranks are
+        there. Raises ``MismatchError`` if the ranks do not mean the same collective.
+        """
+        self._check()
+        if not self._connected:
+            self._algorithm.connect(timeout)
+            self._connected = True
+
+    def start(self) -> None:
+        """Begin a step on ``active`` and flip it; waits for no rank, except that the first one connects."""
+        if self._running or self._closed or self._manager.closed:
+            self._check()
+            raise ProtocolError(f"{self.name!r}: started while a step is running; wait for it first")
+        if not self._connected:
+            self.connect()
+        self._begin()
+
+    def __call__(self, values: ArrayLike) -> Array:
+        """Carry out a step on values: write, start and wait; blocking. ``result``, valid as that is."""
+        self.active[...] = values
+        self.start()
+        return self.wait()
+
+    def test(self) -> bool:
+        """Advance the running step; return whether it is complete. Does not block.
+
+        True until it is waited for, which then returns at once.
+        """
+        self._check()
+        if not self._running:
+            if self._unfetched:
+                return True
+            raise ProtocolError(f"{self.name!r}: test without a start")
+        if not self._advance():
+            self._manager.progress()
+            if not self._advance():
+                return False
+        self._end()
+        self._unfetched = True
+        return True
+
+    def wait(self, timeout: float | None = None) -> Array:
+        """Wait for the running step and return ``result``; blocking."""
+        if self._closed or self._manager.closed:
+            self._check()
+        if self._running:
+            if self._manager.trace.recording is None:
+                self._finish(timeout)
+            else:
+                with self._manager.trace.span("wait", self.name):
+                    self._finish(timeout)
+            self._end()
+        elif not self._unfetched:
+            raise ProtocolError(f"{self.name!r}: wait without a start")
+        self._unfetched = False
+        return self._results[self._steps & 1]
+
+    def _finish(self, timeout: float | None) -> None:
+        advance = self._advance
+        for _ in self._looks:
+            if advance():
+                return
+        self._manager.waiter.until(advance, self._algorithm.waiting, timeout)
+
+    def reset(self, timeout: float | None = None) -> None:
+        """Make the collective usable again after a step that some ranks did not start, or did not wait for.
+
+        Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
+        start steps of others take part in them with zeros, and the results are dropped. It cannot follow a
+        ``PeerFailedError``, which ends the whole machine, nor an interrupted step.
+        """
+        self._check()
+        self.connect(timeout)
+        if self._reset_to is None:
+            if self._reset_barrier is None:
+                self._reset_barrier = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
+                self._parts.append(self._reset_barrier)
+            self._reset_to = self._reset_barrier.wait(timeout, self._steps)
+        # A rank that receives nothing, as the root of a broadcast, may be many steps ahead.
+        while self._running or self._steps < self._reset_to:
+            if not self._running:
+                self.active[...] = 0
+                self._begin()
+            self._manager.waiter.until(self._advance, self._algorithm.waiting, timeout)
+            self._end()
+        self._valid, self._unfetched, self._reset_to = False, False, None
+
+    def close(self) -> None:
+        """Give the memory back when no rank uses it any more; local, idempotent.
+
+        A step that is running goes on for the others, whenever this rank waits for something. A collective
+        that is collected as garbage is closed.
+        """
+        self._closed = True
+        self._close()
+
+    def _begin(self) -> None:
+        algorithm, trace = self._algorithm, self._manager.trace
+        if trace.recording is not None:
+            self._advance = trace.watched(type(self).__name__.lower(), self.name, algorithm.advance)
+        try:
+            self._steps, self._running, self._unfetched = self._steps + 1, True, False
+            if trace.recording is None:
+                algorithm.begin(self._steps)
+            else:
+                with trace.span("start", self.name):
+                    algorithm.begin(self._steps)
+            if algorithm.needs_progress:
+                # Every wait advances it: ranks may wait for their steps in different orders.
+                self._manager.defer(self._advance)
+        except BaseException as error:
+            algorithm.broken = algorithm.broken or repr(error)
+            raise
+
+    def _end(self) -> None:
+        algorithm = self._algorithm
+        if algorithm.broken:
+            self._check()
+        self._running, self._valid = False, True
+        if algorithm.needs_progress:
+            self._manager.withdraw(self._advance)
+        self._advance = algorithm.advance
+
+    def _check(self) -> None:
+        if self._closed or self._manager.closed:
+            raise ClosedError(f"{type(self).__name__} {self.name!r}: already closed")
+        if self._algorithm.broken:
+            raise ProtocolError(
+                f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "
+                "close it and make it anew on all ranks"
+            )
+
+
+def _give_back(manager: SegmentManager, parts: list[Algorithm | Barrier]) -> None:
+    if not manager.closed:
+        for part in parts:
+            part.close()

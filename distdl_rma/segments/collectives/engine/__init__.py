@@ -1,1 +1,0 @@
-"""What all collectives are made of: ranks by node, steps, sums."""

@@ -1,0 +1,160 @@
+"""Ranks of a collective by node, and the elements that each works on; without MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index as as_int
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.partition import Groups, grouped, leaders, share_holders
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """Elements ``[start, stop)`` of a vector, and the rank that they belong to."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The ranks of a collective by node, seen from one of them.
+
+    A vector is cut into as many balanced shares as the smallest node has ranks. On every node, holders work
+    on one share each; between nodes, ranks with the same share work together. ``machine_nodes`` are all ranks
+    of the machine by node; the ranks of a node load and store each other's memory.
+    """
+
+    ranks: tuple[int, ...]
+    machine_nodes: Groups
+    me: int
+
+    @classmethod
+    def checked(cls, ranks: Sequence[int], machine_nodes: Groups, me: int, who: str) -> NodeLayout:
+        """Layout of ranks given by a caller, ``who`` in messages.
+
+        ``PartitionError`` if a rank is listed twice or is not of the machine, or this rank is not among them.
+        """
+        chosen, known = tuple(ranks), {rank for node in machine_nodes for rank in node}
+        if me not in chosen or len(set(chosen)) != len(chosen) or not known.issuperset(chosen):
+            raise PartitionError(
+                f"{who!r}: ranks must be unique, of the machine {tuple(sorted(known))}, and hold this rank"
+                f" {me}, got {chosen}"
+            )
+        return cls(chosen, machine_nodes, me)
+
+    def checked_root(self, root: int | None, who: str) -> int:
+        """Root given by a caller, the first rank if None; ``PartitionError`` if it is none of ``ranks``."""
+        if root is None:
+            return self.ranks[0]
+        if root not in self.ranks:
+            raise PartitionError(f"{who!r}: the root is one of the ranks {self.ranks}, got {root!r}")
+        return root
+
+    @cached_property
+    def nodes(self) -> Groups:
+        """The ranks of each node, both in the order of ``ranks``."""
+        where = {rank: number for number, node in enumerate(self.machine_nodes) for rank in node}
+        return grouped(self.ranks, where.__getitem__)
+
+    @cached_property
+    def my_node(self) -> int:
+        """Which of ``nodes`` this rank is on."""
+        return next(number for number, node in enumerate(self.nodes) if self.me in node)
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """Ranks on this rank's node, itself included."""
+        return self.nodes[self.my_node]
+
+    @cached_property
+    def others_here(self) -> tuple[int, ...]:
+        """The other ranks on this rank's node."""
+        return tuple(rank for rank in self.here if rank != self.me)
+
+    def leaders(self, root: int) -> tuple[int, ...]:
+        """One rank of each node: the root on its node, the first one elsewhere."""
+        return leaders(self.nodes, root)
+
+    @cached_property
+    def _holders(self) -> Groups:
+        return share_holders(self.nodes)
+
+    @property
+    def shares(self) -> int:
+        """Number of shares that a vector is cut into."""
+        return len(self.holders)
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """Ranks on this node that work on a share each."""
+        return self._holders[self.my_node]
+
+    @cached_property
+    def my_share(self) -> int | None:
+        """Which share this rank works on; None if none."""
+        return self.holders.index(self.me) if self.me in self.holders else None
+
+    @property
+    def same_share(self) -> tuple[int, ...]:
+        """Ranks of all nodes that work on the same share as this one, itself included."""
+        return () if self.my_share is None else tuple(node[self.my_share] for node in self._holders)
+
+    def share(self, count: int) -> slice:
+        """Elements of a vector that this rank works on."""
+        if self.my_share is None:
+            return slice(0, 0)
+        return slice(*Balanced(count, self.shares).interval(self.my_share))
+
+    def scatter_pieces(self, lengths: Sequence[int]) -> tuple[tuple[RankSlice, ...], ...]:
+        """For each node, the slices of its ranks' results that this rank reduces.
+
+        ``lengths`` are the elements of each rank's result, in the order of ``ranks``.
+        """
+        split, at = Listed(tuple(lengths)), {rank: i for i, rank in enumerate(self.ranks)}
+        pieces = []
+        for node in self.nodes:
+            wanted = [RankSlice(rank, *split.interval(at[rank])) for rank in node]
+            mine = self.share(sum(piece.size for piece in wanted))
+            pieces.append(tuple(clipped(wanted, mine.start, mine.stop)))
+        return tuple(pieces)
+
+
+def clipped(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[RankSlice]:
+    """Of pieces laid one behind the other, those (or parts of them) at positions ``[start, stop)``."""
+    at = 0
+    for piece in pieces:
+        low, high = max(start - at, 0), min(stop - at, piece.size)
+        if low < high:
+            yield RankSlice(piece.rank, piece.start + low, piece.start + high)
+        at += piece.size
+
+
+def check_count(count: object, who: str) -> int:
+    """Return a number of elements, or raise ``ShapeError`` if it is none; names ``who`` asked."""
+    try:
+        number = as_int(count)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if isinstance(count, bool) or number < 0:
+        raise ShapeError(f"{who!r}: a number of elements is an integer of at least 0, got {count!r}")
+    return number
+
+
+def check_lengths(count: int | Sequence[int], size: int, who: str) -> tuple[int, ...]:
+    """Return a number of elements for each rank, given one for all or for each; or raise ``ShapeError``."""
+    if not isinstance(count, Sequence):
+        return (check_count(count, who),) * size
+    if len(count) != size:
+        raise ShapeError(f"{who!r}: {size} ranks need {size} numbers of elements, got {tuple(count)}")
+    return tuple(check_count(number, who) for number in count)

@@ -1,0 +1,222 @@
+"""Reductions: operations, element types, and the order of summation."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import DTypeLike, NDArray
+
+from distdl_rma.errors import ArgumentError, ShapeError
+
+Array = NDArray[Any]
+
+# Bytes reduced at a time: all rows of a block stay in the cache until it is stored to every peer.
+_BLOCK_BYTES = 256 << 10
+# By numpy, and by MPI without the division of a mean.
+_OPERATIONS: dict[str, tuple[Callable[..., Any], MPI.Op]] = {
+    "sum": (np.add, MPI.SUM),
+    "mean": (np.add, MPI.SUM),
+    "prod": (np.multiply, MPI.PROD),
+    "min": (np.minimum, MPI.MIN),
+    "max": (np.maximum, MPI.MAX),
+}
+_INEXACT = "a mean of integers is not exact; use sum, or a floating dtype"
+_UNORDERED = "complex numbers have no order; reduce real and imaginary parts, or magnitudes"
+# Operations without a clear result for kinds of numpy's types: why, and what to use instead.
+_REFUSED = {
+    ("mean", "i"): _INEXACT,
+    ("mean", "u"): _INEXACT,
+    ("mean", "b"): "a mean of bool counts nothing; reduce them as floats",
+    ("sum", "b"): "a sum of bool counts nothing; use max for any of them, or an integer dtype to count",
+    ("min", "c"): _UNORDERED,
+    ("max", "c"): _UNORDERED,
+}
+
+
+@dataclass(frozen=True)
+class Element:
+    """A type of elements: how it is stored, and the type that it is reduced in."""
+
+    name: str
+    storage: np.dtype[Any]
+    wide: np.dtype[Any]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is reduced in the type that it is stored in."""
+        return self.storage == self.wide
+
+    def widen(self, values: Array) -> Array:
+        """Copy of stored values in the type that they are reduced in."""
+        return widen_bfloat16(values) if self.name == "bfloat16" else values.astype(self.wide)
+
+    def narrow(self, wide: Array, out: Array) -> None:
+        """Store reduced values, rounded once."""
+        out[...] = narrow_bfloat16(wide) if self.name == "bfloat16" else wide
+
+
+_FLOATS = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
+_INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+# Types that are reduced in a wider type.
+_WIDER = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    # Some MPIs saturate sums of short integers: sums modulo 2**32 wrap around as they should.
+    "int8": "int32",
+    "int16": "int32",
+    "uint8": "uint32",
+    "uint16": "uint32",
+    # MPI has no arithmetic of its truth values: as numbers 0 and 1.
+    "bool": "uint8",
+}
+_ELEMENTS = {
+    name: Element(name, np.dtype("uint16" if name == "bfloat16" else name), np.dtype(_WIDER.get(name, name)))
+    for name in (*_FLOATS, *_INTEGERS, "bool")
+}
+
+
+def element_of(dtype: DTypeLike, who: str) -> Element:
+    """Element type of a numpy dtype, or of ``"bfloat16"``, which is stored as uint16 words.
+
+    Raises ``ShapeError`` if it is none that can be reduced; names ``who`` asked.
+    """
+    try:
+        name = "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in _ELEMENTS:
+        raise ShapeError(f"{who!r}: a reduction takes one of {list(_ELEMENTS)}, got {dtype!r}")
+    return _ELEMENTS[name]
+
+
+# numpy has no bfloat16: 16-bit words stand for it.
+_QUIET, _SHIFT, _HALF, _ONE = map(np.uint32, (0x0040, 16, 0x7FFF, 1))
+
+
+def widen_bfloat16(bits: Array) -> Array:
+    """float32 values of bfloat16 words, exactly; an array of its own."""
+    wide = bits.astype(np.uint32)
+    np.left_shift(wide, _SHIFT, out=wide)
+    return wide.view(np.float32)
+
+
+def narrow_bfloat16(values: Array) -> Array:
+    """bfloat16 words of contiguous float32 values, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    high = bits >> _SHIFT
+    # Half of the last place that stays, a little less where that place is even.
+    rounded = (bits + (_HALF + (high & _ONE))) >> _SHIFT
+    return np.where(np.isnan(values), high | _QUIET, rounded).astype(np.uint16)
+
+
+def _product(first: Array, second: Array, out: Array) -> Array:
+    # numpy's rounding of a complex product depends on the alignment of its memory: by hand, each operation is
+    # rounded separately, and equally on all ranks.
+    real = first.real * second.real - first.imag * second.imag
+    out.imag = first.real * second.imag + first.imag * second.real
+    out.real = real
+    return out
+
+
+def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
+    """Function that neither warns nor raises for infinities and NaN, at little cost.
+
+    Not for two threads at once.
+    """
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        # numpy keeps its error state in the context, and entering one is cheaper than np.errstate.
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        return functools.partial(context.run, function)
+    return np.errstate(all="ignore")(function)
+
+
+class Fold:
+    """One function of two arrays over rows of one length and type, in the order of the rows."""
+
+    def __init__(self, function: Callable[..., Any], dtype: np.dtype[Any], block: int) -> None:
+        # ``block`` elements at most are combined at a time, if there are more than two rows.
+        self.function = _product if function is np.multiply and dtype.kind == "c" else function
+        self._dtype, self._block = dtype, block
+        self._scratch = np.empty(0, dtype)
+
+    def __call__(self, rows: Sequence[Array], out: Array) -> None:
+        """Combine rows into ``out``, which may be the last row, or either of two."""
+        if len(rows) == 1:
+            out[...] = rows[0]
+            return
+        if len(rows) > 2 and self._scratch.size < out.size:
+            self._scratch = np.empty(self._block, self._dtype)
+        total, scratch = rows[0], self._scratch[: out.size]
+        for row in rows[1:-1]:
+            total = self.function(total, row, out=scratch)
+        self.function(total, rows[-1], out=out)
+
+
+class Reduction:
+    """One operation on rows of one element type; every element in the order of the rows.
+
+    Infinities and NaN are results as any other: numpy's error state and filters of warnings have no effect.
+    16-bit floats are reduced in float32 and rounded once, integers wrap around. A mean divides by
+    ``divisor``; ``who`` is for messages.
+    """
+
+    def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
+        if op not in _OPERATIONS:
+            raise ArgumentError(f"{who!r}: operation is one of {list(_OPERATIONS)}, got {op!r}")
+        kind = "f" if element.name == "bfloat16" else element.storage.kind
+        if (op, kind) in _REFUSED:
+            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}")
+        if divisor < 1:
+            raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
+        self.op, self.element, self.divisor = op, element, divisor
+        function, self.mpi = _OPERATIONS[op]
+        self._divides = op == "mean" and divisor > 1
+        self._block = _BLOCK_BYTES // element.wide.itemsize
+        self._fold = Fold(function, element.wide, self._block)
+
+    @property
+    def terms(self) -> str:
+        """Facts that must be the same on all ranks, a line ``name=value`` for each."""
+        return f"op={self.op}\ndtype={self.element.name}\ndivisor={self.divisor}"
+
+    def reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
+        """Reduce rows of one length and store the result to all targets, which may be some of the rows."""
+        with np.errstate(all="ignore"):
+            for begin in range(0, rows[0].size, self._block):
+                end = begin + self._block
+                first, *others = [target[begin:end] for target in targets]
+                wide = first if self.element.exact else np.empty(first.size, self.element.wide)
+                self._combine([row[begin:end] for row in rows], wide)
+                self._finish(wide, first)
+                for other in others:
+                    other[...] = first
+
+    def partial(self, rows: Sequence[Array], out: Array) -> None:
+        """Reduce rows into another array of the wide type; without the division of a mean."""
+        with np.errstate(all="ignore"):
+            for begin in range(0, rows[0].size, self._block):
+                end = begin + self._block
+                self._combine([row[begin:end] for row in rows], out[begin:end])
+
+    def finish(self, wide: Array, out: Array) -> None:
+        """Divide a mean, and store with one rounding; overwrites ``wide``, which may be ``out``."""
+        with np.errstate(all="ignore"):
+            self._finish(wide, out)
+
+    def _finish(self, wide: Array, out: Array) -> None:
+        if self._divides:
+            np.divide(wide, self.divisor, out=wide)
+        if out is not wide:
+            self.element.narrow(wide, out)
+
+    def _combine(self, rows: list[Array], out: Array) -> None:
+        if not self.element.exact:
+            rows = [self.element.widen(row) for row in rows]
+        self._fold(rows, out)

@@ -1,0 +1,250 @@
+"""Collectives by nodes: load and store on a node, MPI between nodes, with steps that are generators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.errors import ExchangeTimeout, MismatchError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.collectives.between_nodes import BetweenNodes, complete, looks, number_of_pieces
+from distdl_rma.segments.collectives.collective import CollectiveSite
+from distdl_rma.segments.collectives.reduction import Array, Reduction
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
+from distdl_rma.segments.transport.heap import aligned
+from distdl_rma.segments.waiting.header import WaitReason
+
+
+class Scripted:
+    """A step that is a generator; waits advance it, and so does the progress engine in its thread."""
+
+    def __init__(self, manager: SegmentManager) -> None:
+        self._lock = manager.segment.lock
+        self._running: Iterator[None] | None = None
+        # The error that interrupted a step, which cannot be continued; empty if none did.
+        self.broken = ""
+
+    def advance(self) -> bool:
+        """Advance the step; return whether it is complete, or broken for ever."""
+        with self._lock:
+            if self._running is not None:
+                try:
+                    for _ in self._running:
+                        return False
+                except BaseException as error:
+                    # A generator that raised is over, and would look complete.
+                    self.broken, self._running = self.broken or repr(error), None
+                    raise
+                self._running = None
+            return True
+
+
+_PARITIES = 2
+# Notifications that one rank of a node may give another in one step, each for a reason of its own.
+_PHASES = 4
+# Those of a reduction.
+_READY, _DONE = range(2)
+
+
+class SteppedAlgorithm(Scripted, ABC):
+    """Algorithm whose step is a generator, ``script``, that yields as long as it has to wait.
+
+    Each rank has two vectors of ``count`` elements in the segment, which the ranks of its node load and
+    store. MPI's collectives combine the ranks of ``across`` between the nodes, with or without this one.
+    ``terms`` must be the same on all ranks, a line ``name=value`` for each fact. A step has ``pieces``
+    between nodes, the same number on all ranks.
+    """
+
+    needs_progress = True
+
+    def __init__(
+        self,
+        site: CollectiveSite,
+        count: int,
+        dtype: np.dtype[Any],
+        across: Sequence[int],
+        terms: str,
+        pieces: int = 1,
+    ) -> None:
+        manager, layout, name = site
+        super().__init__(manager)
+        self.site, self.manager, self.layout = site, manager, layout
+        self._count, self._dtype, self.pieces = count, dtype, pieces
+        self._terms = f"count={count}\ndtype={dtype}\n{terms}\nranks={layout.ranks}"
+        self._stride = aligned(count * dtype.itemsize)
+        here = layout.here
+        self.memory = manager.get_segment_buffer(_PARITIES * self._stride, _PHASES * len(here), name)
+        self._words, self._me = self.memory.flags, here.index(layout.me)
+        self._at = {rank: at for at, rank in enumerate(here)}
+        # This rank's vector for even and odd steps; the operands and results, unless a subclass says so.
+        vectors = tuple(self.memory.view(dtype, (count,), k * self._stride) for k in range(_PARITIES))
+        self.vectors = self.operands = self.results = vectors
+        # For even and odd steps the vectors of the node's ranks, in their order, once connected.
+        self.rows: tuple[list[Array], ...] = ()
+        self._peer_words: list[memoryview] = []
+        self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
+        # Requests and their buffers, which MPI uses even if the step is interrupted.
+        self._under_way: list[tuple[MPI.Request, tuple[Array, ...]]] = []
+        self._connected = False
+        self._operation = manager.operation(name)
+        self._counters = manager.counters
+        self._fence, self._acquire = manager.segment.store_fence, manager.segment.acquire
+        self._step = 0
+        # Ranks that the step waits for; the phase on this node and its value, or None between nodes.
+        self._waits_for: tuple[int, ...] = ()
+        self._phase: int | None = None
+        self._wanted = 0
+
+    @abstractmethod
+    def script(self, parity: int) -> Iterator[None]:
+        """One step on the vectors of its parity."""
+
+    def connect(self, timeout: float | None) -> None:
+        """Exchange addresses on the node, and make the communicator between nodes; once, blocking."""
+        if self._connected:
+            return
+        if not self.rows:
+            remotes = self._exchange_addresses(timeout)
+            remotes[self.layout.me] = self.memory.here
+            here = [remotes[rank] for rank in self.layout.here]
+            direct = [
+                [remote.direct(self._dtype, self._count, k * self._stride) for remote in here]
+                for k in range(_PARITIES)
+            ]
+            self.rows = tuple([row for row in rows if row is not None] for rows in direct)
+            self._peer_words = [words for remote in here if (words := remote.flags) is not None]
+        self.between.connect(timeout)
+        self._connected = True
+
+    def _exchange_addresses(self, timeout: float | None) -> dict[int, RemoteBuffer]:
+        others, terms = self.layout.others_here, self._terms
+        try:
+            plan = fingerprint(terms)
+            return self.memory.exchange(others, self.site.name, plan, timeout, terms=terms) if others else {}
+        except MismatchError:
+            # The other nodes would wait for this one.
+            with suppress(MismatchError, ExchangeTimeout):
+                self.between.announce()
+            raise
+
+    def begin(self, step: int) -> None:
+        """Begin a step and go as far as it goes without waiting."""
+        self.manager.begin(self._operation, step)
+        self._step = step
+        self._running = self.script(step & 1)
+        self.advance()
+
+    def close(self) -> None:
+        """Give memory and communicator back as soon as the step that is running is complete."""
+
+        def idle() -> bool:
+            # Others and MPI may still write for a broken step: its memory is not used again.
+            complete = self.advance() and not self.broken
+            if complete:
+                self.between.free()
+            return complete
+
+        self.manager.retire(self.memory, idle)
+
+    def waiting(self) -> WaitReason:
+        """Which ranks the step waits for; for messages."""
+        ranks, where = self._waits_for, "between nodes"
+        if self._phase is not None:
+            first, where = self._phase * len(self._at), "on this node"
+            ranks = tuple(rank for rank in ranks if self._words[first + self._at[rank]] < self._wanted)
+        what = f"in {self.site.name!r} (step {self._step}, {where})"
+        return WaitReason(ranks, what, "did every rank make the same calls?")
+
+    def notify(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> None:
+        """Notify ranks of the node that a phase of this step, or of a piece of it, is over here.
+
+        They see all earlier stores.
+        """
+        if self._fence is not None:
+            self._fence()
+        word, value = phase * len(self._at) + self._me, self._reached(piece)
+        for rank in ranks:
+            self._peer_words[self._at[rank]][word] = value
+
+    def wait_for(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> Iterator[None]:
+        """Wait until ranks of the node have notified this one that a phase of this step or piece is over."""
+        words, value, first = self._words, self._reached(piece), phase * len(self._at)
+        self._waits_for, self._phase, self._wanted = tuple(ranks), phase, value
+        # One rank after the other: each look reads one word.
+        for rank in ranks:
+            word = first + self._at[rank]
+            while words[word] < value:
+                yield
+        self._acquire()
+
+    def _reached(self, piece: int | None) -> int:
+        # Words count the pieces of all steps.
+        return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
+
+    def complete(self, request: MPI.Request, nbytes: int, *buffers: Array) -> Iterator[None]:
+        """Count a collective between nodes that was begun, with so many bytes of this rank.
+
+        Returns a script that waits until it is complete; its buffers are kept until then.
+        """
+        self._under_way.append((request, buffers))
+        self._counters.collectives += 1
+        self._counters.bytes_collective += nbytes
+        return self._completed(request, looks(nbytes))
+
+    def _completed(self, request: MPI.Request, tests: range) -> Iterator[None]:
+        self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
+        self._phase = None
+        while not complete(request, tests):
+            yield
+        self._under_way = [one for one in self._under_way if one[0] is not request]
+
+    def load(self, target: Array, source: Array) -> None:
+        """Load from a peer's vector, and count it."""
+        target[...] = source
+        self.count_gets(1, source.nbytes)
+
+    def count_puts(self, number: int, nbytes: int) -> None:
+        """Count stores to peers."""
+        self._counters.puts += number
+        self._counters.bytes_put += nbytes
+
+    def count_gets(self, number: int, nbytes: int) -> None:
+        """Count loads from peers."""
+        self._counters.gets += number
+        self._counters.bytes_got += nbytes
+
+
+class ShareReduction(SteppedAlgorithm):
+    """A step: all have written their vectors, the holders reduce ``elements`` each, all may read."""
+
+    def __init__(
+        self, site: CollectiveSite, count: int, elements: int, reduction: Reduction, terms: str
+    ) -> None:
+        layout, element, terms = site.layout, reduction.element, f"{terms}\n{reduction.terms}"
+        # The same on all ranks, also if shares differ, or this rank has none.
+        pieces = number_of_pieces(count * element.wide.itemsize // layout.shares, len(layout.nodes))
+        super().__init__(site, count, element.storage, layout.same_share, terms, pieces)
+        self.reduction, self._elements = reduction, elements
+
+    @abstractmethod
+    def reduce(self, rows: list[Array]) -> Iterator[None]:
+        """Reduce this rank's share of the vectors of all nodes, and store the result."""
+
+    def script(self, parity: int) -> Iterator[None]:
+        """One step on the vectors of its parity."""
+        layout = self.layout
+        self.notify(_READY, layout.holders)
+        if layout.my_share is not None:
+            yield from self.wait_for(_READY, layout.here)
+            if self._elements:
+                loads = len(layout.here) - 1
+                self.count_gets(loads, loads * self._elements * self.vectors[0].itemsize)
+                yield from self.reduce(self.rows[parity])
+            self.notify(_DONE, layout.here)
+        yield from self.wait_for(_DONE, layout.holders)

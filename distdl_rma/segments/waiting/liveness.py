@@ -1,0 +1,456 @@
+"""Which ranks still live: who failed, left, is missing or has ended, and who waits for whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError, SegmentError
+from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.waiting.header import (
+    HeaderRecord,
+    HeaderWriter,
+    PeerHeaders,
+    RankState,
+    WaitReason,
+    clip,
+)
+
+_NOTICE_BYTES = 1024
+# A rank's last messages need some time to arrive after it has left.
+_SUSPICION_SECONDS = 1.0
+# Fewest looks at a ring before it is an error: time alone also passes for processes that are stopped.
+_LOOKS_BEFORE_TROUBLE = 8
+# Most ranks that one look checks.
+_WATCHED = 8
+# How long a rank of another node may take to answer before it counts as silent.
+_ANSWER_SECONDS = 1.0
+_LONGEST_CHAIN = 16
+_STAY_SECONDS = 1e-3
+
+
+class FailureNotices:
+    """Notices that a failing rank sends to the others; every wait receives those that have arrived.
+
+    They have their own communicator, freed by ``close``; ``ranks`` are the rank ids of its positions. Calls
+    of MPI hold the lock, since the progress engine is another thread. ``failures`` has the known causes by
+    rank; ``failed`` is whether this rank has told the others of a failure, as its header then says too.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        ranks: tuple[int, ...],
+        lock: AbstractContextManager[Any],
+        header: HeaderWriter,
+    ) -> None:
+        self._comm, self._ranks, self._lock, self._header = comm, ranks, lock, header
+        self.rank = ranks[comm.rank]
+        self.failures: dict[int, str] = {}
+        self.failed = False
+        # Cause of this rank's own failure.
+        self._own = ""
+        self._sent: list[tuple[MPI.Request, object]] = []
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether any rank has failed, so that no collective call can complete any more."""
+        return self.failed or bool(self.failures)
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The ranks before this one, in the order of M."""
+        return self._ranks[: self._comm.rank]
+
+    def poll(self) -> None:
+        """Receive notices of failed ranks, and let MPI make progress. Does not block."""
+        # Also without remote peers: a handshake's message may still sit in this rank's MPI.
+        # Matched: between nodes MPICH's Recv from any source may never find the synchronous message again.
+        while (found := self._comm.Improbe()) is not None:
+            notice = np.zeros(_NOTICE_BYTES, np.uint8)
+            found.Recv([notice, MPI.BYTE])
+            failed = int(notice[:8].view(np.int64)[0])
+            text = notice[8:].tobytes().rstrip(b"\0").decode(errors="replace")
+            self.failures.setdefault(failed, text)
+
+    def check(self, reason: Callable[[], WaitReason] | None = None) -> None:
+        """Raise ``PeerFailedError`` if a rank has failed, this one or another, as far as it knows."""
+        for rank, cause in self.failures.items():
+            self.raise_for(rank, cause, reason() if reason else None, LOST)
+        if self._own:
+            # The others send nothing more to a rank that continues after its failure.
+            self.raise_for(self.rank, self._own, reason() if reason else None, LOST)
+
+    def raise_for(self, rank: int, cause: str, reason: WaitReason | None, state: str = "") -> NoReturn:
+        """Raise ``PeerFailedError`` because of a rank that failed, or that left while this one waits for it.
+
+        ``state`` is the state of the machine after it, if that is known.
+        """
+        here = f"; rank {self.rank} waited {reason}" if reason else ""
+        raise say_state(PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause), state)
+
+    def tell(self, cause: str, rank: int | None = None) -> None:
+        """Tell all ranks that this one failed, or that it found another one failed; once, not blocking."""
+        if self.failed:
+            return
+        self.failed = True
+        failed = self.rank if rank is None else rank
+        self._own = cause if failed == self.rank else ""
+        self._header.write(RankState.FAILED, cause, origin=failed)
+        notice = np.zeros(_NOTICE_BYTES, np.uint8)
+        notice[:8].view(np.int64)[0] = failed
+        text = clip(cause, _NOTICE_BYTES - 8)
+        notice[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        with self._lock:
+            for position, peer in enumerate(self._ranks):
+                if peer not in (self.rank, failed):
+                    # Synchronous: complete once the peer has received it.
+                    self._sent.append((self._comm.Issend([notice, MPI.BYTE], position), notice))
+
+    def pass_on(self) -> None:
+        """Tell all ranks of the first known failure, once."""
+        for rank, cause in tuple(self.failures.items())[:1]:
+            self.tell(cause, rank)
+
+    def noticed(self) -> bool:
+        """Whether all ranks have received the notice of this rank's failure; makes progress."""
+        with self._lock:
+            self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+            self.poll()
+        return not self._sent
+
+    def stay(self, seconds: float) -> None:
+        """Wait until all ranks have received the notice, or another rank fails; so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while not (self.noticed() or self.failures) and time.monotonic() < deadline:
+            time.sleep(_STAY_SECONDS)
+
+    def close(self) -> None:
+        """Free the communicator; collective."""
+        self._comm.Free()
+
+
+class PeerWatch:
+    """Reads the headers of the ranks' segments, and writes this rank's waits to its own.
+
+    It adds failures that it finds to the ``notices``.
+    """
+
+    def __init__(
+        self, segment: Segment, ranks: tuple[int, ...], header: HeaderWriter, notices: FailureNotices
+    ) -> None:
+        self._segment, self._header, self._notices = segment, header, notices
+        self.rank = notices.rank
+        self.others = tuple(rank for rank in ranks if rank != self.rank)
+        self._headers = PeerHeaders(segment)
+        self._left = ""
+        # The error here that the ranks settle now, and the rank that it began on.
+        self._settling, self._origin = "", self.rank
+        # Ranks that wait for each other, this one among them: their records, since when, how often all have
+        # rewritten them, and the last time of each.
+        self._ring: tuple[Any, float, int, list[float]] = (), 0.0, 0, []
+        self._looks = 0
+        # Ranks that seem to be gone: since when, which rank failed, and the cause.
+        self._suspects: dict[int, tuple[float, int, str]] = {}
+        self._watched = 0
+        # How often a call of all ranks raised here.
+        self._raised = 0
+        self.has_raised = False
+        self._notes: tuple[str, ...] = ()
+        # Ranks whose process has ended: their headers may be unreadable at the next look.
+        self._ended: dict[int, str] = {}
+
+    def look(self, reason: WaitReason) -> None:
+        """Write a long wait to the header, and raise ``PeerFailedError`` if it is in vain."""
+        self._notices.check(lambda: reason)
+        with self._segment.lock:
+            self._look(reason)
+
+    def _look(self, reason: WaitReason) -> None:
+        self._looks += 1
+        if self._left:
+            self._header.write(RankState.LEFT, self._left, reason.ranks)
+        elif self._settling:
+            self._header.write(RankState.SETTLING, self._settling, reason.ranks, self._origin)
+        else:
+            state = RankState.WAITING_IN_STEP if reason.in_step else RankState.WAITING
+            self._header.write(state, reason.what, reason.ranks)
+            if self._looks > _LOOKS_BEFORE_TROUBLE:
+                self._join_settlement(reason)
+            if reason.in_step:
+                self._check_ring(reason)
+        now = time.monotonic()
+        # This rank does not wait for itself.
+        ranks = [rank for rank in reason.ranks if rank != self.rank]
+        for rank in self._some(ranks):
+            failed, cause, alive = self._why_in_vain(rank, reason)
+            if not cause:
+                self._suspects.pop(rank, None)
+                continue
+            since, *_ = self._suspects.setdefault(rank, (now, failed, cause))
+            if now - since > _SUSPICION_SECONDS and not alive:
+                # It failed: no operation that it takes part in can complete.
+                self._notices.failures.setdefault(failed, cause)
+                self._notices.raise_for(failed, cause, reason, LOST)
+        long_ago = now - _SUSPICION_SECONDS
+        gone = [rank for rank in ranks if rank in self._suspects and self._suspects[rank][0] < long_ago]
+        if gone and (not reason.anyone or len(gone) == len(ranks)):
+            _, failed, cause = self._suspects[gone[0]]
+            self._notices.raise_for(failed, cause, reason)
+
+    def _join_settlement(self, reason: WaitReason) -> None:
+        # Ranks that raised wait for this one to raise too, though it may wait for others.
+        for rank in self._some([rank for rank in self.others if self._headers.is_near(rank)]):
+            record = self._headers.glance(rank)
+            if record is not None and record.state is RankState.SETTLING and self.rank in record.waits_for:
+                self._notices.raise_for(_origin(rank, record), record.text, reason)
+
+    def _check_ring(self, reason: WaitReason) -> None:
+        # If all ranks of a ring have waited for each other for so long, they wait for ever: on one node all
+        # that they have sent is there.
+        ring = self._ring_through(reason.ranks)
+        says = [(rank, record.since, record.text) for rank, record in ring]
+        written = [record.written for _, record in ring]
+        said, since, times, last = self._ring
+        if not ring or says != said:
+            self._ring = says, time.monotonic(), 0, written
+            return
+        # A rank that does not run, as on a crowded machine, has not seen new data, and does not rewrite its
+        # record.
+        if all(now != before for now, before in zip(written, last, strict=True)):
+            times, last = times + 1, written
+        self._ring = said, since, times, last
+        seconds = time.monotonic() - since
+        if seconds > _SUSPICION_SECONDS and times > _LOOKS_BEFORE_TROUBLE:
+            mutual = replace(reason, hint=f"they wait for each other: {reason.hint}")
+            raise ExchangeTimeout(self.timeout_message(mutual, seconds))
+
+    def _ring_through(self, ranks: tuple[int, ...]) -> tuple[tuple[int, HeaderRecord], ...]:
+        # The shortest chain of ranks that wait in step, back to this one, with the record of each.
+        ways: dict[int, tuple[tuple[int, HeaderRecord], ...]] = dict.fromkeys(ranks, ())
+        pending = list(ways)
+        while pending and len(ways) < _LONGEST_CHAIN:
+            rank = pending.pop(0)
+            record = self._headers.glance(rank) if self._headers.is_near(rank) else None
+            if record is None or record.state is not RankState.WAITING_IN_STEP:
+                continue
+            way = (*ways[rank], (rank, record))
+            if self.rank in record.waits_for:
+                return way
+            for other in record.waits_for:
+                if other not in ways:
+                    ways[other] = way
+                    pending.append(other)
+        return ()
+
+    def _some(self, ranks: list[int]) -> list[int]:
+        # Of many ranks a few at a time, in turn: each costs a look at its header.
+        if len(ranks) <= _WATCHED:
+            return ranks
+        self._watched = (self._watched + _WATCHED) % len(ranks)
+        return (ranks + ranks)[self._watched : self._watched + _WATCHED]
+
+    def _why_in_vain(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
+        # Why a wait for a rank is in vain: which rank failed, the cause, "" if the wait is not in vain, and
+        # whether the rank is alive nevertheless.
+        record = self._headers.glance(rank)
+        if record is None:
+            return rank, "", False
+        # Notes the time, for the message of a wait that reaches its deadline.
+        self._headers.unchanged(rank, record)
+        if record.state is RankState.FAILED:
+            return _origin(rank, record), record.text, False
+        raised = record.state is RankState.RAISED and record.waits_for > (self._raised,)
+        if (raised or record.state is RankState.SETTLING) and not self._settling:
+            return _origin(rank, record), record.text, True
+        if record.state is RankState.LEFT and not (self._left or reason.leavers):
+            return rank, f"it left, {record.text}", True
+        return rank, self._end_of(rank, record), False
+
+    def _end_of(self, rank: int, record: HeaderRecord) -> str:
+        if not self._headers.process_has_ended(rank, record):
+            return ""
+        self._ended[rank] = f"it is silent, its process {record.process} has ended"
+        return self._ended[rank]
+
+    def done(self) -> None:
+        """Write to the header that the wait is over."""
+        self._suspects.clear()
+        self._ring, self._looks = ((), 0.0, 0, []), 0
+        self._headers.forget()
+        self.say_done()
+
+    def say_done(self) -> None:
+        """The same, while another thread may still watch ranks that it waits for."""
+        if self._left:
+            self._header.write(RankState.LEFT, self._left)
+        elif self._settling:
+            self._header.write(RankState.SETTLING, self._settling, origin=self._origin)
+        elif not self._notices.failed:
+            self._header.write(RankState.RUNNING)
+
+    def has_begun(self, rank: int, name: str, epoch: int) -> bool:
+        """Whether a rank has begun an operation, by its header; False if it has not answered yet."""
+        record = self._headers.glance(rank)
+        return record is not None and record.operation == name and record.epoch >= epoch
+
+    def raised(self, text: str) -> None:
+        """Tell others that a collective call raised here: their waits are in vain if it did not raise there.
+
+        A rank on which as many calls raised as here, as with equal arguments on all ranks, waits on.
+        """
+        self._raised, self.has_raised = self._raised + 1, True
+        if not (self._left or self._notices.failed):
+            # As a number of times.
+            self._header.write(RankState.RAISED, text, (self._raised,))
+
+    def settle(self, text: str, origin: int) -> None:
+        """Tell others that a collective call raised here, and that this rank waits for them to raise too.
+
+        Until ``goes_on``, ranks that wait for this one, or that it waits for, raise ``PeerFailedError`` with
+        the rank ``origin`` that the error began on.
+        """
+        self._settling, self._origin = text, origin
+        self.say_done()
+
+    def goes_on(self) -> None:
+        """Tell others that this rank continues after an error."""
+        self.has_raised, self._settling = False, ""
+        self.done()
+
+    def note(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
+        """Set which of some texts describes what this rank does from now on, or none.
+
+        It should be the same on all ranks: the message of a wait in vain says where it differs.
+        """
+        self._notes, self._header.note = texts, at + 1 if texts else 0
+
+    def _differs(self, record: HeaderRecord) -> str:
+        mine, theirs, texts = self._header.note, record.note, self._notes
+        if not (mine and theirs) or mine == theirs or max(mine, theirs) > len(texts):
+            return ""
+        return f"; it {texts[theirs - 1]}, and rank {self.rank} {texts[mine - 1]}"
+
+    def leave(self, text: str) -> None:
+        """Write to the header that this rank has left."""
+        if not self._notices.failed:
+            self._left = text
+            self._header.write(RankState.LEFT, text)
+
+    def stay(self) -> None:
+        """Undo ``leave``, for ranks that have not raised because of it."""
+        if self._left:
+            self._left = ""
+            self.done()
+
+    def missing(self) -> tuple[int, ...]:
+        """Some of the ranks that keep all from leaving together, the worst first; does not block.
+
+        First ranks whose process has ended, then ranks that have not left, then ranks that do not answer, or
+        have not rewritten their record for a while, as when they are stopped.
+        """
+        ended, there, silent = [], [], []
+        for rank in self.others:
+            record = self._headers.glance(rank)
+            if record is None or self._headers.age(rank) > _ANSWER_SECONDS:
+                silent.append(rank)
+            elif self._headers.process_has_ended(rank, record):
+                ended.append(rank)
+            elif record.state is not RankState.LEFT:
+                there.append(rank)
+            elif self._headers.unchanged(rank, record) > _ANSWER_SECONDS:
+                silent.append(rank)
+        return (*ended, *there, *silent)[:_WATCHED]
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Ranks of this node whose process has ended, each with a clause for messages."""
+        for rank in self.others:
+            record = self._headers.glance(rank)
+            if record is not None:
+                self._end_of(rank, record)
+        return [(rank, self._ended[rank]) for rank in self.others if rank in self._ended]
+
+    def timeout_message(self, reason: WaitReason, seconds: float) -> str:
+        """Text for a wait that reached its deadline; raises ``PeerFailedError`` if it was in vain."""
+        self._notices.check(lambda: reason)
+        # A wait of zero seconds only looks once: no rank is asked.
+        with self._segment.lock:
+            clauses = self.chain(reason, min(seconds, _ANSWER_SECONDS)) if seconds else []
+        hint = [reason.hint] if reason.hint else []
+        return "; ".join([f"rank {self.rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
+
+    def chain(self, reason: WaitReason, seconds: float) -> list[str]:
+        """States of the ranks that this one waits for, of those that they wait for, and so on, a clause each.
+
+        Blocks for so many seconds at most, for ranks of other nodes.
+        """
+        deadline = time.monotonic() + seconds
+        told, pending = {self.rank}, list(reason.ranks)
+        clauses: list[str] = []
+        while pending and len(clauses) < _LONGEST_CHAIN:
+            peer = pending.pop(0)
+            if peer in told:
+                continue
+            told.add(peer)
+            record = self._headers.read(peer, deadline)
+            if record is None:
+                near = self._headers.is_near(peer)
+                why = "its header could not be read" if near else f"no answer within {in_seconds(seconds)}"
+                clauses.append(f"rank {peer} is silent: {why}")
+            elif self._headers.process_has_ended(peer, record):
+                clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
+            else:
+                silent = self._headers.unchanged(peer, record)
+                also = f", and has said nothing for {in_seconds(silent)}" if silent > _ANSWER_SECONDS else ""
+                clauses.append(f"rank {peer} {record.doing}{also}{self._differs(record)}")
+                if record.is_waiting:
+                    pending += record.waits_for
+        return clauses
+
+
+def _origin(rank: int, record: HeaderRecord) -> int:
+    return rank if record.origin < 0 else record.origin
+
+
+_E = TypeVar("_E", bound=BaseException)
+# Last sentences of errors that concern several ranks, and the classes of these errors.
+USABLE, LOST = "The machine can be used further.", "The machine is lost: close it and make a new one."
+OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
+
+
+def say_state(error: _E, state: str) -> _E:
+    """The same error; the text of one that concerns several ranks ends with the state of the machine."""
+    if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
+        text = _without_state(str(error.args[0]))
+        error.args = (f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}", *error.args[1:])
+    return error
+
+
+def says_state(error: BaseException) -> bool:
+    """Whether the text of an error ends with the state of the machine."""
+    return bool(error.args) and str(error.args[0]).endswith((USABLE, LOST))
+
+
+def _without_state(text: str) -> str:
+    return text.removesuffix(USABLE).removesuffix(LOST).rstrip()
+
+
+def cause_of(error: BaseException) -> str:
+    """Error as one line for the notice of a failure."""
+    with suppress(Exception):
+        first = _without_state(str(error).strip()).splitlines()
+        return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+    return type(error).__name__
+
+
+def in_seconds(seconds: float) -> str:
+    """Time for a message: tenths of a second, less than one to two digits."""
+    if seconds < 1:
+        return f"{float(f'{seconds:.2g}'):g} s"
+    return f"{seconds:.1f}".removesuffix(".0") + " s"

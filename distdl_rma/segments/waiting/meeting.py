@@ -1,0 +1,437 @@
+"""The ranks of a machine find each other by lines that the launcher keeps, and get a communicator."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NoReturn, cast
+
+from mpi4py import MPI
+
+from distdl_rma.errors import ExchangeTimeout, PartitionError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.waiting.header import clip, numbered
+from distdl_rma.segments.waiting.waiter import advance_other_machines
+
+# Longest line that a launcher passes on in one piece, with the name, in the encoding below.
+_LONGEST = min(600, MPI.MAX_PORT_NAME - 1) * 3 // 4
+# Most characters of a list of ranks, and of a text about it: the launcher passes on short lines only.
+_LONGEST_LIST, _LONGEST_TEXT = 72, 140
+
+
+class JobBoard:
+    """One line for each process of MPI_COMM_WORLD about itself, kept by the launcher.
+
+    MPI's name service (``MPI_Publish_name``) carries the lines: a process that makes no call can be read, and
+    no message of the processes is matched. Not for a training step: each call asks the launcher, in about 0.1
+    ms. The last line of a process stays until the job ends.
+    """
+
+    longest = _LONGEST  # bytes of a line
+
+    def __init__(self) -> None:
+        self._written = ""
+        self._usable: bool | None = None
+        self._job = os.environ.get("PMIX_NAMESPACE", "")
+
+    def usable(self) -> bool:
+        """Whether there is a name service that tells the processes of this job from those of others."""
+        if self._usable is None:
+            # Spawned processes count their ranks from 0 as well, and may have the same launcher.
+            alone = bool(self._job) or MPI.Comm.Get_parent() == MPI.COMM_NULL
+            self._usable = alone and not _slurm_keeps_it() and self._tried()
+        return self._usable
+
+    def write(self, line: str) -> None:
+        """Replace the line of this process; an empty one removes it."""
+        me = self._name(MPI.COMM_WORLD.rank)
+        encoded = urlsafe_b64encode(clip(line, _LONGEST)).decode().rstrip("=")
+        with _errors_returned():
+            if self._written:
+                MPI.Unpublish_name(me, self._written)
+                self._written = ""
+            if line:
+                MPI.Publish_name(me, encoded)
+                self._written = encoded
+
+    def read(self, rank: int) -> str:
+        """Line of a rank of MPI_COMM_WORLD; empty if it has none, or is about to replace it."""
+        with _errors_returned(), suppress(MPI.Exception):
+            encoded = MPI.Lookup_name(self._name(rank))
+            return urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode(errors="replace")
+        return ""
+
+    def _tried(self) -> bool:
+        try:
+            self.write("-")
+            heard = self.read(MPI.COMM_WORLD.rank)
+            self.write("")
+            nothing = self.read(MPI.COMM_WORLD.rank)
+        except (MPI.Exception, NotImplementedError, UnicodeError):
+            return False
+        return (heard, nothing) == ("-", "")
+
+    def _name(self, rank: int) -> str:
+        return f"distdl_rma-{self._job}-{rank}"
+
+
+def _slurm_keeps_it() -> bool:
+    # Whether srun is the launcher, by PMI-2. MPICH misreads its answer that a name is not published, and
+    # follows an old pointer: to another line, to arbitrary letters, or to a crash. An mpiexec within a job of
+    # Slurm is another launcher, which counts the ranks of a node.
+    words = os.environ
+    return "SLURM_JOB_ID" in words and "PMI_FD" in words and "MPI_LOCALNRANKS" not in words
+
+
+@contextmanager
+def _errors_returned() -> Iterator[None]:
+    # An unpublished name is an error of MPI, whose error handler may end the job.
+    before = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_SELF, MPI.COMM_WORLD)]
+    try:
+        for comm, _ in before:
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+        yield
+    finally:
+        for comm, handler in before:
+            comm.Set_errhandler(handler)
+            handler.Free()
+
+
+class Stage(StrEnum):
+    """Stage of a process on the way to a machine."""
+
+    HERE = "h"  # wants to make a machine, and may still give up
+    CALLS = "c"  # the first rank: all are here
+    COMES = "b"  # heard the call, and does not give up any more
+    GOES = "g"  # the first rank: all come
+    LEFT = "l"  # gave up waiting
+    REFUSED = "r"  # raised an error that concerns all ranks of M
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that concerns the ``members``, ranks of MPI_COMM_WORLD; without them the last number."""
+
+    number: int = 0
+    members: frozenset[int] = frozenset()
+    text: str = ""
+
+    @classmethod
+    def made(cls, number: int, members: frozenset[int], text: str) -> Refusal:
+        """Refusal that fits into a line."""
+        return cls(number, _sayable(members), text[:_LONGEST_TEXT])
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """``meeting`` tells lists M apart, ``number`` the calls of the ``first`` rank, one of MPI_COMM_WORLD.
+
+    ``last`` is what this process was refused for since it made a machine: others may not have heard of it
+    when it tries again.
+    """
+
+    stage: Stage
+    last: Refusal
+    meeting: int = 0
+    number: int = 0
+    first: int = -1
+    seconds: float = 0.0
+    members: frozenset[int] = frozenset()
+    text: str = ""
+
+    def encoded(self, longest: int) -> str:
+        """Line of so many bytes at most."""
+        numbers = (self.stage, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
+        words = (_spans(_sayable(self.members)), self.text, _spans(self.last.members), self.last.text)
+        return clip("\n".join([*map(str, numbers), *words]), longest).decode()
+
+    @classmethod
+    def parsed(cls, line: str) -> Announcement | None:
+        """Announcement of a line; None if it has none."""
+        with suppress(ValueError):
+            stage, meeting, number, first, seconds, refusals, members, text, whom, why = line.split("\n", 9)
+            last = Refusal(int(refusals), _ranks(whom), why)
+            where = int(meeting), int(number), int(first), float(seconds)
+            return cls(Stage(stage), last, *where, _ranks(members), text)
+        return None
+
+    def waits_for(self, rank: int) -> bool:
+        """Whether a rank of MPI_COMM_WORLD has to come before this process can go on."""
+        return self.stage is Stage.HERE and (self.first == rank or rank in self.members)
+
+    @property
+    def doing(self) -> str:
+        """What the process does, as a clause of a sentence."""
+        if self.stage is Stage.LEFT:
+            return self.text
+        if self.stage is Stage.REFUSED:
+            return f"was refused: {self.last.text}"
+        return f"makes a machine of M = {self.text}"
+
+
+def shortened(ranks: tuple[int, ...]) -> str:
+    """List of ranks as text, cut where it is long."""
+    text = str(ranks)
+    return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST]}...: {len(ranks)} ranks"
+
+
+def _sayable(members: frozenset[int]) -> frozenset[int]:
+    # All members or none: readers must not take a part of the list for the whole.
+    return members if len(_spans(members)) <= _LONGEST_LIST else frozenset()
+
+
+def _ranks(spans: str) -> frozenset[int]:
+    ends = [span.partition("-") for span in spans.split(",") if span]
+    return frozenset(k for first, _, last in ends for k in range(int(first), int(last or first) + 1))
+
+
+def _spans(ranks: frozenset[int]) -> str:
+    # Ranks in ascending order as text: "0-3,7".
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+_CREATE_TAG = 7
+_SLEEP_SECONDS = (1e-4, 5e-3)
+# Limits how often all ranks of a large machine together ask the launcher.
+_SLEEP_SECONDS_PER_RANK = 1e-4
+# A rank that is bound to come may wait longer than the first rank, which decides.
+_GRACE_SECONDS = 10.0
+_BETWEEN_SECONDS = 0.02
+# Of the ranks that may be late, so many are looked at for a message.
+_LOOKED_UP = 64
+_HINT = "do all ranks of M call Machine with the same ranks?"
+
+
+class _Past:
+    """State that this process keeps from one meeting for the next."""
+
+    def __init__(self) -> None:
+        self.calls = self.refusals = 0
+        self.last = Refusal()
+
+    def refused(self, members: frozenset[int], text: str, number: int = 0) -> None:
+        """Count a refusal, which another process may have given a number."""
+        self.refusals = max(self.refusals + 1, number)
+        self.last = Refusal.made(self.refusals, members, text)
+
+
+# One process has one line, and makes one machine at a time.
+_board = JobBoard()
+_lock = threading.RLock()
+_past = _Past()
+
+
+def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Intracomm:
+    """Communicator of some ranks of another one, in this order; collective over them, blocking.
+
+    No message travels on ``comm``. Ranks first say that they are there where the launcher keeps it for them
+    (:class:`JobBoard`); the communicator, whose making cannot be interrupted, is made once all are bound to
+    come. Where the launcher keeps nothing, it is made at once, without a deadline. The caller owns it.
+
+    ``ExchangeTimeout`` if a rank does not come in time; names it, and what it does instead. The call can be
+    repeated. ``PartitionError`` on all ranks that wait for each other, if they do not mean the same ranks, or
+    one of them was refused.
+    """
+    group = comm.group.Incl(list(ranks))
+    try:
+        world = _in_world(group)
+        if len(ranks) == 1 or world is None or not _board.usable():
+            return _create(comm, group, ranks, world or (), 0)
+        with _lock:
+            number = _Meeting(comm.rank, ranks, world, seconds).hold()
+            made = _create(comm, group, ranks, world, number)
+            # Only now have all heard that they go.
+            _board.write("")
+            _past.last = Refusal(_past.refusals)
+            return made
+    finally:
+        group.Free()
+
+
+def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
+    """Tell those of ``ranks`` that wait for this one why it cannot make the machine; local."""
+    if not _board.usable():
+        return
+    group = comm.group.Incl(sorted({rank for rank in ranks if 0 <= rank < comm.size}))
+    try:
+        world = _in_world(group)
+    finally:
+        group.Free()
+    with _lock:
+        _past.refused(frozenset(world or ()), f"rank {comm.rank}: {problem}")
+        _board.write(Announcement(Stage.REFUSED, _past.last).encoded(_board.longest))
+
+
+def _in_world(group: MPI.Group) -> tuple[int, ...] | None:
+    # None if there are processes of another MPI_COMM_WORLD among them.
+    everyone = MPI.COMM_WORLD.Get_group()
+    try:
+        places = tuple(MPI.Group.Translate_ranks(group, None, everyone))
+    finally:
+        everyone.Free()
+    return None if MPI.UNDEFINED in places else places
+
+
+def _create(
+    comm: MPI.Intracomm, group: MPI.Group, ranks: tuple[int, ...], world: tuple[int, ...], number: int
+) -> MPI.Intracomm:
+    if len(ranks) == 1:
+        return MPI.COMM_SELF.Dup()
+    # A collective of all its ranks meets no message of the user's.
+    if len(ranks) == comm.size:
+        return cast(MPI.Intracomm, comm.Split(0, ranks.index(comm.rank)))
+    # In Create_group Open MPI sends messages with tags of users, which a receive from any source may match.
+    try:
+        return MPI.Intracomm.Create_from_group(group, f"distdl_rma-{fingerprint(ranks, world):014x}-{number}")
+    except NotImplementedError:
+        pass
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_UNSUPPORTED_OPERATION:
+            raise
+    # An MPI before version 4, or a launcher that cannot help with it.
+    return comm.Create_group(group, _CREATE_TAG)
+
+
+class _Meeting:
+    """How a rank meets the others: the first one calls when all are there, and goes when all come."""
+
+    def __init__(self, me: int, ranks: tuple[int, ...], world: tuple[int, ...], seconds: float) -> None:
+        self._me, self._ranks, self._seconds = me, ranks, seconds
+        self._world = dict(zip(ranks, world, strict=True))
+        self._others = [rank for rank in ranks if rank != me]
+        self._first = min(ranks, key=self._world.__getitem__)
+        self._members = frozenset(world)
+        self._meeting = fingerprint(ranks, world)
+        self._deadline = time.monotonic() + seconds
+
+    def hold(self) -> int:
+        """Return a number that is the same on all ranks, as soon as all of them are bound to go on."""
+        self._say(Stage.HERE)
+        try:
+            return self._lead() if self._me == self._first else self._follow()
+        except (ExchangeTimeout, PartitionError):
+            raise
+        except BaseException:
+            _board.write("")
+            raise
+
+    def _lead(self) -> int:
+        self._wait_for_all(lambda heard: heard.stage is Stage.HERE)
+        _past.calls += 1
+        number = _past.calls
+        self._say(Stage.CALLS, number, seconds=max(0.0, self._deadline - time.monotonic()))
+        self._wait_for_all(lambda heard: heard.stage is Stage.COMES and heard.number == number)
+        self._say(Stage.GOES, number)
+        return number
+
+    def _wait_for_all(self, ready: Callable[[Announcement], bool]) -> None:
+        late = self._others
+        for pause in self._turns():
+            over = time.monotonic() > self._deadline
+            still = [rank for rank in late if (heard := self._ours(rank)) is None or not ready(heard)]
+            if not still:
+                return
+            if over:
+                self._give_up()
+            pause(len(still) < len(late))
+            late = still
+
+    def _follow(self) -> int:
+        called, deadline = 0, self._deadline
+        for pause in self._turns():
+            over = time.monotonic() > deadline
+            heard = self._ours(self._first)
+            stage = heard.stage if heard else None
+            moved = False
+            if heard and stage is Stage.CALLS and heard.number != called:
+                moved = True
+                # From here on only the first rank may give up, which it says.
+                called = heard.number
+                self._say(Stage.COMES, called)
+                deadline = time.monotonic() + heard.seconds + _GRACE_SECONDS
+            elif heard and stage is Stage.GOES and heard.number == called:
+                break
+            elif called and stage in (Stage.HERE, Stage.LEFT):
+                # It called, and then not all came.
+                called, deadline = 0, self._deadline
+                self._say(Stage.HERE)
+            elif over:
+                self._give_up()
+            pause(moved)
+        return called
+
+    def _ours(self, rank: int) -> Announcement | None:
+        """Announcement of a rank about this machine; raise if the two ranks will never make the same one."""
+        heard, me = self._heard(rank), self._world[self._me]
+        if heard is None:
+            return None
+        # Only refusals that this rank does not know count.
+        if heard.last.number > _past.refusals and me in heard.last.members:
+            self._refuse(heard.last.members, heard.last.text, heard.last.number)
+        if heard.last.number < _past.refusals and self._world[rank] in _past.last.members:
+            # The other rank does not know of this rank's last refusal yet.
+            return None
+        if heard.meeting == self._meeting:
+            return heard
+        if heard.waits_for(me):
+            # Each waits for the other one, and waits of others for either of them are in vain.
+            (low, listed), (high, other) = sorted([(self._me, shortened(self._ranks)), (rank, heard.text)])
+            self._refuse(heard.members, f"rank {low} was given M = {listed} but rank {high} M = {other}")
+        return None
+
+    def _heard(self, rank: int) -> Announcement | None:
+        return Announcement.parsed(_board.read(self._world[rank]))
+
+    def _say(self, stage: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
+        first, text = self._world[self._first], text or shortened(self._ranks)
+        said = Announcement(stage, _past.last, self._meeting, number, first, seconds, self._members, text)
+        _board.write(said.encoded(_board.longest))
+
+    def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
+        self._members |= also
+        _past.refused(self._members, problem, number)
+        self._say(Stage.REFUSED)
+        raise PartitionError(problem)
+
+    def _turns(self) -> Iterator[Callable[[bool], None]]:
+        """Turns of a wait, each with its pause, which grows while nothing changes."""
+        longest = max(_SLEEP_SECONDS[1], _SLEEP_SECONDS_PER_RANK * len(self._ranks))
+        seconds = _SLEEP_SECONDS[0]
+
+        def pause(moved: bool) -> None:
+            nonlocal seconds
+            seconds = _SLEEP_SECONDS[0] if moved else min(1.5 * seconds, longest)
+            time.sleep(seconds)
+
+        while True:
+            # Ranks that wait in another machine may need this rank's progress.
+            MPI.COMM_SELF.Iprobe()
+            advance_other_machines(None)
+            yield pause
+
+    def _give_up(self) -> NoReturn:
+        self._say(Stage.LEFT, text=f"gave up after {self._seconds:g} s")
+        asked = [rank for rank in (self._first, *self._others[:_LOOKED_UP]) if rank != self._me]
+        heard = {rank: self._heard(rank) for rank in asked}
+        # Others give up at the same moment, and have no line while they replace it.
+        time.sleep(_BETWEEN_SECONDS)
+        heard = {rank: said or self._heard(rank) for rank, said in heard.items()}
+        late = [rank for rank, said in heard.items() if said is None or said.meeting != self._meeting]
+        # Ranks that gave up have been here: they waited for the others as well.
+        late = late or [rank for rank, said in heard.items() if said and said.stage is Stage.LEFT]
+        late = sorted(late or heard)
+        doing = [f"rank {rank} {said.doing}" for rank in late[:4] if (said := heard[rank]) is not None]
+        waited = f"rank {self._me} waited {self._seconds:g} s for {numbered(tuple(late))} to make the machine"
+        raise ExchangeTimeout("; ".join([waited, *doing, _HINT]))

@@ -1,0 +1,188 @@
+"""Uncaught errors: the peers learn of them, and the user sees one short traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Protocol
+
+import mpi4py
+
+from distdl_rma.errors import DistdlError, PeerFailedError
+from distdl_rma.segments.waiting.liveness import FailureNotices, cause_of
+
+_OWN = f"{Path(__file__).parents[2]}/"
+_LAUNCHERS = f"{Path(mpi4py.__file__).parent}/", runpy.__file__, "<frozen runpy>", contextlib.__file__
+
+
+def short_traceback(error: BaseException) -> str:
+    """Traceback as Python prints it, with the frames of the user's program only.
+
+    For errors that are not of this library, the frames behind the user's last one stay: the error is there.
+    """
+    chain = [*_chain(error)]
+    whole = [each.__traceback__ for each in chain]
+    try:
+        for each in chain:
+            each.__traceback__ = _shortened(each)
+        return "".join(traceback.format_exception(error))
+    finally:
+        for each, trace in zip(chain, whole, strict=True):
+            each.__traceback__ = trace
+
+
+def place_of(error: BaseException) -> str:
+    """File and line of the user's innermost frame; empty if there is none."""
+    found = [each for each in _entries(error.__traceback__) if not _is_inner(each)]
+    return f"{PurePath(found[-1].tb_frame.f_code.co_filename).name}:{found[-1].tb_lineno}" if found else ""
+
+
+def _shortened(error: BaseException) -> TracebackType | None:
+    entries = [*_entries(error.__traceback__)]
+    users = [at for at, each in enumerate(entries) if not _is_inner(each)]
+    if not users:
+        return error.__traceback__
+    behind = [] if isinstance(error, DistdlError) else entries[users[-1] + 1 :]
+    kept = [entries[at] for at in users] + [each for each in behind if not _is_call_of_a_module(each)]
+    trace = None
+    for each in reversed(kept):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _torch() -> str:
+    file = getattr(sys.modules.get("torch"), "__file__", None)
+    return "<no torch>" if file is None else f"{Path(file).parent}/"
+
+
+def _is_inner(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith((_OWN, _torch(), *_LAUNCHERS))
+
+
+def _is_call_of_a_module(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename == f"{_torch()}nn/modules/module.py"
+
+
+# How long a rank that fails stays for its peers to notice, and then for their own messages.
+_NOTICE_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 0.2
+# How long a rank looks whether a rank before it fails with the same error, which then shows the traceback.
+_ALIKE_SECONDS = 0.4
+_FULL = "DISTDL_RMA_FULL_TRACEBACKS"
+
+
+class Failing(Protocol):
+    """A segment manager, as far as uncaught errors concern it."""
+
+    closed: bool
+    notices: FailureNotices
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on."""
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+# With the process that made them: a forked process is no rank of theirs.
+_managers: weakref.WeakKeyDictionary[Failing, int] = weakref.WeakKeyDictionary()
+_previous_hooks: list[_Hook] = []
+_telling: list[BaseException] = []
+_said: set[str] = set()
+
+
+def tell_peers_of_uncaught_errors(manager: Failing) -> None:
+    """Report uncaught exceptions to the ranks of a machine, from now on."""
+    if sys.excepthook is not _tell_peers:
+        _previous_hooks.append(sys.excepthook)
+        sys.excepthook = _tell_peers
+    _managers[manager] = os.getpid()
+
+
+def say_once(line: str) -> None:
+    """Write a line to stderr once, at the end of a process, when no code can catch an exception."""
+    if line not in _said:
+        _said.add(line)
+        _write(f"distdl_rma: {line}\n")
+
+
+def _write(text: str) -> None:
+    # At once: other ranks write to the same terminal.
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # A later hook may call this one again.
+    if _telling:
+        _previous_hooks[0](kind, error, trace)
+        return
+    _telling.append(error)
+    try:
+        still_open = [one for one, process in _managers.items() if not one.closed and process == os.getpid()]
+        for manager in still_open:
+            manager.fail(error)
+        shows = _previous_hooks[-1]
+        elsewhere = ""
+        shortens = shows is sys.__excepthook__ and not os.environ.get(_FULL)
+        if still_open and shortens and isinstance(error, Exception):
+            elsewhere = _said_elsewhere(error, still_open[0])
+            _write(elsewhere or short_traceback(error))
+        else:
+            shows(kind, error, trace)
+        # The end of this process may end the job: the peers learn why before that.
+        deadline, told = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
+        while still_open and time.monotonic() < deadline:
+            still_open = [manager for manager in still_open if not manager.notices.noticed()]
+            time.sleep(1e-3)
+        if told:
+            time.sleep(_LAST_WORDS_SECONDS + (_NOTICE_SECONDS if elsewhere else 0))
+    finally:
+        _telling.clear()
+
+
+def _said_elsewhere(error: Exception, manager: Failing) -> str:
+    # A line in place of the traceback, if another rank shows it: the one that failed first, or the first rank
+    # in M that fails with the same error.
+    notices, name, at = manager.notices, type(error).__name__, place_of(error)
+    ended = f"distdl_rma: rank {notices.rank} ended{f' at {at}' if at else ''} by "
+    if isinstance(error, PeerFailedError):
+        return "" if error.rank == notices.rank else f"{ended}{name}: {error}\n"
+    deadline = time.monotonic() + _ALIKE_SECONDS
+    before = notices.before
+    while before:
+        notices.noticed()
+        for rank, cause in notices.failures.items():
+            if rank not in before:
+                continue
+            if cause_of(error).startswith(cause):
+                return f"{ended}the same {name} as rank {rank}\n"
+            if isinstance(error, DistdlError) and cause.startswith(name):
+                return f"{ended}{name}: {error}\n"
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1e-3)
+    return ""

@@ -1,0 +1,60 @@
+"""Looks at requests of MPI; messages and collectives by MPI of some ranks of a machine."""
+
+import numpy as np
+import pytest
+
+from distdl_rma.segments.collectives.between_nodes import Messages, complete, looks
+from distdl_rma.segments.waiting.header import WaitReason
+
+
+class Fragments:
+    """A request that each test takes a fragment further."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def Test(self):  # noqa: N802
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_a_look_takes_as_many_tests_as_there_may_be_fragments():
+    assert [len(looks(nbytes)) for nbytes in (0, 8, 64 << 10, 1 << 20, 1 << 40)] == [1, 1, 2, 17, 128]
+
+
+def test_a_look_ends_with_the_last_fragment_and_another_goes_on():
+    request = Fragments(20)
+    assert not complete(request, looks(1 << 20))
+    assert request.left == 3
+    assert complete(request, looks(1 << 20))
+    assert request.left == 0
+
+
+def over(machine, *tests):
+    reason = WaitReason((), "to take part")
+    for test in tests:
+        machine.segments.waiter.until(test, lambda: reason, 15)
+
+
+@pytest.mark.mpi
+def test_messages_and_collectives_are_over_when_their_tests_say_so(machine, comm):
+    ranks = list(reversed(machine.ranks))
+    messages = Messages(machine.segments, ranks, "some")
+    me, size = ranks.index(comm.rank), len(ranks)
+    after, before = (me + 1) % size, (me - 1) % size
+    out = np.empty(3, np.int64)
+    over(machine, messages.receive(out, before, 5), messages.send(np.full(3, me), after, 5))
+    assert out.tolist() == [before] * 3
+    counts = [8 * at for at in range(size)]
+    everyone = np.empty(sum(range(size)), np.int64)
+    over(machine, messages.gather_all(np.full(me, me), everyone, counts))
+    assert everyone.tolist() == [at for at in range(size) for _ in range(at)]
+    sent, taken = np.arange(size) + 10 * me, np.empty(size, np.int64)
+    over(machine, messages.exchange(sent, [8] * size, taken, [8] * size))
+    assert taken.tolist() == [10 * at + me for at in range(size)]
+    given = np.arange(5) * (me + 1)
+    over(machine, messages.broadcast(given, size - 1))
+    assert given.tolist() == [size * each for each in range(5)]
+    assert messages.probe(6) is None
+    assert messages.largest_tag() >= 32767
+    messages.close()

@@ -1,0 +1,404 @@
+"""All double-buffered collectives, over every kind of nodes: values, orders, timeouts, recovery."""
+
+import gc
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from distdl_rma import ClosedError, ExchangeTimeout, PartitionError, ProtocolError
+from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
+from distdl_rma.segments.collectives.collective import CollectiveSite
+from distdl_rma.segments.manager import SegmentManager
+from tests.matrix import over_seeds
+from tests.segments.cases import Case
+
+pytestmark = pytest.mark.mpi
+
+
+@over_seeds(6)
+def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, seed):
+    rng, mine = random.Random(seed), random.Random(100 * seed + comm.rank)
+    cases = [Case(segments, rng, 100 * seed + number) for number in range(12)]
+    cases = [case for case in cases if case.active]
+    for step in range(6):
+        for case in cases:
+            case.job.active[:] = case.operand(case.me, step)
+            case.job.start()
+            if mine.random() < 0.05:
+                time.sleep(2e-3)
+        order = mine.sample(cases, len(cases))
+        for case in order:
+            if mine.random() < 0.3:
+                while not case.job.test():
+                    os.sched_yield()
+                case.check(case.job.result, step)
+            else:
+                case.check(case.job.wait(), step)
+    for case in cases:
+        case.job.close()
+
+
+@pytest.mark.in_turn(1, 3, 4)
+@pytest.mark.parametrize("count", [1, 5, 700, 50_000])
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_reductions_are_bitwise_equal_on_all_ranks_and_from_run_to_run(segments, comm, count, op, dtype):
+    job = Allreduce(segments, segments.ranks, count, dtype, op, f"bits {count}")
+    results = []
+    for _ in range(3):
+        parts = np.random.default_rng(comm.rank).standard_normal(2 * count) * 10.0**comm.rank
+        job.active[:] = parts.view(complex) if dtype == np.complex64 else parts[:count]
+        job.start()
+        results.append(job.wait().tobytes())
+    assert len(set(comm.allgather(results[0]))) == 1 and len(set(results)) == 1
+    job.close()
+
+
+@pytest.mark.parametrize("count", [3, 20_000])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, comm, count, dtype):
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+
+    def values(rank):
+        generator = torch.Generator().manual_seed(rank)
+        return (torch.randn(count, generator=generator) * 100).to(kind)
+
+    job = Allreduce(segments, segments.ranks, count, dtype, "sum", f"{dtype} {count}")
+    view = torch.uint16 if dtype == "bfloat16" else torch.float16
+    # The order of a sum across nodes is MPI's; of these values it makes no difference before rounding.
+    exact = [values(rank).double() for rank in segments.ranks]
+    job.active[:] = values(comm.rank).view(view).numpy()
+    job.start()
+    found = torch.from_numpy(job.wait().copy()).view(kind)
+    expected = sum(exact).float().to(kind)
+    assert (found == expected).double().mean() > 0.99
+    assert torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1)
+    job.close()
+
+
+def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, comm):
+    jobs = [
+        Bcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
+        Allgather(segments, segments.ranks, 300, np.int64, name="ahead too"),
+        Allreduce(segments, segments.ranks, 30, np.int64, name="ahead as well"),
+        Alltoall(segments, segments.ranks, 50, np.int64, name="ahead, between all"),
+        Reduce(segments, segments.ranks, 3000, np.int64, name="ahead, to a root"),
+    ]
+    mine = random.Random(comm.rank)
+    first, everyone = segments.ranks[0], np.array(segments.ranks)
+    for step in range(150):
+        for job in jobs:
+            job.active[:] = 1000 * step + comm.rank
+            job.start()
+        if mine.random() < 0.1:
+            time.sleep(1e-3)
+        assert (jobs[0].wait() == 1000 * step + first).all()
+        assert (jobs[1].wait().reshape(comm.size, -1) == 1000 * step + everyone[:, None]).all()
+        assert (jobs[2].wait() == (1000 * step + everyone).sum()).all()
+        assert (jobs[3].wait().reshape(comm.size, -1) == 1000 * step + everyone[:, None]).all()
+        total = jobs[4].wait()
+        assert (total == (1000 * step + everyone).sum()).all() and (total.size > 0) == (comm.rank == first)
+    for job in jobs:
+        job.close()
+
+
+def wait_for(job, late):
+    """Wait in vain until this rank is named, or any: others that are slow are missed as well."""
+    wanted, missing, deadline = f"for rank{'' if late is None else f' {late} '}", "", time.monotonic() + 60
+    while wanted not in missing:
+        assert time.monotonic() < deadline, missing
+        with pytest.raises(ExchangeTimeout, match="in 'late' ") as caught:
+            job.wait(timeout=0.1)
+        missing = str(caught.value)
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count):
+    if comm.size == 1:
+        pytest.skip("nobody can be missing")
+    job = Allreduce(segments, segments.ranks, count, np.float32, name="late")
+    job.connect()
+    late = comm.size - 1
+    if comm.rank == late:
+        comm.Barrier()
+        comm.Barrier()
+        time.sleep(0.1)
+    job.active[:] = 1
+    job.start()
+    if comm.rank != late:
+        # However slow the others are, they have started.
+        comm.Barrier()
+        # Between nodes MPI waits for all ranks of a share; which of them is late, the chain of waits says.
+        exact = count < 10 or len(segments.segment.direct_nodes) == 1
+        wait_for(job, late if exact else None)
+        with pytest.raises(ExchangeTimeout):
+            job.wait(timeout=0)
+        comm.Barrier()
+    assert (job.wait() == comm.size).all()
+    comm.Barrier()
+    job.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("make", [Reduce, Alltoall])
+def test_the_wait_for_a_root_or_for_blocks_names_who_is_missing_and_can_be_repeated(segments, comm, make):
+    job, late = make(segments, segments.ranks, 3000, np.int64, name="late"), comm.size - 1
+    job.connect()
+    if comm.rank == late:
+        comm.Barrier()
+        comm.Barrier()
+    job.active[:] = 1
+    job.start()
+    if comm.rank != late:
+        comm.Barrier()
+        one_node = len(segments.segment.direct_nodes) == 1
+        # Between nodes a rank that only sends to the root may wait for nobody.
+        if one_node or make is Alltoall or comm.rank == segments.ranks[0]:
+            wait_for(job, late if one_node else None)
+        comm.Barrier()
+    result = job.wait()
+    assert (result == (1 if make is Alltoall else comm.size)).all()
+    comm.Barrier()
+    job.close()
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_reset_recovers_from_a_step_that_not_all_ranks_took_part_in(segments, comm, count):
+    job = Allreduce(segments, segments.ranks, count, np.float32, name="recovers")
+    for attempt in range(3):
+        # Every other rank starts a step that its neighbours do not; in the second attempt it waits, too.
+        for step in range(2):
+            job.active[:] = step
+            job.start()
+            assert (job.wait() == step * comm.size).all()
+        if (comm.rank + attempt) % 2:
+            job.active[:] = np.nan
+            job.start()
+            if attempt == 1 and comm.size > 1:
+                with pytest.raises(ExchangeTimeout):
+                    job.wait(timeout=0.02)
+        job.reset()
+        assert not job.running
+        with pytest.raises(ProtocolError, match="before a step was waited for"):
+            _ = job.result
+        comm.Barrier()
+    job.active[:] = 1
+    job.start()
+    assert (job.wait() == comm.size).all()
+    job.close()
+
+
+def test_reset_before_the_first_step_and_with_a_rank_missing(segments, comm):
+    job = Allreduce(segments, segments.ranks, 30_000, np.float32, name="missing")
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(ExchangeTimeout, match=r"to reach 'missing|to connect 'missing"):
+            job.reset(timeout=0.05)
+    comm.Barrier()
+    job.reset()
+    job.close()
+
+
+def test_closing_a_running_step_does_not_leave_the_others_waiting(segments, comm):
+    job = Allreduce(segments, segments.ranks, 30_000, np.float32, name="closed early")
+    job.active[:] = 1
+    job.start()
+    if comm.rank == 0:
+        job.close()
+        request = comm.Ibarrier()
+        while not request.Test():
+            segments.progress()
+    else:
+        assert (job.wait() == comm.size).all()
+        comm.Ibarrier().Wait()
+        job.close()
+    used = segments.heap.used
+    segments.get_segment_buffer(8).free()
+    assert segments.heap.used <= used
+
+
+def test_calls_out_of_order_raise(segments):
+    job = Bcast(segments, segments.ranks, 4, name="strict")
+    with pytest.raises(ProtocolError, match="'strict': wait without a start"):
+        job.wait()
+    job.start()
+    with pytest.raises(ProtocolError, match="started while a step is running"):
+        job.start()
+    job.wait()
+    with pytest.raises(ProtocolError, match="'strict': wait without a start"):
+        job.wait()
+    job.close()
+    with pytest.raises(ClosedError, match="Bcast 'strict': already closed"):
+        job.start()
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_a_step_can_be_tested_until_it_is_waited_for_once(segments, count):
+    job = Allreduce(segments, segments.ranks, count, np.int64, name="once")
+    for step in range(3):
+        with pytest.raises(ProtocolError, match="'once': test without a start"):
+            job.test()
+        job.active[:] = step
+        job.start()
+        while not job.test():
+            os.sched_yield()
+        assert job.test() and not job.running
+        assert (job.wait() == step * len(segments.ranks)).all()
+        assert (job.result == step * len(segments.ranks)).all()
+        with pytest.raises(ProtocolError, match="'once': wait without a start"):
+            job.wait()
+    job.close()
+
+
+def raises(*_):
+    raise KeyboardInterrupt("by hand")
+
+
+def raises_later(_):
+    yield
+    while threading.current_thread() is not threading.main_thread():
+        # No progress thread is interrupted by hand.
+        yield
+    raises()
+
+
+@pytest.mark.parametrize(
+    ("count", "where", "at_start"),
+    [
+        (4, {"_reduce": (raises, raises)}, False),
+        (4, {"_push": raises}, True),
+        (30_000, {"script": raises_later}, False),
+        (30_000, {"script": lambda _: iter(raises, 0)}, True),
+    ],
+    ids=["reduce", "push", "in the script", "at its begin"],
+)
+def test_an_interrupted_step_is_never_taken_for_a_complete_one(segments, comm, count, where, at_start):
+    if comm.size == 1 and count > 4:
+        pytest.skip("one rank has no shares")
+    job = Allreduce(segments, segments.ranks, count, np.float32, name="interrupted")
+    job.connect()
+    comm.Barrier()
+    for name, value in where.items():
+        setattr(job._algorithm, name, value)
+    job.active[:] = 1
+    if not at_start:
+        job.start()
+    with pytest.raises(KeyboardInterrupt, match="by hand"):
+        job.start() if at_start else job.wait()
+    for call in (job.start, job.test, job.wait, job.wait, job.reset, lambda: job.result):
+        with pytest.raises(ProtocolError, match="'interrupted': step 1 was interrupted by KeyboardInterrupt"):
+            call()
+    segments.progress()
+    job.close()
+    comm.Barrier()
+    again = Allreduce(segments, segments.ranks, count, np.float32, name="interrupted")
+    again.active[:] = 1
+    again.start()
+    assert (again.wait() == comm.size).all()
+    again.close()
+
+
+@pytest.mark.parametrize("count", [4, 30_000])
+@pytest.mark.filterwarnings("error")
+def test_floating_point_errors_are_results(segments, comm, count):
+    job = Allreduce(segments, segments.ranks, count, np.float32, "mean", name="infinite")
+    with np.errstate(all="raise"):
+        job.active[:] = 1
+        job.active[:2] = 3e38, -np.inf if comm.rank else np.inf
+        job.start()
+        result = job.wait()
+    assert (result[2:] == 1).all()
+    if comm.size > 1:
+        assert np.isinf(result[0]) and np.isnan(result[1])
+    job.close()
+
+
+def test_reset_after_some_ranks_ran_ahead_many_steps(segments, comm):
+    first, everyone = segments.ranks[0], len(segments.ranks)
+    counts = [0] + [3] * (everyone - 1)
+    last = segments.ranks[-1]
+    jobs = [
+        Bcast(segments, segments.ranks, 4, np.int64, first, "far ahead"),
+        Reducescatter(segments, segments.ranks, counts, np.int64, name="far ahead, too"),
+        Reduce(segments, segments.ranks, 4, np.int64, "sum", last, "far ahead as well"),
+    ]
+    for job in jobs:
+        job.connect()
+        if comm.rank == first:
+            # Between nodes it waits for nobody; on a node it does, and the first step stays open.
+            for _ in range(3):
+                job.active[:] = -1
+                job.start()
+                try:
+                    job.wait(timeout=0.05)
+                except ExchangeTimeout:
+                    break
+        comm.Barrier()
+        job.reset()
+        for step in range(3):
+            job.active[:] = 100 + step
+            job.start()
+            expected = 100 + step if job is jobs[0] else everyone * (100 + step)
+            assert (job.wait() == expected).all()
+        comm.Barrier()
+        job.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_collectives_that_come_and_go_share_their_communicators(comm):
+    own = comm.Dup()
+    manager = SegmentManager(own, None, "8MiB", 15, node_size=1)
+    made = []
+    communicators = manager.communicators
+    take = communicators.take
+
+    def counted(ranks, number):
+        before = sum(map(len, communicators._made.values()))
+        taken = take(ranks, number)
+        made.append(sum(map(len, communicators._made.values())) - before)
+        return taken
+
+    communicators.take = counted
+    kept = Allreduce(manager, manager.ranks, 4000, name="kept")
+    for step in range(6):
+        job = Allreduce(manager, manager.ranks, 5000, name=f"job {step}")
+        for each in (job, kept):
+            each.active[:] = 1
+            each.start()
+        assert (kept.wait() == comm.size).all() and (job.wait() == comm.size).all()
+        job.close()
+        # Each rank gives back when it happens to allocate next; the number still is the same on all.
+        if comm.rank == step % comm.size:
+            manager.stats()
+        comm.Barrier()
+    assert len(made) == 7 and sum(made) <= 3
+    manager.close()
+    own.Free()
+
+
+def test_ranks_are_checked_and_laid_out_by_node(segments):
+    manager, layout, name = CollectiveSite.checked(segments, segments.ranks[::-1], "here")
+    assert (manager, name) == (segments, "here")
+    assert layout.ranks == segments.ranks[::-1] and layout.me == segments.rank
+    assert {frozenset(node) for node in layout.nodes} == {*map(frozenset, segments.segment.direct_nodes)}
+    with pytest.raises(PartitionError, match="'here': ranks must be unique"):
+        CollectiveSite.checked(segments, (), "here")
+
+
+@pytest.mark.parametrize("count", [3, 20_000])
+def test_a_call_is_a_step_and_a_forgotten_collective_gives_its_memory_back(segments, comm, count):
+    job = Allreduce(segments, segments.ranks, count, np.float64, name=f"forgotten {count}")
+    for step in range(3):
+        total = job(np.full(count, comm.rank + step))
+        assert (total == sum(range(comm.size)) + comm.size * step).all()
+    closed = []
+    for part in job._parts:
+        # Of the object itself: nobody else has the collective to close it.
+        part.close = lambda close=part.close: (closed.append(1), close())
+    del job
+    gc.collect()
+    assert closed == [1]

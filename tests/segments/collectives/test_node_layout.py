@@ -1,0 +1,64 @@
+"""Ranks of a collective by node, on random machines: everything is worked on once, and where it belongs."""
+
+import random
+
+import pytest
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
+
+
+def machine_nodes(size, per_node):
+    ranks = tuple(range(size))
+    return tuple(ranks[begin : begin + per_node] for begin in range(0, size, per_node))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_shares_of_a_node_are_the_whole_vector_and_meet_the_same_share_elsewhere(seed):
+    rng = random.Random(seed)
+    size = rng.randint(1, 30)
+    order = rng.sample(range(40), size)
+    cuts = sorted(rng.sample(range(1, 40), rng.randint(0, 6)))
+    nodes = tuple(tuple(range(a, b)) for a, b in zip([0, *cuts], [*cuts, 40], strict=True))
+    count = rng.randint(0, 50)
+    for me in order:
+        layout = NodeLayout(tuple(order), nodes, me)
+        assert sorted(rank for node in layout.nodes for rank in node) == sorted(order)
+        covered = []
+        for holder in layout.holders:
+            part = NodeLayout(tuple(order), nodes, holder).share(count)
+            covered += range(part.start, part.stop)
+        assert covered == list(range(count))
+        shares = [NodeLayout(tuple(order), nodes, rank).share(count) for rank in layout.same_share]
+        assert all(share == shares[0] for share in shares)
+        assert len(layout.same_share) == (0 if layout.my_share is None else len(layout.nodes))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_part_of_a_reduce_scatter_is_reduced_once_on_each_node_and_kept_on_its_own(seed):
+    rng = random.Random(seed)
+    size = rng.randint(1, 12)
+    order = rng.sample(range(12), size)
+    per_node = rng.randint(1, 12)
+    nodes = machine_nodes(12, per_node)
+    lengths = [rng.choice([0, 1, 2, 9]) for _ in order]
+    for number, node in enumerate(NodeLayout(tuple(order), nodes, order[0]).nodes):
+        reduced = []
+        for me in node:
+            layout = NodeLayout(tuple(order), nodes, me)
+            assert layout.my_node == number
+            if layout.my_share is None:
+                assert not any(layout.scatter_pieces(lengths))
+            for target, pieces in zip(layout.nodes, layout.scatter_pieces(lengths), strict=True):
+                assert all(piece.rank in target for piece in pieces)
+                reduced += [i for piece in pieces for i in range(piece.start, piece.stop)]
+        assert sorted(reduced) == list(range(sum(lengths)))
+
+
+def test_wrong_numbers_are_named():
+    with pytest.raises(ShapeError, match="'x': a number of elements is an integer"):
+        check_count(1.5, "x")
+    with pytest.raises(ShapeError, match="'x': 2 ranks need 2 numbers of elements"):
+        check_lengths([1], 2, "x")
+    with pytest.raises(PartitionError, match="'x': ranks must be unique"):
+        NodeLayout.checked((0, 0), ((0, 1),), 0, "x")

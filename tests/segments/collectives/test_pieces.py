@@ -1,0 +1,219 @@
+"""Pieces of large vectors: what order they take, and that collectives give the same in pieces."""
+
+import random
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from distdl_rma import ExchangeTimeout, ProtocolError
+from distdl_rma.segments import Allgather, Allreduce, Bcast, Reduce, Reducescatter
+from distdl_rma.segments.collectives import between_nodes
+from distdl_rma.segments.collectives.between_nodes import in_pieces, number_of_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.node_layout import RankSlice
+from tests.matrix import over_seeds
+from tests.segments.cases import Case
+
+LONG = 30_000
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Pieces of a few elements."""
+    monkeypatch.setattr(between_nodes, "_LEAST_NBYTES", 40)
+    monkeypatch.setattr(between_nodes, "_LEAST_OF_NODE", 1)
+
+
+def test_pieces_are_few_and_of_small_vectors_there_is_one():
+    assert {number_of_pieces(1 << 40, 1), number_of_pieces(0, 2), number_of_pieces(1 << 20, 2)} == {1}
+    assert number_of_pieces(16 << 20, 2) == 2
+    found = [number_of_pieces(1 << 28, nodes) for nodes in (2, 64, 1024, 4096, 1 << 20)]
+    assert found[0] == 4 and found == sorted(found, reverse=True) and found[-1] == 1
+
+
+def test_slices_are_all_of_it_in_order():
+    for count in (0, 1, 3, 8, 101):
+        assert [i for at in slices(count, 5) for i in range(count)[at]] == list(range(count))
+    parts = [[RankSlice(0, 0, 5), RankSlice(1, 9, 10)], [], [RankSlice(2, 5, 6)]]
+    cut = pieces_of_all(parts, 4)
+    assert [sum(part.size for part in of_node) for of_node in cut[0]] == [2, 0, 1]
+    for node, of_node in enumerate(parts):
+        wanted = [i for part in of_node for i in range(part.start, part.stop)]
+        assert [i for piece in cut for part in piece[node] for i in range(part.start, part.stop)] == wanted
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_a_stage_begins_on_a_piece_before_the_next_goes_on_with_the_last(number):
+    said, under_way = [], set()
+
+    def stage(at):
+        def begin(piece):
+            # What a stage began is waited for before the next.
+            assert (at - 1, piece) not in under_way
+            said.append((at, piece))
+            under_way.add((at, piece))
+            assert sum(which == at for which, _ in under_way) <= 2
+            return rest(at, piece)
+
+        def rest(at, piece):
+            yield from [None] * piece
+            under_way.remove((at, piece))
+
+        return begin
+
+    waits = list(in_pieces(number, [stage(at) for at in range(3)]))
+    assert not under_way and len(waits) == 3 * sum(range(number))
+    assert len(said) == 3 * number and all(said.index((0, k)) < said.index((1, k)) for k in range(number))
+    assert all(said.index((0, k + 1)) < said.index((1, k)) for k in range(number - 1))
+    assert all(said.index((1, k + 1)) < said.index((2, k)) for k in range(number - 1))
+
+
+@pytest.mark.mpi
+@over_seeds(6)
+def test_collectives_in_pieces_over_random_ranks_in_any_order_of_waiting(segments, comm, tiny, seed):
+    rng, mine = random.Random(seed), random.Random(100 * seed + comm.rank)
+    cases = [case for n in range(12) if (case := Case(segments, rng, 100 * seed + n)).active]
+    for step in range(5):
+        for case in cases:
+            case.job.active[:] = case.operand(case.me, step)
+            case.job.start()
+            if mine.random() < 0.1:
+                time.sleep(2e-3)
+        for case in mine.sample(cases, len(cases)):
+            case.check(case.job.wait(), step)
+    for case in cases:
+        case.job.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "complex128"])
+@pytest.mark.parametrize("count", [6, 17, 50_001])
+def test_sums_in_pieces_are_bitwise_alike_on_all_ranks_and_from_run_to_run(segments, comm, tiny, count, kind):
+    jobs = [Allreduce(segments, segments.ranks, count, kind, "sum", f"alike {count} {n}") for n in range(2)]
+    results = []
+    for job in (*jobs, *jobs):
+        values = np.random.default_rng(comm.rank).standard_normal(count) * 10.0**comm.rank
+        # Of bfloat16 the words, of which the first half says most.
+        values = values.astype(np.float32).view(np.uint16)[1::2] if kind == "bfloat16" else values
+        time.sleep(random.Random(count + comm.rank + len(results)).random() * 3e-3)
+        job.active[:] = values
+        job.start()
+        results.append(job.wait().tobytes())
+    assert len(set(comm.allgather(results[0]))) == 1 and len(set(results)) == 1
+    for job in jobs:
+        job.close()
+
+
+@pytest.mark.mpi
+def test_steps_in_pieces_run_ahead_without_overwriting_what_others_still_read(segments, comm, tiny):
+    first, everyone = segments.ranks[0], np.array(segments.ranks)
+    jobs = [
+        Bcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
+        Allgather(segments, segments.ranks[::-1], 300, np.int64, name="ahead too"),
+        Allreduce(segments, segments.ranks, 300, np.int64, name="ahead as well"),
+        Reducescatter(segments, segments.ranks, 40 * comm.size, np.int64, name="ahead, a part for each"),
+        Reduce(segments, segments.ranks, 3000, np.int64, name="ahead, to a root"),
+    ]
+    mine = random.Random(comm.rank)
+    for step in range(60):
+        for job in jobs:
+            job.active[:] = 1000 * step + comm.rank
+            job.start()
+        if mine.random() < 0.1:
+            time.sleep(1e-3)
+        assert (jobs[0].wait() == 1000 * step + first).all()
+        assert (jobs[1].wait().reshape(comm.size, -1) == 1000 * step + everyone[::-1, None]).all()
+        for job in jobs[2:]:
+            assert (job.wait() == (1000 * step + everyone).sum()).all()
+    for job in jobs:
+        job.close()
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_late_is_missed_and_steps_can_be_reset_or_closed(segments, comm, tiny):
+    late, made = comm.size - 1, [Allreduce, Bcast]
+    for make in made if comm.size > 1 else ():
+        job = make(segments, segments.ranks, LONG, np.int64, name="late")
+        job.connect()
+        comm.Barrier()
+        if comm.rank != late:
+            job.active[:] = 1
+            job.start()
+            # A root between nodes may be through.
+            if make is Allreduce:
+                with pytest.raises(ExchangeTimeout, match="in 'late' "):
+                    job.wait(timeout=0.05)
+        comm.Barrier()
+        job.reset()
+        for step in range(2):
+            job.active[:] = step
+            job.start()
+            assert (job.wait() == step * (comm.size if make is Allreduce else 1)).all()
+        comm.Barrier()
+        job.active[:] = 1
+        job.start()
+        job.close()
+        comm.Barrier()
+
+
+class Unfinished:
+    """A request of MPI that is complete when it is looked at a second time, and holds nothing."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def Test(self):  # noqa: N802
+        self.looks += 1
+        return self.looks == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_buffers_are_held_until_mpi_has_done_with_them(segments, comm):
+    job = Allreduce(segments, segments.ranks, LONG, np.float32, name="held")
+    job.connect()
+    buffer = np.ones(3)
+    held = weakref.ref(buffer)
+    waiting = job._algorithm.complete(Unfinished(), 24, buffer)
+    del buffer
+    next(waiting)
+    assert held() is not None
+    assert not [*waiting]
+    del waiting
+    assert held() is None
+    comm.Barrier()
+    job.close()
+
+
+@pytest.mark.mpi
+def test_what_is_interrupted_between_pieces_is_broken(segments, comm, tiny):
+    job = Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted")
+    job.connect()
+    algorithm, nodes = job._algorithm, len(segments.segment.direct_nodes)
+    comm.Barrier()
+    # All ranks are interrupted, if each has a share.
+    if nodes > 1 and nodes * algorithm.layout.shares == comm.size:
+        begun = algorithm._sum
+
+        def interrupted(cut, piece):
+            if piece == 2:
+                raise KeyboardInterrupt("by hand")
+            return begun(cut, piece)
+
+        algorithm._sum = interrupted
+        job.active[:] = 1
+        # Else a thread that takes steps might be interrupted.
+        with segments.segment.lock, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            job.start()
+            job.wait()
+        with pytest.raises(ProtocolError, match="step 1 was interrupted by KeyboardInterrupt"):
+            job.wait()
+        # MPI may still write to what was begun: it is kept.
+        assert algorithm._under_way and all(buffers for _, buffers in algorithm._under_way)
+    comm.Barrier()
+    job.close()
+    again = Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted")
+    again.active[:] = 1
+    again.start()
+    assert (again.wait() == comm.size).all()
+    again.close()

@@ -1,0 +1,168 @@
+"""Lines that all processes of a job can read."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distdl_rma import ExchangeTimeout, PartitionError
+from distdl_rma.segments.waiting import meeting
+from distdl_rma.segments.waiting.meeting import Announcement, JobBoard, Refusal, Stage, shortened
+
+
+@pytest.fixture
+def board(comm):
+    made = JobBoard()
+    if not made.usable():
+        pytest.skip("the launcher keeps nothing")
+    yield made
+    comm.Barrier()
+    made.write("")
+    comm.Barrier()
+
+
+@pytest.mark.mpi
+def test_everyone_reads_what_a_process_said_last(board, comm):
+    for line in (f"first of {comm.rank}", f"é\n{comm.rank}"):
+        board.write(line)
+        comm.Barrier()
+        for rank in range(comm.size):
+            assert board.read(rank) == line.replace(str(comm.rank), str(rank))
+        comm.Barrier()
+    board.write("")
+    comm.Barrier()
+    assert [board.read(rank) for rank in range(comm.size)] == [""] * comm.size
+
+
+@pytest.mark.mpi
+def test_a_line_is_cut_where_the_launcher_takes_no_more(board, comm):
+    board.write("x" * 10_000)
+    assert board.read(comm.rank) == "x" * board.longest
+
+
+def test_nothing_is_looked_up_where_slurm_answers_and_mpich_misreads_it(monkeypatch):
+    asked = []
+
+    def tried(board):
+        asked.append(board)
+        return True
+
+    monkeypatch.setattr(JobBoard, "_tried", tried)
+    for name in ("MPI_LOCALNRANKS", "SLURM_JOB_ID", "PMI_FD"):
+        monkeypatch.delenv(name, raising=False)
+    assert JobBoard().usable()
+    for name in ("SLURM_JOB_ID", "PMI_FD"):
+        monkeypatch.setenv(name, "11")
+    assert not JobBoard().usable() and len(asked) == 1
+    # An mpiexec within the job of Slurm.
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    assert JobBoard().usable()
+
+
+@pytest.mark.parametrize("heard", ["-", UnicodeDecodeError("utf-8", b"\x89", 0, 1, "invalid start byte")])
+def test_a_name_that_is_found_though_nobody_published_it_makes_the_board_useless(heard, monkeypatch):
+    lines = []
+
+    def read(board, rank):
+        if lines[-1] or heard == "-":
+            return "-"
+        raise heard
+
+    monkeypatch.setattr(JobBoard, "write", lambda board, line: lines.append(line))
+    monkeypatch.setattr(JobBoard, "read", read)
+    for name in ("SLURM_JOB_ID", "PMI_FD"):
+        monkeypatch.delenv(name, raising=False)
+    assert not JobBoard().usable()
+    assert lines == ["-", ""]
+
+
+RANKS = st.frozensets(st.integers(0, 40), max_size=12)
+WORDS = st.text(st.characters(codec="ascii", exclude_categories=("C", "Z")), max_size=30)
+
+
+@given(
+    said=st.builds(
+        Announcement,
+        st.sampled_from(Stage),
+        st.builds(Refusal.made, st.integers(0, 99), RANKS, WORDS),
+        st.integers(0, 1 << 56),
+        st.integers(0, 99),
+        st.integers(-1, 40),
+        st.sampled_from((0.0, 0.5, 300.0, float("inf"))),
+        RANKS,
+        WORDS,
+    )
+)
+def test_what_was_said_is_heard(said):
+    assert Announcement.parsed(said.encoded(1000)) == said
+
+
+@given(st.text(max_size=80))
+def test_other_lines_say_nothing(line):
+    assert Announcement.parsed(line) is None or line.count("\n") >= 9
+
+
+def test_a_list_too_long_to_say_names_nobody():
+    members = frozenset(range(0, 200, 2))
+    refusal = Refusal.made(1, members, "x" * 999)
+    said = Announcement(Stage.HERE, refusal, members=members)
+    heard = Announcement.parsed(said.encoded(1000))
+    assert not heard.members and not heard.last.members and len(heard.last.text) < 200
+    assert not heard.waits_for(2) and said.waits_for(2)
+    assert Refusal.made(1, frozenset(range(1000)), "").members == frozenset(range(1000))
+
+
+def test_who_waits_is_waited_for_by_the_first_and_by_the_members():
+    waits = Announcement(Stage.HERE, Refusal(), first=3, members=frozenset({4}))
+    assert [waits.waits_for(rank) for rank in (3, 4, 5)] == [True, True, False]
+    assert not Announcement(Stage.GOES, Refusal(), first=3).waits_for(3)
+
+
+def test_clauses_say_what_a_process_does():
+    assert Announcement(Stage.HERE, Refusal(), text="(0, 1)").doing == "makes a machine of M = (0, 1)"
+    assert Announcement(Stage.LEFT, Refusal(), text="gave up after 2 s").doing == "gave up after 2 s"
+    assert Announcement(Stage.REFUSED, Refusal(1, frozenset(), "no")).doing == "was refused: no"
+    assert shortened((0, 1)) == "(0, 1)" and shortened(tuple(range(99))).endswith("...: 99 ranks")
+
+
+@pytest.mark.mpi
+def test_ranks_that_mean_the_same_get_a_communicator_in_their_order(comm):
+    for ranks in (tuple(range(comm.size))[::-1], tuple(range(comm.size))[1:], (comm.rank,)):
+        if comm.rank in ranks:
+            made = meeting.meet(comm, ranks, 30)
+            assert (made.size, made.rank) == (len(ranks), ranks.index(comm.rank))
+            made.Free()
+    comm.Barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_mean_others_learn_which(comm):
+    ranks = tuple(range(comm.size))[:: -1 if comm.rank == 0 else 1]
+    with pytest.raises(PartitionError, match=r"rank 0 was given M = \(.*\) but rank \d M = \(0, 1"):
+        meeting.meet(comm, ranks, 30)
+    comm.Barrier()
+    meeting.meet(comm, tuple(range(comm.size)), 30).Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_a_refusal_reaches_those_that_wait(comm):
+    everyone = tuple(range(comm.size))
+    if comm.rank == 0:
+        meeting.refuse(comm, everyone, "no room")
+    else:
+        with pytest.raises(PartitionError, match="rank 0: no room"):
+            meeting.meet(comm, everyone, 30)
+    comm.Barrier()
+    meeting.meet(comm, everyone, 30).Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_who_does_not_come_is_named(comm):
+    late = comm.size - 1
+    if comm.rank != late:
+        with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} waited 0.2 s for rank.* {late}"):
+            meeting.meet(comm, tuple(range(comm.size)), 0.2)
+    comm.Barrier()
+    meeting.meet(comm, tuple(range(comm.size)), 30).Free()
