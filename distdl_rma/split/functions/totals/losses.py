@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -18,11 +18,12 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.plain_losses import warn_user
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.arguments import WORDS
+from distdl_rma.split.calls.refusals import Warned, asking_torch, raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.shapes import frozen
-from distdl_rma.split.moves import all_sum
+from distdl_rma.split.moves import all_sum, summed
 from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
@@ -93,8 +94,57 @@ _POINTWISE = {
 }
 # Weights of these have the shape of the input; a mean of the first two is divided by their sum.
 _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
+_LEGACY = "size_average", "reduce"
 # Torch broadcasts operands of these, and warns.
 _BROADCASTING = *_OF_WEIGHTED_MEAN, F.smooth_l1_loss
+
+
+class _OneLayout(NamedTuple):
+    # What a loss of operands of one layout, of some types, with some arguments needs.
+    warned: Sequence[Warned]
+    how: str  # the reduction of the blocks
+    divisor: int | None  # of a mean
+    ranks: tuple[int, ...]
+    layout: Decomposition  # of the result
+
+
+def _planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OneLayout:
+    warned, x = raise_as_torch(func, args, kwargs), args[0]
+    layout, reduction = x._layout, kwargs.get("reduction", "mean")
+    ranks = lay.line(layout, [g for g, axis in enumerate(layout.axes) if axis is not None])
+    counts = {"mean": math.prod(layout.shape), "batchmean": layout.shape[0]}
+    if reduction != "none":
+        layout = lay.replicated(layout.partition, ())
+    return _OneLayout(warned, _on_block(reduction, x._local), counts.get(reduction), ranks, layout)
+
+
+def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor | None:
+    # The short way, on which nothing moves but a sum; None where operands differ, or have weights.
+    layout, blocks, key = None, [], [func, *kwargs.values()]
+    for x in args:
+        if not isinstance(x, SplitTensor) or (layout is not None and x._layout is not layout):
+            return None
+        layout = x._layout
+        block = local_of(x)
+        blocks.append(block)
+        key.append(block.dtype)
+    for name, value in kwargs.items():
+        if value.__class__ not in WORDS or (name in _LEGACY and value is not None):
+            return None
+    if layout is None or not layout.cut_dims:
+        return None
+    plan = lay.kept(layout.partition, "loss", (layout, *key, *kwargs), lambda: _planned(func, args, kwargs))
+    for each in plan.warned:
+        warn_user(*each)
+    y = func(*blocks, **{**kwargs, "reduction": plan.how})
+    if plan.layout is layout:
+        return SplitTensor(y, layout)
+    total = y if plan.how == "sum" else y.sum(dtype=sum_dtype(y.dtype))
+    if len(plan.ranks) > 1:
+        total = summed(site_of(machine_of(args[0]), func), total, plan.ranks)
+    if plan.divisor is not None:
+        total = total / plan.divisor
+    return SplitTensor(total if total.dtype is y.dtype else total.to(y.dtype), plan.layout)
 
 
 @rule("loss", *_POINTWISE)
@@ -103,6 +153,9 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Every rank takes the terms of its block; sums and numbers of terms are those of the whole."""
     if func is F.l1_loss and kwargs.get("weight") is None:
         kwargs = {**kwargs, "weight": _weight_not_handed_on()}
+    found = _of_one_layout(func, args, kwargs)
+    if found is not None:
+        return found
     warned = raise_as_torch(func, args, kwargs)
     given = _arguments(func, args, kwargs)
     broadcasts = func in _BROADCASTING and frozen(given["input"]) != frozen(given["target"])
