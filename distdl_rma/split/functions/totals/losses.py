@@ -324,7 +324,9 @@ class _CrossEntropy(OperatorFunction):
         x, share, whole, total = ctx.saved_tensors
         gradient, away = gradient.unsqueeze(ctx.dim), whole - x
         of_share = gradient * away if ctx.needs_input_grad[1] else None
-        return gradient * (total * (-away).exp() - share), of_share, None, None, None
+        slope = total * (-away).exp() - share
+        # Rows that do not count get nothing, also of a mean over no row.
+        return torch.where(slope != 0, gradient * slope, 0), of_share, None, None, None
 
 
 def class_terms(
