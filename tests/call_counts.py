@@ -88,6 +88,7 @@ def steps(machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     P_x = machine.partition((1, 1, machine.size, 1))
     x = shard(P_x, torch.randn(2, 4, 16, 16))
     x.to_local().requires_grad_()
+    target = shard(P_x, torch.randn(2, 4, 16, 16))
     weight, filters = (torch.randn(4, 4, *k, requires_grad=True) for k in ((), (3, 3)))
     gamma, beta = (torch.randn(4, requires_grad=True) for _ in range(2))
     mean, variance = torch.zeros(4), torch.ones(4)
@@ -107,6 +108,7 @@ def steps(machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "max pool 3x3", lambda: F.max_pool2d(x, 3, 2, 1)
     yield "linear", lambda: F.linear(tokens, weight, beta)
     yield "relu", lambda: F.relu(x)
+    yield "mse loss", lambda: F.mse_loss(x, target)
 
 
 def profiles(call: Callable[[], Any]) -> tuple[Profile, Profile]:

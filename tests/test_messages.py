@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.scaling.layers import layers_of
-from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_with_numbers, outcome, planned
+from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome, planned
 from distdl_rma import Machine, distribute, shard
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
 from distdl_rma.layers.core.error_exchange import CallOutcome
+from distdl_rma.layers.loss.base import LossSums
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
-from distdl_rma.ops.loss.global_loss import LossSums
 from messages import PAGE, busiest, calls, grid_of, written
 
 COUNTED = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")
@@ -148,7 +148,7 @@ def test_what_few_know_of_a_call_is_counted_as_the_plans_say(comm):
         P_x, grid = machine.partition((comm.size,)), (comm.size,)
         sums = LossSums(CallSite(machine, "loss"), P_x, "", lambda *_words: ValueError())
         _, moved = counted(machine, lambda: sums.of_all(1.0, 1.0, "", "", 3, P_x.ranks))
-        assert moved == expected(machine, grid, loss_with_numbers())
+        assert moved == expected(machine, grid, (loss_layer(),))
         told = CallOutcome.among(machine, P_x.ranks[:1], P_x.ranks, "layer")
         _, moved = counted(machine, told.connect)
         assert moved == expected(machine, grid, (outcome(),))

@@ -17,7 +17,7 @@ from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.gathering import FlatStages, steps
 from distdl_rma.layers.core import error_exchange
-from distdl_rma.ops.loss import global_loss
+from distdl_rma.layers.loss import base
 from distdl_rma.ops.norm import statistics
 from distdl_rma.ops.norm.statistic_groups import PAIR
 from distdl_rma.segments.collectives.node_layout import NodeLayout
@@ -234,9 +234,9 @@ def loss() -> Sum:
     return Sum(1, FLOAT)
 
 
-def loss_with_numbers() -> tuple[Communication, ...]:
-    """What a loss layer does whose ranks, at most all, have class indices or batch sizes alike."""
-    return Vote(), Sum(global_loss._TOTALS, DOUBLE)
+def loss_layer() -> Sum:
+    """The sum of a loss layer, with what the ranks have to have alike."""
+    return Sum(base._TOTALS, DOUBLE)
 
 
 def outcome() -> Told:

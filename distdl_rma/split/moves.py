@@ -89,7 +89,11 @@ class _Once(OperatorFunction):
 
 def all_sum(site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Collection[int]) -> torch.Tensor:
     """Sum of what the ranks along some grid dimensions have; differentiable, blocking."""
-    ranks = lay.line(layout, grid_dims)
+    return summed(site, x, lay.line(layout, grid_dims))
+
+
+def summed(site: Site, x: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
+    """Sum of what some ranks have; differentiable, blocking."""
     if len(ranks) == 1:
         return x
     y: torch.Tensor = _AllSum.apply(x, site, ranks)

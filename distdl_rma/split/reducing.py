@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site, site_of
@@ -120,19 +120,26 @@ class Along:
         """
         if not self.cut:
             return y
-
-        def make() -> tuple[Decomposition, Decomposition]:
-            parts = {}
-            for at, d in enumerate(self.dims):
-                split, n = self.layout.splits[d], each if at == 0 else 1
-                lengths = [stop - start for start, stop in map(split.interval, range(split.parts))]
-                listed = Listed(tuple(n if length else 0 for length in lengths))
-                parts[d] = listed if split.parts > 1 else Balanced(n if split.extent else 0, 1)
-            source = lay.with_splits(self.layout, parts)
-            return source, lay.whole(source, self.dims)
-
-        source, target = self.site.kept((self.layout, self.dims, each, "partial"), make)
+        source, target = self.site.kept(
+            (self.layout, self.dims, each, "partial"), lambda: parts_and_all(self.layout, self.dims, each)
+        )
         return redistributed(self.site, y, source, target, what)
+
+
+def parts_and_all(
+    layout: Decomposition, dims: Sequence[int], each: int = 1
+) -> tuple[Decomposition, Decomposition]:
+    """Layouts of what every block gives of some dimensions, and of all of that on each of these ranks.
+
+    A block gives ``each`` elements in the first of the dimensions and 1 in the others, none if it is empty.
+    """
+    parts: dict[int, Split] = {}
+    for at, d in enumerate(dims):
+        split, n = layout.splits[d], each if at == 0 else 1
+        lengths = tuple(n if length else 0 for length in cuts.lengths(split))
+        parts[d] = Listed(lengths) if split.parts > 1 else Balanced(n if split.extent else 0, 1)
+    source = lay.with_splits(layout, parts)
+    return source, lay.whole(source, dims)
 
 
 def computed(

@@ -1,24 +1,104 @@
-"""The base of all losses: their arguments, and a call of the operator that sums over the ranks."""
+"""The base of all losses: their arguments, local sums by torch, and one sum of these over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
-from typing import Any, ClassVar, Unpack
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any, ClassVar, NamedTuple, Unpack
 
+import numpy as np
 import torch
 
-from distdl_rma.errors import ArgumentError, ShapeError, UnsupportedError
+from distdl_rma.dtypes import sum_dtype
+from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.core.error_exchange import ErrorExchange
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.ops.core.autograd import GradientNeeds, tells_peers, tied
-from distdl_rma.ops.core.tensors import trouble_with
-from distdl_rma.ops.loss.global_loss import MISFITS, GlobalLoss, LossOptions, LossSums, result_dtype
+from distdl_rma.ops.core.autograd import OperatorFunction, anchored, tells_peers, tied, uncompiled
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.tensors import no_autocast, trouble_with
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.assembly import gather_words
 
 _LEGACY = ("size_average", "reduce")
+# How torch complains of a tensor that does not fit; all ranks hear of it.
+_MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
+# Sum of the terms, what they count in a mean, ranks that complain, sum and sum of squares of the codes; sum
+# of the numbers of groups, and what is not 0 where a group has different ones.
+_TOTALS = 7
+# Bits of a code: squares of codes, and products of two, add up exactly in float64 on thousands of ranks.
+_CODES = (1 << 20) - 1
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks: of their terms, of what these count, and of the numbers that groups have alike.
+
+    Where some group has not: the number of each rank, by rank id.
+    """
+
+    terms: float
+    counted: float
+    numbers: float = 0.0
+    told: Mapping[int, int] = {}
+
+
+class LossSums:
+    """One allreduce in float64 over the ranks of a partition, for a loss ``built_with`` some arguments.
+
+    That ranks pass the same is told by a code of it: P ranks have the same one just if P times the sum of
+    their squares is the square of their sum. Ranks of a group that are to have a number alike multiply it by
+    factors whose sum is 0. ``refuse`` makes the error that all ranks raise, of what is wrong on this rank and
+    what it passes that has to be alike. Local to make; in the first call ranks that differ in the arguments
+    raise ``MismatchError``.
+    """
+
+    def __init__(
+        self, site: CallSite, P_x: Partition, built_with: str, refuse: Callable[[str, str], Exception]
+    ) -> None:
+        self.P_x, self.name, self._refuse, self._segments = P_x, site.name, refuse, site.machine.segments
+        title = f"{site.name}, {fingerprint(built_with):014x}"
+        self._sums = Allreduce(self._segments, P_x.ranks, _TOTALS, np.float64, name=title)
+        weakref.finalize(self, self._sums.close)
+
+    def of_all(
+        self,
+        terms: float,
+        count: float,
+        problem: str,
+        alike: str,
+        number: int = 0,
+        among: Sequence[int] = (),
+    ) -> Totals:
+        """Totals of all ranks; blocking. All raise if one has a problem, or what must be alike is not.
+
+        ``among`` are the ranks, this one included, that are to have the ``number`` alike; none on any rank
+        where there is nothing of the kind.
+        """
+        at = among.index(self._segments.rank) if among else 0
+        apart = number % _CODES * _factors(tuple(among))[at] if len(among) > 1 else 0
+        code = fingerprint(alike) & _CODES
+        row = self._sums.active
+        row[:] = terms, count, bool(problem), code, code**2, 0 if at else number, apart
+        self._sums.start()
+        total, counted, problems, codes, squares, numbers, different = self._sums.wait().tolist()
+        if problems or int(squares) * self.P_x.size != int(codes) ** 2:
+            raise self._refuse(problem, alike)
+        told: dict[int, int] = {}
+        if different:
+            told = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
+        return Totals(total, counted, numbers, told)
+
+
+@cache
+def _factors(ranks: tuple[int, ...]) -> list[int]:
+    # One for each of some ranks, whose sum is 0; of numbers that differ hardly any multiples add up to 0.
+    others = [fingerprint((rank,)) & _CODES | 1 for rank in ranks[1:]]
+    return [-sum(others), *others]
 
 
 class DistributedLoss(DistributedLayer):
@@ -27,10 +107,13 @@ class DistributedLoss(DistributedLayer):
     To add a loss, add a row to ``elementwise``: a class of this one and torch's, whose ``_function`` is
     torch's function, and whose constructor hands on torch's arguments of that, by name. ``_weights`` names
     those that are tensors, ``_reductions`` what is allowed beyond the usual ones. Losses over classes are
-    in ``classification``; how the ranks come to one value is in ``distdl_rma.ops.loss``.
+    in ``classification``.
+
+    Each rank has torch sum over its shards, which need form no grid: so the loss is no function of a split
+    tensor. One allreduce adds up these sums, what a mean divides by, and whether some rank cannot form them.
+    The sum is linear in the ranks' sums: nothing travels in the backward.
     """
 
-    _operation: ClassVar[type[GlobalLoss]] = GlobalLoss
     _function: ClassVar[Callable[..., torch.Tensor]]
     _weights: ClassVar[tuple[str, ...]] = ()
     _reductions: ClassVar[tuple[str, ...]] = ("mean", "sum", "none")
@@ -58,8 +141,8 @@ class DistributedLoss(DistributedLayer):
                 self.register_buffer(key, value)
         # Torch knows which values are legal, and says so when it is called.
         try:
-            type(self)._function(*self._sample(), reduction="sum", **self.options.arguments)
-        except MISFITS as error:
+            type(self)._function(*self._sample(), reduction="sum", **self.arguments)
+        except _MISFITS as error:
             raise ArgumentError(f"{kind}: {error}") from None
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
@@ -80,36 +163,9 @@ class DistributedLoss(DistributedLayer):
         return x, x
 
     @property
-    def options(self) -> LossOptions:
-        """The loss without its tensors."""
-        arguments = {key: getattr(self, key) for key in self._arguments}
-        return LossOptions(type(self)._function, self.reduction, arguments)
-
-    @property
-    def loss_weights(self) -> dict[str, torch.Tensor | None]:
-        """The tensors that the loss is called with besides its two, of the global ones."""
-        return {key: getattr(self, key) for key in self._weights}
-
-    @cached_property
-    def _sums(self) -> LossSums:
-        refuse = ErrorExchange(self.machine, self.P_x.ranks, self.name).refuse
-        return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
-
-    @cached_property
-    def _last(self) -> list[GlobalLoss]:
-        return []  # of which a copy of the layer gets one of its own
-
-    @property
-    def operation(self) -> GlobalLoss:
-        """The loss of shards that nobody has said more of, with the arguments of the moment."""
-        options = self.options
-        if not self._last or self._last[0].options != options:
-            self._last[:] = [self._operation(self.site, self.P_x, options, self._sums)]
-        return self._last[0]
-
-    def agree(self, input: torch.Tensor, target: torch.Tensor) -> tuple[GlobalLoss, GradientNeeds]:
-        """The operation for local shards, and what any rank needs."""
-        return self.operation, GradientNeeds(False, False)
+    def arguments(self) -> dict[str, Any]:
+        """What torch's function takes besides tensors and reduction; of the moment."""
+        return {key: getattr(self, key) for key in self._arguments}
 
     def output_layout(self) -> Decomposition | None:
         """A number that every rank has; None of the losses of single elements."""
@@ -117,8 +173,9 @@ class DistributedLoss(DistributedLayer):
 
     def extra_repr(self) -> str:
         """One line for ``print(loss)``."""
-        shapes = {key: tuple(weight.shape) for key, weight in self.loss_weights.items() if weight is not None}
-        words = {"reduction": self.reduction, **self.options.arguments, **shapes, "P_x": self.P_x.shape}
+        weights = {key: getattr(self, key) for key in self._weights}
+        shapes = {key: tuple(weight.shape) for key, weight in weights.items() if weight is not None}
+        words = {"reduction": self.reduction, **self.arguments, **shapes, "P_x": self.P_x.shape}
         return ", ".join(f"{key}={value}" for key, value in words.items())
 
     @tells_peers
@@ -139,8 +196,127 @@ class DistributedLoss(DistributedLayer):
         """
         if not self.P_x.active:
             return self._idle(input, target)
-        operation, needs = self.agree(input, target)
-        return operation(needs, input, target, **self.loss_weights)
+        problem, reduction = self._trouble(input, target), self.reduction
+        needed = self._agree(input, target, problem)
+        terms, count, alike, number = torch.zeros(()), 0.0, "", 0
+        if not problem:
+            terms, count, problem = self._here(input, target)
+        if not problem:
+            alike, number = self._alike(input, target), self._number(input, target)
+        value = 0.0 if reduction == "none" else float(terms.detach())
+        totals = self._sums.of_all(value, count, problem, alike, number, self._group(self.machine.rank))
+        for rank, its in totals.told.items():
+            first = self._group(rank)[0]
+            if its != totals.told[first]:
+                raise ShapeError(f"{self.name!r}: {self._unlike(first, rank, totals.told)}")
+        if reduction == "none":
+            return terms.to(result_dtype(input))
+        value, scale = totals.terms, 1.0
+        if reduction != "sum":
+            count = totals.counted if reduction == "mean" else totals.numbers if self.P_x.dim else 1.0
+            # As torch: a mean over nothing is not a number.
+            with np.errstate(all="ignore"):
+                value, scale = float(np.float64(value) / count), float(np.float64(1.0) / count)
+        loss: torch.Tensor = _GlobalValue.apply(terms, value, scale, result_dtype(input), self.name)
+        return anchored(loss, needed)
+
+    @cached_property
+    def _sums(self) -> LossSums:
+        refuse = ErrorExchange(self.machine, self.P_x.ranks, self.name).refuse
+        return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
+
+    def _trouble(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        # What is wrong with local tensors themselves, or with each other; empty if nothing is.
+        problem = trouble_with(input) or trouble_with(target, "target")
+        if problem:
+            return problem
+        if input.dim() != self.P_x.dim:
+            return (
+                f"input of shape {tuple(input.shape)} has {input.dim()} dimensions but P_x {self.P_x.shape}"
+                f" has {self.P_x.dim}"
+            )
+        if not (input.is_floating_point() or input.is_complex()):
+            return f"input is {input.dtype} but a loss needs floating point"
+        for key in self._weights:
+            weight = getattr(self, key)
+            if weight is not None and autocast_dtype(weight) != autocast_dtype(input):
+                return f"{key} is {weight.dtype} but input {input.dtype}"
+        return self._misfit(input, target)
+
+    def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        # What keeps local tensors from being those of one loss.
+        if input.shape == target.shape and autocast_dtype(input) == autocast_dtype(target):
+            return ""
+        return (
+            f"input has shape {tuple(input.shape)} and {input.dtype} but target {tuple(target.shape)} and"
+            f" {target.dtype}"
+        )
+
+    def _here(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
+        # The local terms, what they count in a mean, and what keeps this rank from them.
+        try:
+            with no_autocast():
+                return self._terms(_wide(input), _wide(target)), self._count(input, target), ""
+        except ShapeError as error:
+            problem = str(error)
+        except DistdlError:
+            raise
+        except _MISFITS as error:
+            problem = str(error) or repr(error)
+        return torch.zeros(()), 0.0, problem
+
+    def _agree(self, _input: torch.Tensor, _target: torch.Tensor, _problem: str) -> bool:
+        """Agree with the other ranks on what the terms need, which is nothing for single elements.
+
+        Returns whether any rank needs a gradient, as far as the ranks say.
+        """
+        return False
+
+    def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Sum of the local terms, or each of them for ``"none"``."""
+        weights = {key: getattr(self, key) for key in self._weights}
+        parts = {k: None if w is None else _wide(self._part(k, w, input)) for k, w in weights.items()}
+        how = "none" if self.reduction == "none" else "sum"
+        return type(self)._function(input, target, reduction=how, **self.arguments, **parts)
+
+    def _count(self, input: torch.Tensor, target: torch.Tensor) -> float:
+        """What the local terms count in a mean."""
+        return float(input.numel())
+
+    def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        """What has to be alike on all ranks."""
+        return f"{autocast_dtype(input)} and {autocast_dtype(target)}"
+
+    def _group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that are to have a number alike: the size of the batch, of those that share a block of it."""
+        if self.reduction != "batchmean" or not self.P_x.dim:
+            return ()
+        return self.P_x.slab({0: self.P_x.index_of(rank)[0]}).ranks
+
+    def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
+        return input.shape[0] if input.dim() else 0
+
+    def _unlike(self, first: int, rank: int, numbers: Mapping[int, int]) -> str:
+        return (
+            f"ranks {first} and {rank} share a batch block of P_x {self.P_x.shape} but have batch sizes"
+            f" {numbers[first]} and {numbers[rank]}"
+        )
+
+    def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        # This rank's part of a weight that is given for the global input, right-aligned.
+        shape, index = tuple(weight.shape), self.P_x.index or ()
+        first = self.P_x.dim - len(shape)
+        for d, extent in enumerate(shape, first):
+            if extent == 1:
+                continue
+            start, stop = Balanced(extent, self.P_x.shape[d]).interval(index[d])
+            if stop - start != input.shape[d]:
+                raise ShapeError(
+                    f"{key} has global shape {shape}, of which {stop - start} belong here in dimension"
+                    f" {d - first}, but input has shape {tuple(input.shape)}: shards must be balanced"
+                )
+            weight = weight.narrow(d - first, start, stop - start)
+        return weight
 
     def _idle(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         problem = trouble_with(input) or trouble_with(target, "target")
@@ -155,3 +331,39 @@ class DistributedLoss(DistributedLayer):
         # So that a backward reaches what made the target, on this rank too.
         result = tied(result, [target] if target.requires_grad else [])
         return (result.real if result.is_complex() else result).to(result_dtype(input))
+
+
+class _GlobalValue(OperatorFunction):
+    # The value is global, the gradient that of the local terms.
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, value: float, scale: float, dtype: torch.dtype, name: str
+    ) -> torch.Tensor:
+        ctx.dtype, ctx.scale, ctx.name = local.dtype, scale, name
+        return local.new_tensor(value, dtype=dtype)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        # A factor that depends on the input would bring in terms of two ranks.
+        if gradient.requires_grad:
+            raise UnsupportedError(
+                f"{ctx.name!r}: second derivatives of a nonlinear function of the loss are not supported;"
+                " those of the loss itself are"
+            )
+        return gradient.to(ctx.dtype) * ctx.scale, None, None, None, None
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Dtype in which torch would take the loss of a tensor: losses are in float32 under autocast."""
+    return sum_dtype(tensor.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
+
+
+def result_dtype(input: torch.Tensor) -> torch.dtype:
+    """Dtype of the loss of a tensor."""
+    dtype = autocast_dtype(input)
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(sum_dtype(tensor.dtype))

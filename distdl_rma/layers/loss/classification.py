@@ -4,25 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import prod
 from typing import Any, Unpack
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.dtypes import sum_dtype
+from distdl_rma.errors import PartitionError, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
 from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
-from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.loss.class_loss import ClassLoss, class_dim
-from distdl_rma.ops.loss.global_loss import GlobalLoss
+from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.staged import movement_between
+from distdl_rma.ops.core.tensors import as_words
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.totals.losses import class_terms
+from distdl_rma.split.reducing import parts_and_all
+
+
+class _SplitClasses:
+    # Scores whose classes are split: their layout, and how ranks that share rows get what each of them has.
+    def __init__(self, site: CallSite, scores: Decomposition, dim: int, dtype: torch.dtype) -> None:
+        self.scores = lay.normal(scores)
+        ends = parts_and_all(self.scores, (dim,), 2)
+        self.gathered = movement_between(site, *ends, sum_dtype(dtype), "sums over classes").move
+
+    def void(self) -> None:
+        """Nothing starts before all have agreed."""
 
 
 class _ClassLoss(DistributedLoss):
     # A loss whose input has a dimension of classes.
-    _operation = ClassLoss
     _weights = ("weight",)
     weight: torch.Tensor | None
 
@@ -32,38 +49,116 @@ class _ClassLoss(DistributedLoss):
         kind = type(self).__name__
         if not P_x.dim:
             raise PartitionError(f"{kind}: P_x has no dimension for the classes")
-        if reduction == "none" and P_x.shape[class_dim(P_x.dim)] > 1:
+        # Dimension of the classes: 1, or 0 if it is the only one.
+        self._cuts_classes = P_x.shape[min(1, P_x.dim - 1)] > 1
+        if reduction == "none" and self._cuts_classes:
             raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
         super().__init__(P_x, reduction, arguments, **options)
-        self._cuts_classes = P_x.shape[class_dim(P_x.dim)] > 1
+        self._dim = min(1, P_x.dim - 1)
 
     @cached_property
-    def agreement(self) -> ShapeAgreement[ClassLoss] | None:
+    def agreement(self) -> ShapeAgreement[_SplitClasses] | None:
         """What the ranks tell each other of their tensors where classes are split."""
         return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._cuts_classes else None
 
-    def agree(self, input: torch.Tensor, target: torch.Tensor) -> tuple[GlobalLoss, GradientNeeds]:
-        """The operation for local shards, and what any rank needs."""
-        if self.agreement is None:
-            return super().agree(input, target)
-        problem = self.operation.trouble(input, target, self.loss_weights)
-        self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
-        operation, needs = self.agreement.settle()
-        # An argument may have been changed since this was planned.
-        operation.options = self.options
-        return operation, needs
-
-    def plan(self, facts: dict[int, InputFacts]) -> ClassLoss:
-        """The operation that gathers the classes."""
+    def plan(self, facts: dict[int, InputFacts]) -> _SplitClasses:
+        """How what the ranks have of rows comes together."""
         try:
             source, dtype = source_of(self.P_x, facts)
+            if dtype.is_complex:
+                raise ShapeError(f"{dtype} has no order, which scores of classes need")
         except ShapeError as error:
             raise ShapeError(f"input: {error}") from None
         try:
-            target = common_dtype({rank: fact.of(1) for rank, fact in facts.items()})
+            common_dtype({rank: fact.of(1) for rank, fact in facts.items()})
         except ShapeError as error:
             raise ShapeError(f"target: {error}") from None
-        return ClassLoss(self.site, source, self.options, self._sums, (dtype, target))
+        return _SplitClasses(self.site, source, self._dim, dtype)
+
+    def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> bool:
+        if self.agreement is None:
+            return False
+        self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
+        _, needs = self.agreement.settle()
+        return needs.any
+
+    @property
+    def _plan(self) -> _SplitClasses:
+        if self.agreement is None or self.agreement.last is None:
+            raise ProtocolError(f"{self.name!r}: the ranks have not agreed on the scores")
+        return self.agreement.last
+
+    def _classes(self, input: torch.Tensor) -> int:
+        """Number of all classes."""
+        return (self._plan.scores.shape if self._cuts_classes else input.shape)[self._dim]
+
+    def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # The backward of torch's kernel takes scores in one order of memory only.
+        x, function = input.contiguous(), type(self)._function
+        if self.agreement is None:
+            return super()._terms(x, target)
+        plan, weight = self._plan, self.weight
+        gathered = plan.gathered
+        terms = class_terms(function, x, target, weight, plan.scores, self._dim, gathered, **self.arguments)
+        # What torch refuses of targets, it refuses of one beside all classes.
+        row = x.new_zeros(1, self._classes(x))
+        if target.is_floating_point():
+            few = row.to(target.dtype)
+        else:
+            wrong = (target < 0) | (target >= row.numel())
+            wrong &= target != self.arguments["ignore_index"]
+            few = (target[wrong] if bool(wrong.any()) else target).flatten()[:1]
+        weight = None if weight is None else weight.to(x.dtype)
+        function(row[: len(few)], few, reduction="sum", weight=weight, **self.arguments)
+        return terms.sum()
+
+    def _count(self, input: torch.Tensor, target: torch.Tensor) -> float:
+        if self._cuts_classes and self._group(self.machine.rank)[0] != self.machine.rank:
+            # Of ranks that share rows one counts them.
+            return 0.0
+        if target.is_floating_point():
+            rows = prod(n for d, n in enumerate(input.shape) if d != self._dim)
+            return float(rows if self._classes(input) else 0)
+        counted = target[target != self.arguments["ignore_index"]]
+        if self.weight is None:
+            return float(counted.numel())
+        return float(self.weight[counted.long()].sum(dtype=torch.float64))
+
+    def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        alike = super()._alike(input, target)
+        return alike if self._cuts_classes else f"{alike} for {input.shape[self._dim]} classes"
+
+    def _group(self, rank: int) -> tuple[int, ...]:
+        if not self._cuts_classes:
+            return ()
+        index = dict(enumerate(self.P_x.index_of(rank)))
+        del index[self._dim]
+        return self.P_x.slab(index).ranks
+
+    def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
+        # Tells class indices apart; nothing of probabilities, which are not meant to be alike.
+        tells = self._cuts_classes and not target.is_floating_point()
+        return crc32(as_words(target).tobytes()) if tells else 0
+
+    def _unlike(self, first: int, rank: int, numbers: Mapping[int, int]) -> str:
+        return (
+            f"ranks {first} and {rank} have different classes of the same elements, and must have the same"
+            " class indices, but they differ"
+        )
+
+    def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        expected = input.shape[: self._dim] + input.shape[self._dim + 1 :]
+        if target.is_floating_point():
+            return super()._misfit(input, target)
+        if target.shape == expected:
+            return ""
+        return (
+            f"input has shape {tuple(input.shape)} but target {tuple(target.shape)}; class indices have shape"
+            f" {tuple(expected)}"
+        )
+
+    def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        return weight  # that of all classes, on every rank
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         super()._check_weight(kind, key, weight)
@@ -83,8 +178,8 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
     the sum of the weights of all targets on all ranks that are not ignored, and is NaN if there are none.
 
     Where P_x splits the classes, the ranks that differ in nothing else have the same class indices, which is
-    checked. The first of them gathers the input, takes the loss, and has the gradient sent back. Shards must
-    then form a grid.
+    checked. They tell each other two numbers for each row, and each takes the terms of its classes. Shards
+    must then form a grid.
 
     Parameters
     ----------
@@ -102,7 +197,7 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
         class indices.
     UnsupportedError
         If ``reduction="none"`` is given with classes that P_x splits. In a backward, for second derivatives
-        through split classes.
+        of cross entropy through split classes.
 
     Notes
     -----

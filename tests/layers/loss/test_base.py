@@ -7,6 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import (
     ArgumentError,
+    Machine,
     MismatchError,
     PartitionError,
     ShapeError,
@@ -24,7 +25,8 @@ from distdl_rma.layers import (
     DistributedPoissonNLLLoss,
     DistributedSmoothL1Loss,
 )
-from distdl_rma.layers.loss.base import DistributedLoss
+from distdl_rma.layers.loss.base import DistributedLoss, LossSums, Totals, autocast_dtype, result_dtype
+from distdl_rma.ops.core.movement import CallSite
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
 from tests.layers.loss.same_words import refused
 from tests.layers.sequential import agree, shard
@@ -213,3 +215,70 @@ def test_a_loss_is_a_few_lines(P_world, comm):
     x, target = torch.randn(5, 3, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64)
     P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
     agree(DistributedSoftMarginLoss(P_x)(shard(P_x, x), shard(P_x, target)), nn.SoftMarginLoss()(x, target))
+
+
+def test_autocast_is_torchs_and_losses_of_complex_numbers_are_real(comm):
+    half, plane = (torch.zeros(1, dtype=t) for t in (torch.float16, torch.complex64))
+    assert (autocast_dtype(half), result_dtype(plane)) == (torch.float16, torch.float32)
+    with torch.autocast("cpu"):
+        assert autocast_dtype(half) == result_dtype(half) == torch.float32
+
+
+def test_shards_that_form_no_grid_are_taken(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    x = torch.ones(comm.rank, 2 + comm.rank)
+    count = sum(rank * (2 + rank) for rank in range(comm.size))
+    assert DistributedMSELoss(P_x, "sum")(x, torch.zeros_like(x)) == count
+
+
+def sums_of(P_x, name, built_with=""):
+    def refuse(problem, alike):
+        return ShapeError(f"{problem or 'none'}, {alike}")
+
+    return LossSums(CallSite(Machine.of(P_x), name), P_x, built_with, refuse)
+
+
+def test_terms_counts_and_the_numbers_of_groups_are_added(P_world, comm):
+    sums, everyone = sums_of(P_world, "sums"), P_world.ranks
+    groups = everyone[:2], everyone[2:]
+    mine = next(group for group in groups if comm.rank in group)
+    for epoch in range(3):
+        totals = sums.of_all(1.5 * comm.rank, 2.0, "", "float32", mine[0] + epoch, mine)
+        numbers = sum(group[0] + epoch for group in groups if group)
+        assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_numbers_that_differ_within_a_group_are_told_to_all(P_world, comm):
+    sums, everyone = sums_of(P_world, "numbers"), P_world.ranks
+    mine = everyone[:2] if comm.rank in everyone[:2] else everyone[2:]
+    assert sums.of_all(0.0, 0.0, "", "", comm.rank, mine).told == {rank: rank for rank in everyone}
+    # Of a rank that cannot say a number the others hear what keeps it from that.
+    problem = "it is broken" if comm.rank == 1 else ""
+    with pytest.raises(ShapeError, match=problem or "none"):
+        sums.of_all(0.0, 0.0, problem, "", 0 if problem else 3, mine)
+    assert not sums.of_all(0.0, 0.0, "", "", 3, mine).told
+
+
+def test_a_problem_of_one_rank_is_heard_by_all(P_world, comm):
+    sums = sums_of(P_world, "problems")
+    with pytest.raises(ShapeError, match="it is broken" if comm.rank == 0 else "none"):
+        sums.of_all(1.0, 1.0, "it is broken" if comm.rank == 0 else "", "")
+    assert sums.of_all(1.0, 1.0, "", "") == Totals(comm.size, comm.size)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_must_be_alike_is_compared(P_world, comm):
+    sums = sums_of(P_world, "alike")
+    for one in range(comm.size):
+        said = "float32" if comm.rank == one else "float64"
+        with pytest.raises(ShapeError, match=f"none, {said}"):
+            sums.of_all(1.0, 1.0, "", said)
+    assert sums.of_all(1.0, 1.0, "", "float32") == Totals(comm.size, comm.size)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_arguments_are_told_in_the_first_call(P_world, comm):
+    sums = sums_of(P_world, "arguments", built_with=f"beta={comm.rank}")
+    with pytest.raises(MismatchError, match="arguments"):
+        sums.of_all(1.0, 1.0, "", "")

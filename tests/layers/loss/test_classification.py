@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import UnsupportedError
+from distdl_rma import Machine, UnsupportedError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedCrossEntropyLoss, DistributedMSELoss, DistributedNLLLoss
 from tests.layers.loss.same_words import refused
@@ -48,8 +48,43 @@ def test_representation_tells_the_arguments(P_world, comm):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_split_classes_send_two_numbers_a_row_forth_and_nothing_back(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    loss, counters = DistributedCrossEntropyLoss(P_x), Machine.of(P_world).segments.counters
+    target, sent = torch.zeros(6, dtype=torch.int64), []
+    for width in (1, 50):
+        x = torch.randn(6, width, dtype=torch.float64, requires_grad=True)
+        for _ in range(3):
+            before = counters.bytes_put
+            value = loss(x, target)
+            sent.append(counters.bytes_put - before)
+            behind = vars(counters).copy()
+            value.backward()
+            assert vars(counters) == behind
+    assert sent[2] == sent[5]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_backward_may_start_where_no_gradient_is_needed(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    x = torch.zeros(2, 1, requires_grad=comm.rank == 0)
+    DistributedCrossEntropyLoss(P_x)(x, torch.zeros(2, dtype=torch.int64)).backward()
+    assert (x.grad is None) == (comm.rank != 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_torch_refuses_beside_all_classes_is_refused_where_they_are_split(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
+    x, target = torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64)
+    short = DistributedCrossEntropyLoss(P_x, torch.ones(comm.size + 1))
+    refused(comm, short, x, target, "rank 0: weight tensor should be defined")
+    refused(comm, DistributedCrossEntropyLoss(P_x), x, target.int(), "rank 0: expected .* Int")
+    refused(comm, DistributedCrossEntropyLoss(P_x), x.cfloat(), target, "input: torch.complex64 has no order")
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("width", [2, 5])
-def test_classes_that_are_split_are_gathered_for_indices_and_probabilities(P_world, comm, width):
+def test_classes_that_are_split_are_summed_for_indices_and_probabilities(P_world, comm, width):
     P_x = P_world.create_cartesian_topology_partition((1, comm.size, 1))
     x = torch.randn(3, width, 4, dtype=torch.float64, requires_grad=True)
     indices = torch.randint(0, width, (3, 4))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -16,16 +16,21 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.plain_losses import warn_user
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.arguments import WORDS
+from distdl_rma.split.calls.refusals import Warned, asking_torch, raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.shapes import frozen
-from distdl_rma.split.moves import all_sum
+from distdl_rma.split.moves import all_sum, summed
 from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.reducing import with_whole
+from distdl_rma.split.reducing import Along, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+
+# From what this rank has of some rows to what all ranks have that share them.
+Gathered = Callable[[torch.Tensor], torch.Tensor]
 
 
 @cache
@@ -53,13 +58,18 @@ def _site(func: Any, given: Mapping[str, Any]) -> Site:
 
 
 def _reduced(
-    site: Site, y: torch.Tensor, layout: Decomposition, reduction: str, count: float | torch.Tensor
+    site: Site,
+    y: torch.Tensor,
+    layout: Decomposition,
+    reduction: str,
+    count: float | torch.Tensor,
+    dtype: torch.dtype | None = None,
 ) -> SplitTensor:
     # From the terms of the blocks to what the user asked for; a count that is a tensor is that of this block.
     if reduction == "none":
         return SplitTensor(y, layout)
     cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
-    total, dtype = y.sum(dtype=sum_dtype(y.dtype)), y.dtype
+    total, dtype = y.sum(dtype=sum_dtype(y.dtype)), dtype or y.dtype
     if reduction == "sum":
         total = all_sum(site, total, layout, cut)
     elif isinstance(count, torch.Tensor):
@@ -93,8 +103,57 @@ _POINTWISE = {
 }
 # Weights of these have the shape of the input; a mean of the first two is divided by their sum.
 _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
+_LEGACY = "size_average", "reduce"
 # Torch broadcasts operands of these, and warns.
 _BROADCASTING = *_OF_WEIGHTED_MEAN, F.smooth_l1_loss
+
+
+class _OneLayout(NamedTuple):
+    # What a loss of operands of one layout, of some types, with some arguments needs.
+    warned: Sequence[Warned]
+    how: str  # the reduction of the blocks
+    divisor: int | None  # of a mean
+    ranks: tuple[int, ...]
+    layout: Decomposition  # of the result
+
+
+def _planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OneLayout:
+    warned, x = raise_as_torch(func, args, kwargs), args[0]
+    layout, reduction = x._layout, kwargs.get("reduction", "mean")
+    ranks = lay.line(layout, [g for g, axis in enumerate(layout.axes) if axis is not None])
+    counts = {"mean": math.prod(layout.shape), "batchmean": layout.shape[0]}
+    if reduction != "none":
+        layout = lay.replicated(layout.partition, ())
+    return _OneLayout(warned, _on_block(reduction, x._local), counts.get(reduction), ranks, layout)
+
+
+def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor | None:
+    # The short way, on which nothing moves but a sum; None where operands differ, or have weights.
+    layout, blocks, key = None, [], [func, *kwargs.values()]
+    for x in args:
+        if not isinstance(x, SplitTensor) or (layout is not None and x._layout is not layout):
+            return None
+        layout = x._layout
+        block = local_of(x)
+        blocks.append(block)
+        key.append(block.dtype)
+    for name, value in kwargs.items():
+        if value.__class__ not in WORDS or (name in _LEGACY and value is not None):
+            return None
+    if layout is None or not layout.cut_dims:
+        return None
+    plan = lay.kept(layout.partition, "loss", (layout, *key, *kwargs), lambda: _planned(func, args, kwargs))
+    for each in plan.warned:
+        warn_user(*each)
+    y = func(*blocks, **{**kwargs, "reduction": plan.how})
+    if plan.layout is layout:
+        return SplitTensor(y, layout)
+    total = y if plan.how == "sum" else y.sum(dtype=sum_dtype(y.dtype))
+    if len(plan.ranks) > 1:
+        total = summed(site_of(machine_of(args[0]), func), total, plan.ranks)
+    if plan.divisor is not None:
+        total = total / plan.divisor
+    return SplitTensor(total if total.dtype is y.dtype else total.to(y.dtype), plan.layout)
 
 
 @rule("loss", *_POINTWISE)
@@ -103,6 +162,9 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Every rank takes the terms of its block; sums and numbers of terms are those of the whole."""
     if func is F.l1_loss and kwargs.get("weight") is None:
         kwargs = {**kwargs, "weight": _weight_not_handed_on()}
+    found = _of_one_layout(func, args, kwargs)
+    if found is not None:
+        return found
     warned = raise_as_torch(func, args, kwargs)
     given = _arguments(func, args, kwargs)
     broadcasts = func in _BROADCASTING and frozen(given["input"]) != frozen(given["target"])
@@ -180,7 +242,7 @@ def gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @rule("loss", F.cross_entropy, F.nll_loss)
 @refusing
 def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank takes the terms of its block; where classes are split by a softmax over ranks.
+    """Every rank takes the terms of its block; where classes are split by sums of exponentials over ranks.
 
     The mean divides by the number, or the weights, of all targets that count.
     """
@@ -189,7 +251,7 @@ def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _any_split((x, target), {}):
         return on_copies(func, args, kwargs)
     dim = 0 if len(x.shape) == 1 else 1
-    of_indices = not (target.is_floating_point() and func is F.cross_entropy)
+    of_indices = not _of_probabilities(func, target)
     site = _site(func, {"input": x, "target": target})
     if not isinstance(x, SplitTensor):
         layout = (
@@ -211,6 +273,10 @@ def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     extra = {} if weight is None else {"weight": weight}
     y = func(scores, truth, **extra, **given, reduction=_on_block(reduction, scores))
     return _reduced(site, y, rows, reduction, _count(truth, weight, given, rows, of_indices))
+
+
+def _of_probabilities(func: Any, target: torch.Tensor) -> bool:
+    return target.is_floating_point() and func is F.cross_entropy
 
 
 def _with_dim(rows: Decomposition, dim: int, extent: int) -> Decomposition:
@@ -235,6 +301,74 @@ def _count(
     return torch.sum(weight[torch.where(counted, truth, 0).long()] * counted)
 
 
+class _CrossEntropy(OperatorFunction):
+    # What the classes of this rank add to the cross entropies of rows, by the share of each in its row.
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, share: torch.Tensor, dim: int, chosen: bool, gathered: Gathered
+    ) -> torch.Tensor:
+        # A block without classes is no part of the gathered ones.
+        mine = torch.cat([x.logsumexp(dim, True), share.sum(dim, True)], dim) if x.shape[dim] else x
+        logs, shares = gathered(mine).unflatten(dim, (-1, 2)).unbind(dim + 1)
+        whole = logs.logsumexp(dim, True)
+        ctx.save_for_backward(x, share, whole, shares.sum(dim, True))
+        ctx.dim = dim
+        terms = share * (whole - x)
+        # As torch, which does not look at other classes than the chosen ones.
+        return (torch.where(share != 0, terms, 0) if chosen else terms).sum(dim)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        # All ranks of a row have its gradient: nothing travels.
+        x, share, whole, total = ctx.saved_tensors
+        gradient, away = gradient.unsqueeze(ctx.dim), whole - x
+        of_share = gradient * away if ctx.needs_input_grad[1] else None
+        slope = total * (-away).exp() - share
+        # Rows that do not count get nothing, also of a mean over no row.
+        return torch.where(slope != 0, gradient * slope, 0), of_share, None, None, None
+
+
+def class_terms(
+    func: Any,
+    x: torch.Tensor,
+    truth: torch.Tensor,
+    weight: torch.Tensor | None,
+    layout: Decomposition,
+    dim: int,
+    gathered: Gathered,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """What the classes of this rank add to the terms of ``cross_entropy`` or ``nll_loss``, one for each row.
+
+    Their sum over the ranks that share the rows is the loss of these. ``layout`` is that of the scores,
+    ``x`` the block of them, and ``dim`` the dimension of classes. ``truth`` are class indices, alike on the
+    ranks that share the rows, or probabilities of the classes of this rank. ``gathered`` gives each of these
+    ranks what all of them pass, in the order of their blocks: two numbers for each row. Blocking in the
+    forward, local in the backward.
+    """
+    start, stop = layout.box(layout.partition.me).bounds[dim]
+    shape = [-1 if d == dim else 1 for d in range(x.dim())]
+    of_indices = not _of_probabilities(func, truth)
+    even = label_smoothing / layout.shape[dim]
+    if of_indices:
+        truth = truth.unsqueeze(dim)
+        counted = truth != ignore_index
+        chosen = counted & (truth == torch.arange(start, stop).view(shape))
+        share = chosen.to(x.dtype)
+        if label_smoothing:
+            share = (1 - label_smoothing) * share + even * counted.to(x.dtype)
+    else:
+        share = truth.to(x.dtype) * (1 - label_smoothing) + even
+    if weight is not None:
+        share = share * weight[start:stop].view(shape)
+    if func is F.nll_loss:
+        return -torch.where(share != 0, share * x, 0).sum(dim)
+    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, of_indices and not label_smoothing, gathered)
+    return terms
+
+
 def _over_split_classes(
     func: Any,
     site: Site,
@@ -246,35 +380,23 @@ def _over_split_classes(
     given: Mapping[str, Any],
     reduction: str,
 ) -> SplitTensor:
-    # Logarithms of the probabilities stay split; each rank adds those of its classes.
-    layout = x._layout
-    start, stop = layout.box(layout.partition.me).bounds[dim]
-    classes, smooth = layout.shape[dim], given.get("label_smoothing", 0.0)
-    scores = local_of(composed(F.log_softmax, x, dim) if func is F.cross_entropy else x)
-    shape = [-1 if d == dim else 1 for d in range(scores.dim())]
-    weights = None if weight is None else weight[start:stop].view(shape)
-    weighted = scores if weights is None else scores * weights
-    apart = tuple(g for g, axis in enumerate(layout.axes) if axis == dim)
-    if target.is_floating_point() and func is F.cross_entropy:
-        chosen = as_part(site, target, layout, layout, 1) * (1 - smooth) + smooth / classes
-        y = all_sum(site, -(chosen * weighted).sum(dim), layout, apart)
-        return _reduced(site, y, rows, reduction, _count(y, None, given, rows, False))
-    truth = as_part(site, target, rows, layout, 1)
-    counted = truth != given["ignore_index"]
-    wrong = (counted & ((truth < 0) | (truth >= classes))).any()
-    if bool(wrong):
+    # Scores stay split: each rank adds the terms of its classes.
+    layout, scores = x._layout, local_of(x)
+    wide = scores.to(sum_dtype(scores.dtype))
+    along, of_indices = Along(site, wide, layout, (dim,)), not _of_probabilities(func, target)
+    truth = as_part(site, target, rows if of_indices else layout, layout, 1)
+    classes = layout.shape[dim]
+    if of_indices and bool(((truth != given["ignore_index"]) & ((truth < 0) | (truth >= classes))).any()):
         raise IndexError(f"{name_of(func)}: a target is not among {classes} classes")
-    here = counted & (truth >= start) & (truth < stop)
-    if stop > start:
-        index = torch.where(here, truth - start, 0).long().unsqueeze(dim)
-        y = torch.where(here, -weighted.gather(dim, index).squeeze(dim), 0)
-    else:
-        y = weighted.sum(dim)
-    if smooth:
-        even = torch.where(counted, -weighted.sum(dim), 0)
-        y = (1 - smooth) * y + smooth / classes * even
-    y = all_sum(site, y, layout, apart)
-    return _reduced(site, y, rows, reduction, _count(truth, weight, given, rows, True))
+    gathered = partial(along.together, what="sums over classes", each=2)
+    terms = class_terms(func, wide, truth, weight, layout, dim, gathered, **given)
+    if reduction == "none":
+        return SplitTensor(all_sum(site, terms, layout, along.cut).to(scores.dtype), rows)
+    count = _count(truth, weight, given, rows, of_indices)
+    if isinstance(count, torch.Tensor) and layout.partition.index_of(layout.partition.me)[along.cut[0]]:
+        # Those that share rows count them once.
+        count = torch.zeros_like(count)
+    return _reduced(site, terms, layout, reduction, count, scores.dtype)
 
 
 @rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)

@@ -257,3 +257,17 @@ def test_weights_of_classes_alone_may_be_split(P_world, reduction):
             [torch.rand(3, dtype=torch.float64)],
             [numbers((5, 3))],
         )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_split_classes_meet_in_the_forward_alone(P_world, loss):
+    x, target = numbers((4, 5)), torch.tensor([0, 4, 2, 2])
+    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), x)
+    counters = x.machine.segments.counters
+    for _ in range(3):
+        value, before = loss(x, target), vars(counters).copy()
+        value.backward()
+        moved = {name for name, count in vars(counters).items() if count != before[name]}
+        assert not moved
