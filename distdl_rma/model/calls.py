@@ -20,6 +20,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
+from distdl_rma.segments.waiting.peer_watch import LOST, say_state
 from distdl_rma.split.calls.arguments import are_apart, values_of
 from distdl_rma.split.calls.lineage import LINEAGE
 
@@ -153,6 +154,8 @@ class Calls:
                     # As on one machine: who catches it can go on.
                     return
             except PeerFailedError:
+                # Another rank has told all of them before this one could.
+                say_state(error, LOST)
                 return
             except DistdlError:
                 pass
