@@ -113,7 +113,11 @@ class Calls:
         ``sign`` is of what may be alike though it differs: then ``difference`` says what is not, alike on all
         ranks, which may be nothing.
         """
-        alike = self._are_alike(_BEGUN, hash(facts), sign)
+        try:
+            alike = self._are_alike(_BEGUN, hash(facts), sign)
+        except _AT_ONCE as error:
+            self._machine.fail(error)
+            raise
         self._open = True
         if not alike:
             self._open = False
@@ -131,8 +135,14 @@ class Calls:
         if not self._open:
             return
         self._open = False
-        if self._are_alike(_ENDED, trail.number, trail.number_of_plain):
-            return
+        try:
+            if self._are_alike(_ENDED, trail.number, trail.number_of_plain):
+                return
+        except _AT_ONCE as error:
+            # Others may wait within the model, for what this rank has not called.
+            self._machine.labels.make_readable(error)
+            self._machine.fail(error)
+            raise
         if self._assembly.largest[0] == _RAISED:
             # Its notice is on the way.
             self._machine.segments.waiter.until(lambda: False, self._assembly.missing, 10 * _GRACE_SECONDS)
