@@ -20,6 +20,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
+from distdl_rma.segments.waiting.peer_watch import LOST, say_state
 from distdl_rma.split.calls.arguments import are_apart, values_of
 from distdl_rma.split.calls.lineage import LINEAGE
 
@@ -112,7 +113,11 @@ class Calls:
         ``sign`` is of what may be alike though it differs: then ``difference`` says what is not, alike on all
         ranks, which may be nothing.
         """
-        alike = self._are_alike(_BEGUN, hash(facts), sign)
+        try:
+            alike = self._are_alike(_BEGUN, hash(facts), sign)
+        except _AT_ONCE as error:
+            self._machine.fail(error)
+            raise
         self._open = True
         if not alike:
             self._open = False
@@ -130,8 +135,14 @@ class Calls:
         if not self._open:
             return
         self._open = False
-        if self._are_alike(_ENDED, trail.number, trail.number_of_plain):
-            return
+        try:
+            if self._are_alike(_ENDED, trail.number, trail.number_of_plain):
+                return
+        except _AT_ONCE as error:
+            # Others may wait within the model, for what this rank has not called.
+            self._machine.labels.make_readable(error)
+            self._machine.fail(error)
+            raise
         if self._assembly.largest[0] == _RAISED:
             # Its notice is on the way.
             self._machine.segments.waiter.until(lambda: False, self._assembly.missing, 10 * _GRACE_SECONDS)
@@ -153,6 +164,8 @@ class Calls:
                     # As on one machine: who catches it can go on.
                     return
             except PeerFailedError:
+                # Another rank has told all of them before this one could.
+                say_state(error, LOST)
                 return
             except DistdlError:
                 pass

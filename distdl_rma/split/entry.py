@@ -143,11 +143,13 @@ def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
         numbers = tuple(int(part) for part in parts if part.strip().isdecimal())
         return (1,) * (dims - len(parts)) + numbers if len(numbers) == len(parts) <= dims else None
     if isinstance(grid, Mapping):
-        unknown = [key for key in grid if key not in letters]
+        unknown = [key for key in grid if key not in tuple(letters)]
         if unknown:
+            # A name of other tensors, which have more dimensions.
+            missing = "; or is the batch dimension of the tensor missing? x.unsqueeze(0) is a batch of one"
             raise ArgumentError(
-                f"a grid names the dimensions {', '.join(letters)} of a tensor of {dims}, got {unknown[0]!r};"
-                " or is the batch dimension of the tensor missing? x.unsqueeze(0) is a batch of one"
+                f"a grid names the dimensions {', '.join(letters)} of a tensor of {dims}, got {unknown[0]!r}"
+                f"{missing if unknown[0] in tuple('NCDHW') else ''}"
             )
         grid = [grid.get(letter, 1) for letter in letters]
     if not isinstance(grid, Sequence) or not all(isinstance(number, Integral) for number in grid):

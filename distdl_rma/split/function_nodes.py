@@ -89,7 +89,7 @@ def _sources_of(end: Any, kind: Any) -> list[Any]:
     while ahead:
         node = ahead.pop()
         if isinstance(node, _REENTRANT):
-            raise TypeError("checkpoint() is exact with use_reentrant=False only")
+            raise TypeError("is that of a re-entrant checkpoint: pass use_reentrant=False to checkpoint()")
         if not isinstance(node, BackwardCFunction):
             plain = "takes a plain tensor that was computed with a gradient"
             raise TypeError("is not one of Python" if node is end else plain)

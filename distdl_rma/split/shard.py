@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl_rma.errors import ArgumentError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.shards import shard as block_of
@@ -36,9 +37,15 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
 
     Raises
     ------
+    ArgumentError
+        If ``x`` has no shape, as a list has none, or what is passed for a grid is none.
     PartitionError
         If the numbers of dimensions or of ranks differ.
     """
+    if not hasattr(x, "shape"):
+        raise ArgumentError(
+            f"shard: takes a grid, then a tensor or an array, got {type(x).__name__!r} for that"
+        )
     machine = None if isinstance(grid, Partition) else Machine.on()
     partition = grid_for(grid, machine, len(x.shape))
     refuse_tangents(shard, [x])

@@ -6,8 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import MismatchError, ProtocolError, UnsupportedError, shard
+from distdl_rma import (
+    ExchangeTimeout,
+    Machine,
+    MismatchError,
+    PeerFailedError,
+    ProtocolError,
+    UnsupportedError,
+    distribute,
+    shard,
+)
 from distdl_rma.model.calls import Calls
+from distdl_rma.segments.waiting.peer_watch import LOST
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.calls.site import Trail
 
@@ -162,3 +172,20 @@ def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd
         calls.begin((odd,), lambda: "is odd" if odd else "is even")
     calls.begin((), str)
     calls.end(Trail())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("alone", [0, -1])
+def test_functions_that_move_other_data_leave_a_machine_that_all_ranks_call_lost(comm, x, alone):
+    # With three ranks one of them may hear of it by another's notice. A sum over columns moves nothing: those
+    # ranks are at the end of the call while another is in its sum over rows.
+    first = comm.rank == alone % comm.size
+    for act in (lambda x: x.roll(3 if first else 1, 2), lambda x: x.sum(2 if first else 3)):
+        with Machine(comm, segment_size="16MiB", timeout=60) as machine:
+            model = Net()
+            model.act = act
+            model = distribute(model, machine.partition((1, 1, comm.size, 1)))
+            with pytest.raises((MismatchError, PeerFailedError, ExchangeTimeout)) as found:
+                model(x)
+            text = str(found.value)
+            assert comm.allgather(text.endswith(f" {LOST}")) == [True] * comm.size, text

@@ -19,7 +19,18 @@ def test_grids_in_words(P_world):
     assert grid_for(P_world, machine, 1) is P_world
 
 
-NO_GRIDS = ["2y2", {"Z": 2}, 3, (1.0, 2), (1, 1, 1, 1, 1), {"H": 2.0}, {"H": "a"}, {"H": None}]
+NO_GRIDS = [
+    "2y2",
+    {"Z": 2},
+    3,
+    (1.0, 2),
+    (1, 1, 1, 1, 1),
+    {"H": 2.0},
+    {"H": "a"},
+    {"H": None},
+    {2: -1},
+    {"": -1},
+]
 
 
 @pytest.mark.mpi
@@ -27,6 +38,17 @@ NO_GRIDS = ["2y2", {"Z": 2}, 3, (1.0, 2), (1, 1, 1, 1, 1), {"H": 2.0}, {"H": "a"
 def test_what_is_no_grid(P_world, grid):
     with pytest.raises(ArgumentError, match="a grid"):
         grid_for(grid, Machine.of(P_world), 4)
+
+
+@pytest.mark.mpi
+def test_a_batch_dimension_is_said_to_be_missing_where_the_name_is_that_of_a_dimension(P_world):
+    with pytest.raises(ArgumentError, match="got 'H'; or is the batch dimension of the tensor missing"):
+        grid_for({"H": -1}, Machine.of(P_world), 3)
+    for name in ("h", "X", "HW"):
+        with pytest.raises(
+            ArgumentError, match=f"names the dimensions N, C, H, W of a tensor of 4, got '{name}'$"
+        ):
+            grid_for({name: -1}, Machine.of(P_world), 4)
 
 
 @pytest.mark.mpi

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distdl_rma import PartitionError, shard
+from distdl_rma import ArgumentError, PartitionError, shard
 
 
 @pytest.mark.mpi
@@ -37,3 +37,11 @@ def test_only_the_block_of_an_array_is_read(P_world):
 def test_another_number_of_dimensions_is_refused(P_world):
     with pytest.raises(PartitionError):
         shard(P_world, torch.zeros(2, 2))
+
+
+@pytest.mark.mpi
+def test_what_has_no_shape_is_refused(P_world):
+    grid = (P_world.size, 1)
+    for grid_then_x, kind in (((grid, [[1.0, 2.0]]), "list"), ((torch.zeros(2, 2), {"H": -1}), "dict")):
+        with pytest.raises(ArgumentError, match=f"takes a grid, then a tensor or an array, got '{kind}'"):
+            shard(*grid_then_x)
