@@ -434,7 +434,7 @@ def _agree(
     try:
         found = [x.full_tensor() if isinstance(x, SplitTensor) else x for x in _tensors(found)] or found
         problem = _differences(found, expected, rounding)
-        if problem and rounding > ROUNDING[torch.float64]:
+        if problem and rounding:
             problem = _differences(found, expected, rounding, 4 * changes().get(name, 0.0))
     except Exception as caught:
         error, problem = caught, repr(caught)
