@@ -20,7 +20,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
-from distdl_rma.segments.waiting.peer_watch import LOST, say_state
+from distdl_rma.segments.waiting.liveness import LOST, say_state
 from distdl_rma.split.calls.arguments import are_apart, values_of
 from distdl_rma.split.calls.lineage import LINEAGE
 

@@ -17,7 +17,7 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.model.calls import Calls
-from distdl_rma.segments.waiting.peer_watch import LOST
+from distdl_rma.segments.waiting.liveness import LOST
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.calls.site import Trail
 
