@@ -56,10 +56,7 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
         return [collected]
     if source.partition.size == 1 and (collected := _to_one(target, source, node_of, me)):
         return [collected.T]
-    many, few = (
-        _copies_on_nodes(end, node_of) or _is_long(end, other, node_of)
-        for end, other in ((target, source), (source, target))
-    )
+    many, few = _takes_stages(target, source, node_of), _takes_stages(source, target, node_of)
     if not (many or few):
         return []
     before: list[Step] = []
@@ -88,17 +85,15 @@ def _to_one(end: Decomposition, one: Decomposition, node_of: NodeOf, me: int) ->
     return FlatStages(tuple(stages if me in line else ()), own, (own,), need, takes)
 
 
-def _copies_on_nodes(end: Decomposition, node_of: NodeOf) -> bool:
-    # Whether copies are on ranks that should not all talk to each other.
+def _takes_stages(end: Decomposition, other: Decomposition, node_of: NodeOf) -> bool:
+    # Whether copies are on ranks that should not all talk to each other; or one rank has a long vector for
+    # several others, of other nodes, or gets their sum.
     if not end.copied_along:
         return False
-    return any(len(trees.teams_of(line, node_of)) > 1 for line in _lines(end))
-
-
-def _is_long(end: Decomposition, other: Decomposition, node_of: NodeOf) -> bool:
-    # Whether one rank has a long vector for several others, of other nodes, or gets their sum.
-    lines = _lines(end) if end.copied_along and end.partition.size > 3 * other.partition.size else ()
-    return any(
+    lines = _lines(end)
+    if any(len(trees.teams_of(line, node_of)) > 1 for line in lines):
+        return True
+    return end.partition.size > 3 * other.partition.size and any(
         len(set(map(node_of, line))) > 1 and end.box(line[0]).volume > _SHORT
         for line in lines
         if len(line) > 3

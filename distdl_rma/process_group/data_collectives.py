@@ -11,7 +11,7 @@ from torch.distributed import Work
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, root_of
-from distdl_rma.process_group.tensors import Flat, check, parts_of, rows_of, same_type, single
+from distdl_rma.process_group.tensors import Flat, check, check_alike, parts_of, rows_of, single
 from distdl_rma.process_group.work import Script
 
 
@@ -77,8 +77,7 @@ class DataCollectives(GroupCore):
     def _all_gather(self, what: str, pairs: Sequence[tuple[Tensor, list[Tensor]]], result: Any) -> Work:
         who, me = self._who(what), self._me
         for mine, targets in pairs:
-            check([mine, *targets], who)
-            same_type([mine, *targets], who)
+            check_alike([mine, *targets], who)
             if len(targets) != self._ranks:
                 raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks, got {len(targets)}")
             if targets[me].numel() != mine.numel():
@@ -131,8 +130,7 @@ class DataCollectives(GroupCore):
 
     def _check_parts(self, what: str, mine: Tensor, parts: Sequence[Tensor], root: int) -> None:
         who = self._who(what)
-        check([mine, *parts], who)
-        same_type([mine, *parts], who)
+        check_alike([mine, *parts], who)
         if self._me == root and len(parts) != self._ranks:
             raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks at the root, got {len(parts)}")
         for part in parts:
@@ -163,8 +161,7 @@ class DataCollectives(GroupCore):
 
     def _all_to_all(self, what: str, outputs: list[Tensor], inputs: list[Tensor], result: Any) -> Work:
         who, ranks = self._who(what), self._ranks
-        check([*outputs, *inputs], who)
-        same_type([*outputs, *inputs], who)
+        check_alike([*outputs, *inputs], who)
         if len(outputs) != ranks or len(inputs) != ranks:
             got = f"{len(inputs)} and {len(outputs)}"
             raise ShapeError(f"{who}: an input and an output for each of {ranks} ranks, got {got}")

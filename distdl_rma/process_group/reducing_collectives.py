@@ -12,7 +12,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, op_of, root_of
 from distdl_rma.process_group.reducers import OPERATIONS
-from distdl_rma.process_group.tensors import Flat, check, parts_of, same_type, single
+from distdl_rma.process_group.tensors import Flat, check, check_alike, parts_of, single
 from distdl_rma.process_group.work import GroupWork, Script, done
 
 _Work: Any = Work
@@ -118,8 +118,7 @@ class ReducingCollectives(GroupCore):
     def _reduce_scatter(self, what: str, pairs: Sequence[tuple[Tensor, list[Tensor]]], op: Any) -> Work:
         who, me, outs = self._who(what), self._me, [out for out, _ in pairs]
         for out, parts in pairs:
-            check([out, *parts], who)
-            same_type([out, *parts], who)
+            check_alike([out, *parts], who)
             if len(parts) != self._ranks:
                 raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks, got {len(parts)}")
             if parts[me].numel() != out.numel():

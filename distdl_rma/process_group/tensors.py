@@ -108,8 +108,9 @@ def facts(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(said) or "no tensors"
 
 
-def same_type(tensors: Sequence[torch.Tensor], who: str) -> None:
-    """Raise ``ShapeError`` if tensors are of several types."""
+def check_alike(tensors: Sequence[torch.Tensor], who: str) -> None:
+    """``check``; and raise ``ShapeError`` if tensors are of several types."""
+    check(tensors, who)
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1:
         raise ShapeError(f"{who}: tensors are of one type, got {', '.join(sorted(map(str, types)))}")

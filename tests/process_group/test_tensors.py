@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.process_group.tensors import Flat, check, facts, parts_of, rows_of, same_type, single
+from distdl_rma.process_group.tensors import Flat, check, check_alike, facts, parts_of, rows_of, single
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,9 @@ def test_what_does_not_fit_says_who_and_what():
     x = torch.ones(6)
     for call, words in {
         lambda: single([x, x], "me"): "me: takes one tensor per rank, got 2",
-        lambda: same_type([x, x.int()], "me"): "me: tensors are of one type, got torch.float32, torch.int32",
+        lambda: check_alike(
+            [x, x.int()], "me"
+        ): "me: tensors are of one type, got torch.float32, torch.int32",
         lambda: parts_of(x, torch.ones(4), 2, "me"): "me: 2 parts of 4 elements are not the 6 of the whole",
         lambda: parts_of(torch.ones(3, 2).t(), torch.ones(3), 2, "me"): "contiguous",
         lambda: rows_of(x, None, 4, "me"): "me: 6 rows are not equal parts for 4 ranks",

@@ -164,11 +164,6 @@ def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Reque
 _OperationMemory = tuple[memoryview, memoryview, list[Any], list[Any]]
 
 
-def _operation_memory() -> _OperationMemory:
-    given, found = (np.zeros(1, np.int64).data for _ in range(2))
-    return given, found, [given, MPI.INT64_T], [found, MPI.INT64_T]
-
-
 class Atomics:
     """Atomic operations on one word at a byte offset of a rank's segment; each returns the old word.
 
@@ -235,7 +230,8 @@ class Atomics:
             try:
                 memory = spare.pop()
             except IndexError:
-                memory = _operation_memory()
+                words = np.zeros(1, np.int64).data, np.zeros(1, np.int64).data
+                memory = (*words, [words[0], MPI.INT64_T], [words[1], MPI.INT64_T])
             given, found, operand, before = memory
             given[0] = value
             fetch_and_op(operand, before, target, base + offset, op)

@@ -52,7 +52,9 @@ def _shortened(error: BaseException) -> TracebackType | None:
     if not users:
         return error.__traceback__
     behind = [] if isinstance(error, DistdlError) else entries[users[-1] + 1 :]
-    kept = [entries[at] for at in users] + [each for each in behind if not _is_call_of_a_module(each)]
+    calls = f"{_torch()}nn/modules/module.py"
+    kept = [entries[at] for at in users]
+    kept += [each for each in behind if each.tb_frame.f_code.co_filename != calls]
     trace = None
     for each in reversed(kept):
         trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
@@ -80,10 +82,6 @@ def _torch() -> str:
 
 def _is_inner(entry: TracebackType) -> bool:
     return entry.tb_frame.f_code.co_filename.startswith((_OWN, _torch(), *_LAUNCHERS))
-
-
-def _is_call_of_a_module(entry: TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_filename == f"{_torch()}nn/modules/module.py"
 
 
 # How long a rank that fails stays for its peers to notice, and then for their own messages.
