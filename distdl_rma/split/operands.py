@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -15,8 +16,9 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import WITHOUT_RULE, name_of, rule, twin_of
+from distdl_rma.split.calls.table import WITHOUT_RULE, Handler, name_of, rule, twin_of
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
@@ -51,17 +53,6 @@ def machine_of(x: SplitTensor) -> Machine:
     return Machine.of(partition)
 
 
-def cut_site(func: Any, x: Any) -> Site | None:
-    """Site of a call on a tensor that is cut, and has elements; None where ``on_copies`` has the result."""
-    if not isinstance(x, SplitTensor):
-        return None
-    layout = x._layout
-    if not layout.cut_dims or 0 in layout.shape:
-        return None
-    home = layout.partition.home
-    return site_of(home if isinstance(home, Machine) and not home.segments.closed else machine_of(x), func)
-
-
 @rule("copies", WITHOUT_RULE)
 def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that has no rule: refused, unless every rank has all of all tensors.
@@ -73,7 +64,7 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         # Which calls its first argument so.
         first = () if args else (kwargs.pop("self"),)
         return composed(twin, *first, *args, **kwargs)
-    if any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+    if any_cut(args, kwargs):
         raise refused(func, "it has no rule for split tensors")
     return on_copies(func, args, kwargs)
 
@@ -94,6 +85,53 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return SplitTensor(y, lay.replicated(partition, y.shape)) if known is None else known
 
     return mapped(split, result)
+
+
+Handled = Callable[..., Any]
+
+
+def of_cut(*, empty: bool = True, otherwise: Handler = on_copies) -> Callable[[Handled], Handler]:
+    """Handler of functions whose first tensor is cut; of another one every rank computes all of it.
+
+    What is decorated is given the call as the user made it, its site, the tensor, and the other arguments by
+    torch's names. ``empty`` is whether it takes tensors without elements, ``otherwise`` what is called where
+    it is not.
+    """
+
+    def decorate(handler: Handled) -> Handler:
+        @wraps(handler)
+        def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = args[0]
+            layout = x._layout if isinstance(x, SplitTensor) else None
+            if layout is None or not layout.cut_dims or (not empty and 0 in layout.shape):
+                return otherwise(func, args, kwargs)
+            home: Any = layout.partition.home
+            if home.__class__ is not Machine or home.segments.closed:
+                home = machine_of(x)
+            return handler((func, args, kwargs), site_of(home, func), x, **named(func, args, kwargs))
+
+        return called
+
+    return decorate
+
+
+def of_any_cut(handler: Handled) -> Handler:
+    """As :func:`of_cut`, where any tensor is cut, whether or not the first argument is."""
+
+    @wraps(handler)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any_cut(args, kwargs):
+            return on_copies(func, args, kwargs)
+        split = next(x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
+        site = site_of(machine_of(split), func)
+        return handler((func, args, kwargs), site, args[0], **named(func, args, kwargs))
+
+    return called
+
+
+def any_cut(*arguments: Any) -> bool:
+    """Whether any tensor among arguments is cut."""
+    return any(x.is_split for x in tensors_in(*arguments) if isinstance(x, SplitTensor))
 
 
 def _everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.refusals import raise_as_torch
+from distdl_rma.split.calls.signatures import first_by_place
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
 from distdl_rma.split.entry import told_layout
@@ -52,8 +53,8 @@ _OF_EVERY_BLOCK = frozenset({"query", "value", "gradient", "creation", "refused"
 _LISTS: frozenset[Any] = frozenset({list, tuple})
 # What is looked through where all arguments are named.
 _UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
-# What may write into a tensor that is given.
-_WITH_OUT = frozenset({"copies", "registered"})
+# What may write into a tensor that is given, and gets arguments as they are passed.
+_AS_PASSED = frozenset({"copies", "registered"})
 # What autograd itself does with the gradients that a function returns.
 _OF_GRADIENTS = {
     "aten.add.Tensor": torch.add,
@@ -271,6 +272,8 @@ class SplitTensor(torch.Tensor):
                         listed = x.__class__ in _LISTS and x and x[0].__class__ in TENSORS
                         if listed or (x.__class__ is cls and x._layout.leaves_out):
                             _check_alike(rule, func, args, kwargs or _NOTHING)
+                if not args and rule.kind not in _AS_PASSED:
+                    args, kwargs = first_by_place(func, kwargs or _NOTHING)
                 if OBSERVERS:
                     found = OBSERVERS[-1](rule, func, args, kwargs or {})
                 else:
@@ -347,7 +350,7 @@ def _cast(name: str, given: Any) -> Any:
 
 
 def _check_out(kind: str, func: Any, kwargs: Any) -> None:
-    if kwargs["out"] is not None and kind not in _WITH_OUT:
+    if kwargs["out"] is not None and kind not in _AS_PASSED:
         raise refused(func, "out= is not supported; what it returns is to be assigned")
 
 
