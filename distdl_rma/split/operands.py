@@ -90,12 +90,14 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 Handled = Callable[..., Any]
 
 
-def of_cut(*, empty: bool = True, otherwise: Handler = on_copies) -> Callable[[Handled], Handler]:
+def of_cut(
+    *, empty: bool = True, uncut: bool = False, otherwise: Handler = on_copies
+) -> Callable[[Handled], Handler]:
     """Handler of functions whose first tensor is cut; of another one every rank computes all of it.
 
     What is decorated is given the call as the user made it, its site, the tensor, and the other arguments by
-    torch's names. ``empty`` is whether it takes tensors without elements, ``otherwise`` what is called where
-    it is not.
+    torch's names. ``empty`` and ``uncut`` are whether it takes split tensors without elements, and those that
+    every rank has all of; ``otherwise`` is called for what it does not take.
     """
 
     def decorate(handler: Handled) -> Handler:
@@ -103,7 +105,7 @@ def of_cut(*, empty: bool = True, otherwise: Handler = on_copies) -> Callable[[H
         def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0]
             layout = x._layout if isinstance(x, SplitTensor) else None
-            if layout is None or not layout.cut_dims or (not empty and 0 in layout.shape):
+            if layout is None or not (layout.cut_dims or uncut) or (not empty and 0 in layout.shape):
                 return otherwise(func, args, kwargs)
             home: Any = layout.partition.home
             if home.__class__ is not Machine or home.segments.closed:
@@ -125,6 +127,18 @@ def of_any_cut(handler: Handled) -> Handler:
         split = next(x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
         site = site_of(machine_of(split), func)
         return handler((func, args, kwargs), site, args[0], **named(func, args, kwargs))
+
+    return called
+
+
+def composition(function: Handled) -> Handler:
+    """Handler of functions that are made of others: ``function`` computes them, of torch's arguments."""
+
+    @wraps(function)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any_cut(args, kwargs):
+            return on_copies(func, args, kwargs)
+        return composed(function, args[0], **named(func, args, kwargs))
 
     return called
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
 from typing import Any
@@ -13,28 +13,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.moves import all_sum, redistributed
-from distdl_rma.split.operands import machine_of
 from distdl_rma.split.tensor import SplitTensor, local_of
-
-# Torch takes these, for those who know numpy.
-_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
-
-
-def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """All arguments of a call by name, ``input`` first."""
-    found = {"input": None, **defaults}
-    if len(args) > len(found):
-        raise TypeError(f"{func.__name__}() takes at most {len(found)} arguments, got {len(args)}")
-    found.update(zip(found, args, strict=False))
-    for key, value in kwargs.items():
-        name = key if key in found else _ALIASES.get(key, key)
-        if name in found:
-            found[name] = value
-        elif name != "out":
-            raise TypeError(f"{func.__name__}() got an unexpected argument {key!r}")
-    return found
 
 
 def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
@@ -65,10 +46,9 @@ class Along:
     dims: tuple[int, ...]
 
     @classmethod
-    def of(cls, func: Any, x: SplitTensor, dim: Any) -> Along:
+    def of(cls, site: Site, x: SplitTensor, dim: Any) -> Along:
         """Dimensions as a call names them."""
-        layout = x._layout
-        return cls(site_of(machine_of(x), func), local_of(x), layout, chosen_dims(dim, len(layout.shape)))
+        return cls(site, local_of(x), x._layout, chosen_dims(dim, len(x._layout.shape)))
 
     @property
     def cut(self) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import shard
 from distdl_rma.split import cuts, reducing
+from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.reducing import (
     Along,
-    arguments,
     chosen_dims,
     positive,
     put_back,
@@ -16,16 +16,6 @@ from distdl_rma.split.reducing import (
 )
 
 SHAPE = (2, 3, 5, 4)
-
-
-def test_arguments_have_torchs_names_and_numpys():
-    given = arguments(torch.sum, (1,), {"axis": 2, "keepdims": True, "out": None}, dim=None, keepdim=False)
-    assert given == {"input": 1, "dim": 2, "keepdim": True}
-    assert arguments(torch.sum, (), {"self": 1}, dim=None) == {"input": 1, "dim": None}
-    with pytest.raises(TypeError, match="unexpected argument 'dims'"):
-        arguments(torch.sum, (1,), {"dims": 2}, dim=None)
-    with pytest.raises(TypeError, match="at most 2 arguments"):
-        arguments(torch.sum, (1, 2, 3), {}, dim=None)
 
 
 def test_dimensions_are_counted_from_either_end():
@@ -46,7 +36,7 @@ def rows(P_world):
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_results_of_blocks_come_together(rows):
-    along, other = Along.of(torch.amax, rows, (2, 3)), Along.of(torch.amax, rows, 3)
+    along, other = (Along.of(site_of(rows.machine, torch.amax), rows, dims) for dims in ((2, 3), 3))
     assert along.count == 20 and along.ranks == rows.partition.ranks and other.ranks == (rows.partition.me,)
     mine = along.partial(lambda x: x.amax((2, 3), True), torch.float32)
     every = along.together(mine, "largest")
@@ -61,7 +51,7 @@ def test_results_of_blocks_come_together(rows):
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_another_dimension_is_cut_meanwhile(rows):
-    layout, along = rows.decomposition, Along.of(torch.sort, rows, 2)
+    layout, along = rows.decomposition, Along.of(site_of(rows.machine, torch.sort), rows, 2)
     # The longest of those that are left, and copies where none is.
     assert cuts.elsewhere(layout, (2,)).cut_dims == (3,)
     assert cuts.elsewhere(layout, (2, 3)).cut_dims == (1,)

@@ -17,9 +17,10 @@ from distdl_rma.split.calls.table import name_of
 # Torch takes these names, for those who know numpy, and these for a first argument.
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}
 _FIRST = "input", "self", "x", "a", "x1"
-# What torch's function of Python passes to one of C that has no such argument.
-_PASSED = {
-    function: {"return_indices": False} for function in (torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
+# What torch takes beside what it publishes.
+_MORE: dict[Any, dict[str, Any]] = {
+    **{pool: {"return_indices": False} for pool in (torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)},
+    **{nonzero: {"as_tuple": False} for nonzero in (torch.nonzero, torch.Tensor.nonzero)},
 }
 _schemas_of: Any = torch._C._jit_get_schemas_for_operator
 
@@ -50,7 +51,7 @@ def _signature(function: Any) -> Signature:
         parameters = _of_schemas(function) or parameters or []
     first, *places = [name for name, _, has_place in parameters if has_place] or [""]
     defaults = {name: default for name, default, _ in parameters if name != first}
-    defaults.update(_PASSED.get(function, {}))
+    defaults.update(_MORE.get(function, {}))
     return Signature(first, tuple(places), 1 + len(places), defaults)
 
 
@@ -72,19 +73,24 @@ def _of_schemas(function: Any) -> list[tuple[str, Any, bool]]:
     forms = [
         schema.arguments
         for schema in _schemas_of(f"aten::{function.__name__}")
-        # Neither those that write into a tensor of the user, nor those of numbers and of names of dimensions.
+        # Neither those that write into a tensor of the user or a list, nor those of numbers and of names.
         if not any(each.is_out for each in schema.arguments)
         and any("Tensor" in str(each.type) for each in schema.arguments)
         and "Dimname" not in str(schema)
+        and schema.returns
     ]
     places = max(([each for each in form if not each.kwarg_only] for form in forms), key=len, default=[])
-    defaults = {each.name: None for each in places}
+    defaults: dict[str, Any] = {each.name: None for each in places}
     for each in (each for form in forms for each in form):
         if defaults.setdefault(each.name) is None and each.has_default_value():
             default = each.default_value
             # Lists have no hash.
             defaults[each.name] = tuple(default) if isinstance(default, list) else default
-    return [(name, default, at < len(places)) for at, (name, default) in enumerate(defaults.items())]
+    return [
+        # What schemas call self, torch's functions call input.
+        ("input" if name == "self" else name, default, at < len(places))
+        for at, (name, default) in enumerate(defaults.items())
+    ]
 
 
 def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from distdl_rma.split.calls.table import RULES
 # Forms of these have other arguments at a place than the longest one; their rules know both.
 OTHERWISE = """
 copy_ dsplit eq gru hsplit isin linalg_matrix_rank lstm max min ne randint_like random_ repeat_interleave
-result_type rnn_relu rnn_tanh scatter scatter_ sort std std_mean tensor_split to var var_mean view vsplit
+result_type rnn_relu rnn_tanh scatter scatter_ std std_mean tensor_split to var var_mean view vsplit
 """
 # And these have another default.
 DEFAULTS = {"conv1d padding", "conv2d padding", "conv3d padding"}
@@ -25,12 +25,17 @@ def forms(function):
     found = torch._C._jit_get_schemas_for_operator(f"aten::{getattr(function, '__name__', '')}")
     for schema in found:
         tensors = any("Tensor" in str(each.type) for each in schema.arguments)
-        if tensors and not any(each.is_out for each in schema.arguments) and "Dimname" not in str(schema):
-            yield schema
+        writes = any(each.is_out for each in schema.arguments) or not schema.returns
+        if tensors and not writes and "Dimname" not in str(schema):
+            yield schema.arguments
 
 
 def of_c(function):
     return inspect.isbuiltin(function) or inspect.ismethoddescriptor(function)
+
+
+def called(argument):
+    return "input" if argument.name == "self" else argument.name
 
 
 def as_read(value):
@@ -41,16 +46,15 @@ def test_names_order_and_defaults_are_those_of_every_form_in_c():
     otherwise, seen = set(), 0
     for function in filter(of_c, FUNCTIONS):
         first, places, most, defaults = SIGNATURES[function]
-        for schema in forms(function):
+        for begin, *others in forms(function):
             seen += 1
-            begin, *others = schema.arguments
-            by_place = [each.name for each in others if not each.kwarg_only]
-            if begin.kwarg_only or [first, *places][: 1 + len(by_place)] != [begin.name, *by_place]:
+            by_place = [called(each) for each in others if not each.kwarg_only]
+            if begin.kwarg_only or [first, *places][: 1 + len(by_place)] != [called(begin), *by_place]:
                 otherwise.add(function.__name__)
                 continue
             for each in others:
                 wanted = as_read(each.default_value) if each.has_default_value() else None
-                if wanted is not None and defaults[each.name] != wanted:
+                if wanted is not None and defaults[called(each)] != wanted:
                     otherwise.add(f"{function.__name__} {each.name}")
             assert most >= 1 + len(by_place)
     assert otherwise <= {*OTHERWISE.split(), *DEFAULTS} and seen > 1000

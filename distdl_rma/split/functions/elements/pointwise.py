@@ -8,6 +8,7 @@ import torch
 
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
@@ -92,7 +93,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     kwargs = {key: value for key, value in kwargs.items() if value is not None or key != "out"}
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     in_place = _in_place(func) or kwargs.get("inplace") is True
-    first: Any = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
+    first = args[0]
     if in_place and not isinstance(first, SplitTensor):
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return _changed_alike(func, args, kwargs)
@@ -151,8 +152,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As every function of single elements; the weights are those of the block's channels."""
-    given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
-    x, weight = given["input"], given["weight"]
+    x, weight = args[0], named(func, args, kwargs)["weight"]
     dims = x.dim()
     # Which torch takes for the dimension of channels, or for all elements.
     shape = (weight.numel(), *(1,) * (dims - 2)) if weight.numel() != 1 else (1,) * min(dims, 1)
@@ -163,12 +163,12 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of each element; every rank gets all of those that it is compared with."""
-    names = ("input", "boundaries") if func is torch.bucketize else ("elements", "test_elements")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, others = (given.pop(name) for name in names)
+    x, given = args[0], named(func, args, kwargs)
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)
+    others = given.pop("boundaries" if func is torch.bucketize else "test_elements")
+    options = {key: each for key, each in given.items() if each is not None}
     if isinstance(others, SplitTensor):
         site = site_of(machine_of(x), func)
         others = as_whole(site, others, x._layout, "what is compared with")
-    return SplitTensor(func(local_of(x), others, **given), x._layout)
+    return SplitTensor(func(local_of(x), others, **options), x._layout)

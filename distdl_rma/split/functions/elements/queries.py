@@ -13,6 +13,7 @@ from distdl_rma.ops.core.autograd import asking
 from distdl_rma.ops.core.plain_losses import from_split_tensor
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost
@@ -113,13 +114,12 @@ def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 @rule("gradient", _T.backward)
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Backward of a loss that all ranks hold alike, or of a split tensor from a gradient cut alike."""
-    x, *others = args
-    given = (others[0] if others else None) if "gradient" not in kwargs else kwargs.pop("gradient")
-    given = _cut_alike(given, x)
+    x, given = args[0], named(func, args, kwargs)
+    gradient = _cut_alike(given.pop("gradient"), x)
     LINEAGE.begins_backward([x])
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
     with from_split_tensor():
-        composed(func, local_of(into_graph(x)), given, *others[1:], **kwargs)
+        composed(func, local_of(into_graph(x)), gradient, **given)
 
 
 @rule("gradient", torch.autograd.grad)

@@ -9,17 +9,16 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import (
-    argument,
     derived,
     frozen,
     on_shape,
-    tensor_and_rest,
     uncut,
 )
-from distdl_rma.split.operands import machine_of, on_copies
+from distdl_rma.split.operands import composition, machine_of, of_cut
 from distdl_rma.split.reducing import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
@@ -28,20 +27,15 @@ _T: Any = torch.Tensor
 
 @rule("window", torch.gradient)
 @refusing
-def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
     """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    if not isinstance(x, SplitTensor) or not x.is_split:
-        return on_copies(func, (x, *rest), kwargs)
-    spacing, order = kwargs.get("spacing"), kwargs.get("edge_order", 1)
-    spacing = 1 if spacing is None else spacing
-    given = kwargs.get("dim")
-    count = len(x._layout.shape)
-    dims = range(count) if given is None else given if isinstance(given, (list, tuple)) else (given,)
+    spacing, count = 1 if spacing is None else spacing, len(x._layout.shape)
+    dims = range(count) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
     if any(isinstance(h, torch.Tensor) and h.dim() for h in steps):
-        raise refused(func, "it is given coordinates; spacing is to be numbers")
-    return tuple(composed(_along, x, d % count, h, order) for d, h in zip(dims, steps, strict=True))
+        raise refused(call[0], "it is given coordinates; spacing is to be numbers")
+    return tuple(composed(_along, x, d % count, h, edge_order) for d, h in zip(dims, steps, strict=True))
 
 
 def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
@@ -57,28 +51,22 @@ def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
 
 
 @rule("reduction", "trapezoid", "trapz")
-def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
     """Sums over the ranks of the means of neighbours."""
-    return composed(_trapezoid, *args, **kwargs)
-
-
-def _trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
     n = y.shape[dim]
     if not n:
         return y.sum(dim)
     if x is None:
-        return (y.sum(dim) * 2 - y.select(dim, 0) - y.select(dim, n - 1)) * ((1 if dx is None else dx) / 2)
+        return (y.sum(dim) * 2 - y.select(dim, 0) - y.select(dim, n - 1)) * (dx / 2)
     return _twice_areas(y, x, dx, dim).sum(dim) / 2
 
 
 @rule("reduction", "cumulative_trapezoid")
 @refusing
-def cumulative_trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def cumulative_trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
     """Running sums of the means of neighbours, over the ranks."""
-    return composed(_cumulative_trapezoid, *args, **kwargs)
-
-
-def _cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     return _twice_areas(y, x, dx, dim).cumsum(dim) / 2
 
 
@@ -97,7 +85,7 @@ def _twice_areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
 @refusing
 def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Diagonals to and from dimensions that are whole on each rank: another one is cut instead."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    x, *rest = args
     if not isinstance(x, SplitTensor):
         raise refused(func, "an argument beside the tensor is split")
     name, count = func.__name__, len(x._layout.shape)
@@ -111,7 +99,7 @@ def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def make() -> Decomposition:
         kept: list[int | None] = [d for d in range(count) if d not in dims]
         if name == "diag_embed":
-            one, other = (argument(at, f"dim{at}", rest, kwargs, at - 3) % len(probe) for at in (1, 2))
+            one, other = (d % len(probe) for d in [*named(func, args, kwargs).values()][1:])
             for at in sorted((one, other)):
                 kept.insert(at, None)
         else:

@@ -15,23 +15,22 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.masks import by_mask, is_mask
 from distdl_rma.split.functions.places.shapes import (
-    argument,
     cut_as,
     derived,
     frozen,
     on_shape,
     seen_of,
-    tensor_and_rest,
     uncut,
 )
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies, part_for
+from distdl_rma.split.operands import any_cut, as_part, as_whole, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -78,32 +77,30 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
 @rule("movement", "narrow", "select")
 def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank keeps what it has of an interval; one element of a cut dimension goes to all."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    x, given = args[0], named(func, args, kwargs)
     if not isinstance(x, SplitTensor):
         raise refused(func, "where it begins is on many ranks")
-    dim = argument(0, "dim", rest, kwargs, 0)
+    dim = given["dim"]
     if func.__name__.startswith("select"):
         on_shape(x).select(dim, 0)
-        return _one(func, x, dim % len(x._layout.shape), int(argument(1, "index", rest, kwargs, 0)))
-    found = func(on_shape(x), *(int(n) if isinstance(n, SplitTensor) else n for n in rest), **kwargs)
-    dim %= len(x._layout.shape)
-    start = int(argument(1, "start", rest, kwargs, 0))
-    return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, found.shape[dim])
+        return _one(func, x, dim % len(x._layout.shape), int(given["index"]))
+    numbers = (int(n) if isinstance(n, SplitTensor) else n for n in (given["start"], given["length"]))
+    length = func(on_shape(x), dim, *numbers).shape[dim]
+    dim, start = dim % len(x._layout.shape), int(given["start"])
+    return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, length)
 
 
 @rule("movement", "unbind", _T.__iter__)
 def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every element of a dimension; of a cut one each goes to all ranks."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    iterates = func is _T.__iter__
-    dim = 0 if iterates else argument(0, "dim", rest, kwargs, 0)
+    x, dim = args[0], named(func, args, kwargs).get("dim", 0)
     on_shape(x).unbind(dim)
     dim %= len(x._layout.shape)
     local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
     order = [d for d in range(len(layout.shape)) if d != dim]
     result = derived(x, ("element", layout, dim), lambda: lay.reordered(layout, order))
     found = tuple(seen_of(x, each, result, layout is not x._layout) for each in local.unbind(dim))
-    return iter(found) if iterates else found
+    return iter(found) if func is _T.__iter__ else found
 
 
 def _read(each: Any) -> Any:
@@ -298,25 +295,22 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
 @refusing
 def taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As tensors of indices choose from the flattened tensor."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    return composed(
-        _T.__getitem__, composed(torch.reshape, x, (-1,)), argument(0, "index", rest, kwargs, None)
-    )
+    index = named(func, args, kwargs)["index"]
+    return composed(_T.__getitem__, composed(torch.reshape, args[0], (-1,)), index)
 
 
 @rule("movement", *"index_select index_add index_copy index_fill".split())
 @refusing
 def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
+    x, (dim, index, *others) = args[0], named(func, args, kwargs).values()
     if isinstance(index, SplitTensor) and index.is_split:
         if func.__name__ == "index_select" and dim in (0, -_dims(x)):
             # Of a number there is one element, for all ranks.
-            return by_rows(func, x, index) if _dims(x) else on_copies(func, (x, *rest), kwargs)
+            return by_rows(func, x, index) if _dims(x) else on_copies(func, args, kwargs)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
-        return on_copies(func, (x, *rest), kwargs)
+        return on_copies(func, args, kwargs)
     dim = positive(dim, len(x._layout.shape))
     site = site_of(machine_of(x), func)
     local, layout = with_whole(site, x, [dim])
@@ -324,15 +318,15 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "index_select":
         y = local.index_select(dim, index)
         return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
-    other = argument(2, "source" if func.__name__ != "index_fill" else "value", rest, kwargs, None)
+    other, *more = others
     if isinstance(other, torch.Tensor):
         shape = tuple(frozen(other))
         wanted = uncut(layout, {dim: shape[dim]}) if shape else part_for((), layout)
         if shape != wanted.shape:
             raise ShapeError(f"{site.name}: the source has the global shape {shape}, wanted {wanted.shape}")
         other = as_part(site, other, wanted, layout, 1)
-    more = {"alpha": kwargs["alpha"]} if "alpha" in kwargs else {}
-    return SplitTensor(getattr(_T, func.__name__)(local, dim, index, other, **more), layout)
+    factor = {"alpha": more[0]} if more else {}
+    return SplitTensor(getattr(_T, func.__name__)(local, dim, index, other, **factor), layout)
 
 
 def _dims(x: torch.Tensor) -> int:
@@ -343,25 +337,19 @@ def _dims(x: torch.Tensor) -> int:
 @refusing
 def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
-    if not any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+    if not any_cut(args, kwargs):
         return on_copies(func, args, kwargs)
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    name = func.__name__
-    if name == "take_along_dim":
-        index, dim = argument(0, "indices", rest, kwargs, None), argument(1, "dim", rest, kwargs, None)
-        if dim is None:
-            raise refused(func, "it takes from a flattened tensor; give dim")
-    else:
-        dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
+    x, given, name = args[0], named(func, args, kwargs), func.__name__
+    index, dim = given["indices" if name == "take_along_dim" else "index"], given["dim"]
+    if dim is None:
+        raise refused(func, "it takes from a flattened tensor; give dim")
     dim = positive(dim, _dims(x))
-    source = None
-    if name.startswith("scatter"):
-        source = argument(2, "src", rest, kwargs, kwargs.get("value"))
+    source = next((given[key] for key in ("src", "value") if given.get(key) is not None), None)
     beside = isinstance(source, torch.Tensor) and _dims(source)
     operands = [x, index, source] if beside else [x, index]
     if any(_dims(each) != _dims(x) for each in operands):
         # What torch takes is a number among vectors, or indices without elements.
-        return on_copies(func, (x, *rest), kwargs)
+        return on_copies(func, args, kwargs)
     split = next(each for each in operands if isinstance(each, SplitTensor))
     site = site_of(machine_of(split), func)
     # What is cut is alike in all of them; the largest of those that are split says how.
@@ -388,16 +376,16 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = part(2, source) if beside else source
     if isinstance(source, torch.Tensor) and not beside:
         value = as_part(site, source, part_for((), work), work, 2)
-    more = {key: each for key, each in kwargs.items() if key in ("reduce", "include_self")}
-    y = getattr(_T, name)(local, dim, where, value, *rest[3:], **more)
+    more = {key: given[key] for key in ("reduce", "include_self") if given.get(key) is not None}
+    y = getattr(_T, name)(local, dim, where, value, **more)
     return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
 
 
 @rule("movement", "one_hot")
 def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank encodes its block; the largest class of all ranks counts where none is given."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    classes, local, layout = argument(0, "num_classes", rest, kwargs, -1), local_of(x), x._layout
+    x, classes = args[0], named(func, args, kwargs)["num_classes"]
+    local, layout = local_of(x), x._layout
     if classes == -1:
         most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
         cut = [g for g, axis in enumerate(layout.axes) if axis is not None]

@@ -11,19 +11,18 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.shapes import (
-    argument,
     broadcast,
     frozen,
     reshape,
-    tensor_and_rest,
     uncut,
 )
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import as_part, machine_of, on_copies
+from distdl_rma.split.operands import any_cut, as_part, machine_of, of_cut, on_copies
 from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 
@@ -72,13 +71,11 @@ def _told(site: Site, layout: Decomposition, at: int, count: int) -> Split:
 
 @rule("movement", "nonzero", "argwhere")
 @refusing
-def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> Any:
     """Places of elements, cut in their order: ranks tell each other how many they have."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
     flat = reshape(x, (-1,))
-    layout, site = flat._layout, site_of(machine_of(x), func)
+    layout = flat._layout
     start, _ = layout.box(layout.partition.me).bounds[0]
     number = local_of(flat).nonzero()[:, 0] + start
     layout = lay.with_splits(layout, {0: _told(site, layout, 0, len(number))})
@@ -86,7 +83,7 @@ def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for n in reversed(frozen(x)):
         places.append(number % n)
         number = number // n
-    if argument(0, "as_tuple", rest, kwargs, False):
+    if as_tuple:
         return tuple(SplitTensor(each, layout) for each in reversed(places))
     rows = lay.reordered(layout, [0, None])
     return SplitTensor(torch.stack(places[::-1], 1), uncut(rows, {1: len(places)}))
@@ -104,8 +101,8 @@ def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements where a mask says so, cut in their order: ranks tell each other how many they have."""
-    x, mask = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["mask"]
-    if not any(isinstance(each, SplitTensor) and each.is_split for each in (x, mask)):
+    x, mask = args[0], named(func, args, kwargs)["mask"]
+    if not any_cut(x, mask):
         return on_copies(func, args, kwargs)
     x, mask = broadcast(torch.broadcast_tensors, (x, mask), {})
     return by_mask(func, x, mask)

@@ -11,35 +11,42 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.table import rule
-from distdl_rma.split.functions.places.shapes import argument, frozen
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.functions.products.contractions import prepared, product_of
-from distdl_rma.split.operands import on_copies
+from distdl_rma.split.operands import of_any_cut
 from distdl_rma.split.tensor import SplitTensor, composed, refused
-
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 @rule("contraction", "scaled_dot_product_attention")
 @refusing
-def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_any_cut
+def attention(
+    call: Call,
+    site: Site,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
+) -> Any:
     """Each rank attends from its queries, heads and samples to all keys; masks are those of its rows."""
-    q, k, v, mask, dropout, causal, scale, grouped = (
-        argument(at, name, args, kwargs, None) for at, name in enumerate(_NAMES)
-    )
+    func, q, k, v, mask, causal = call[0], query, key, value, attn_mask, is_causal
     operands = [q, k, v] if mask is None else [q, k, v, mask]
-    if not any(x.is_split for x in operands if isinstance(x, SplitTensor)):
-        return on_copies(func, args, kwargs)
     heads = frozen(q)[-3] if len(frozen(q)) > 2 else 1
-    if grouped and frozen(k)[-3] != heads:
+    if enable_gqa and frozen(k)[-3] != heads:
         k, v = (composed(torch.repeat_interleave, x, heads // frozen(x)[-3], -3) for x in (k, v))
         operands[1:3] = k, v
     if not frozen(q)[-1]:
         # Without features all keys are alike, as with one that is zero.
         (q, k), scale = (composed(F.pad, x, (0, 1)) for x in (q, k)), 1.0
         operands[:2] = q, k
-    if dropout:
-        return _with_dropout(q, k, v, mask, dropout, causal, scale)
+    if dropout_p:
+        return _with_dropout(q, k, v, mask, dropout_p, causal, scale)
     batch = [list(range(2 - len(frozen(x)), 0)) for x in operands]
     ends = (("row", "in"), ("key", "in"), ("key", "out"), ("row", "key"))
     labels = [[*names, *own] for names, own in zip(batch, ends, strict=False)]

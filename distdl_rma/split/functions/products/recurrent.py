@@ -8,15 +8,15 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
-from distdl_rma.split.operands import as_part, machine_of, on_copies, wholes
+from distdl_rma.split.operands import any_cut, as_part, machine_of, on_copies, wholes
 from distdl_rma.split.reducing import with_whole
-from distdl_rma.split.tensor import SplitTensor, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, mapped, refused
 
 
 @rule("contraction", "lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Samples stay cut, time and features are made whole; all ranks run through a single sample."""
-    if not any(x.is_split for x in tensors_in(args) if isinstance(x, SplitTensor)):
+    if not any_cut(args):
         return on_copies(func, args, kwargs)
     x, states, weights, *others = args
     if not isinstance(weights, (list, tuple)) or kwargs:

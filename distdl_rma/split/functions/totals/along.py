@@ -10,15 +10,15 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
-from distdl_rma.split.functions.places.shapes import argument, frozen
+from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
-from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
+from distdl_rma.split.operands import as_part, as_whole, machine_of, of_cut, on_copies
 from distdl_rma.split.reducing import (
     Along,
-    arguments,
     chosen_dims,
     positive,
     put_back,
@@ -30,15 +30,12 @@ from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, ref
 
 @rule("reduction", "cumsum")
 @refusing
-def running_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.dtype | None) -> Any:
     """Of the block, and onto it the sums of the blocks before it."""
-    given = arguments(func, args, kwargs, dim=None, dtype=None)
-    x = given["input"]
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    along = Along.of(func, x, (given["dim"],))
-    (d,), dtype = along.dims, summed_dtype(along.local, given["dtype"])
-    values = along.local if given["dtype"] is None else along.local.to(dtype)
+    along = Along.of(site, x, (dim,))
+    (d,), values = along.dims, along.local if dtype is None else along.local.to(dtype)
+    dtype = summed_dtype(along.local, dtype)
     wide = sum_dtype(dtype)
     y = values.cumsum(d, dtype=wide)
     if along.cut:
@@ -53,22 +50,10 @@ def running_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return SplitTensor(y.to(dtype), along.layout)
 
 
-# Names, the arguments behind the input, and whether the results have all of the dimension.
-_ALONG: dict[str, tuple[dict[str, Any], bool]] = {
-    "cumprod": ({"dim": None, "dtype": None}, True),
-    "logcumsumexp": ({"dim": None}, True),
-    "cummax": ({"dim": None}, True),
-    "cummin": ({"dim": None}, True),
-    "argsort": ({"dim": -1, "descending": False, "stable": False}, True),
-    "sort": ({"dim": -1, "descending": False, "stable": None}, True),
-    "topk": ({"k": None, "dim": -1, "largest": True, "sorted": True}, False),
-    "kthvalue": ({"k": None, "dim": -1, "keepdim": False}, False),
-    "mode": ({"dim": -1, "keepdim": False}, False),
-    "median": ({"dim": None, "keepdim": False}, False),
-    "nanmedian": ({"dim": None, "keepdim": False}, False),
-    "quantile": ({"q": None, "dim": None, "keepdim": False, "interpolation": "linear"}, False),
-    "nanquantile": ({"q": None, "dim": None, "keepdim": False, "interpolation": "linear"}, False),
-    "diff": ({"n": 1, "dim": -1, "prepend": None, "append": None}, False),
+# Whether the results have all of the dimension.
+_ALONG = {
+    **dict.fromkeys("cumprod logcumsumexp cummax cummin argsort sort".split(), True),
+    **dict.fromkeys("topk kthvalue mode median nanmedian quantile nanquantile diff".split(), False),
 }
 
 
@@ -79,12 +64,11 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     Without another one, or of all elements, every rank gets all of the tensor.
     """
-    defaults, stays = _ALONG[func.__name__]
     if func.__name__ in ("sort", "argsort") and len(args) > 1 and isinstance(args[1], bool):
         # The other form, with ``stable`` first.
         return along_whole_dimension(func, args[:1], {"stable": args[1], **kwargs})
-    given = arguments(func, args, kwargs, **defaults)
-    x, dim = given.pop("input"), given["dim"]
+    x, given = args[0], named(func, args, kwargs)
+    stays, dim = _ALONG[func.__name__], given["dim"]
     _check(func, x, given)
     if not x.is_split:
         return on_copies(func, args, kwargs)
@@ -118,7 +102,7 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 @rule("movement", "msort")
 def sorted_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``sort`` along the first dimension."""
-    return composed(torch.sort, arguments(func, args, kwargs)["input"], 0)[0]
+    return composed(torch.sort, args[0], 0)[0]
 
 
 def _check(func: Any, x: Any, given: dict[str, Any]) -> None:
@@ -138,12 +122,11 @@ def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list
 @rule("movement", "searchsorted")
 def place_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Places of each rank's values, along whole dimensions of the sequences."""
-    names = "sorted_sequence", "input"
-    sequence, x = (argument(at, name, args, kwargs, None) for at, name in enumerate(names))
-    options = {key: each for key, each in kwargs.items() if key not in names}
+    sequence, options = args[0], named(func, args, kwargs)
+    x = options.pop("input")
     if not isinstance(x, SplitTensor) or not x.is_split:
         return on_copies(func, args, kwargs)
-    if options.get("sorter") is not None:
+    if options["sorter"] is not None:
         raise refused(func, "with a sorter")
     site, count = site_of(machine_of(x), func), len(frozen(sequence))
     if count == 1:

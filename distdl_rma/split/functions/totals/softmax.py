@@ -10,10 +10,11 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import on_copies
-from distdl_rma.split.reducing import Along, arguments
+from distdl_rma.split.operands import of_cut
+from distdl_rma.split.reducing import Along
 from distdl_rma.split.tensor import SplitTensor, composed
 
 
@@ -52,16 +53,22 @@ class _Softmax(OperatorFunction):
 
 @rule("reduction", "softmax", "log_softmax", "softmin")
 @refusing
-def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(empty=False)
+def softmax(
+    call: Call,
+    site: Site,
+    x: SplitTensor,
+    dim: int | None,
+    dtype: torch.dtype | None,
+    _stacklevel: int = 0,
+) -> Any:
     """Over a split dimension with the largest elements and sums of all ranks, in one message."""
-    names = {"_stacklevel": 3} if func in (F.softmax, F.log_softmax, F.softmin) else {}
-    given = arguments(func, args, kwargs, dim=None, **names, dtype=None)
-    x, dim, dtype = given["input"], given["dim"], given["dtype"]
-    if not x.is_split or not x.numel():
-        return on_copies(func, args, kwargs)
+    func, *_ = call
+    # What torch chooses where a user does not.
+    dim = dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
     if func is F.softmin:
-        return composed(torch.softmax, composed(torch.neg, x), _chosen(x, dim), dtype=dtype)
-    along = Along.of(func, x, _chosen(x, dim))
+        return composed(torch.softmax, composed(torch.neg, x), dim, dtype=dtype)
+    along = Along.of(site, x, dim)
     if not along.cut:
         return SplitTensor(func(*(along.local, along.dims[0]), dtype=dtype), along.layout)
     log = func.__name__.endswith("log_softmax")
@@ -69,8 +76,3 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     wide, along.local = local.to(sum_dtype(local.dtype)), local.detach()
     y: torch.Tensor = _Softmax.apply(wide, along, log)
     return SplitTensor(y.to(local.dtype), along.layout)
-
-
-def _chosen(x: SplitTensor, dim: int | None) -> int:
-    # What torch chooses where a user does not.
-    return dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
