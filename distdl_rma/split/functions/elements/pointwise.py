@@ -1,19 +1,32 @@
-"""Functions of single elements: every rank computes its block; operands that are cut otherwise move first."""
+"""Functions of single elements, also of lists of tensors: every rank computes its block.
+
+Operands that are cut otherwise move first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, refused
+from distdl_rma.split.operands import (
+    as_part,
+    as_whole,
+    common_layout,
+    machine_of,
+    on_copies,
+    part_for,
+)
+from distdl_rma.split.reducing import with_whole
+from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, mapped, refused
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -172,3 +185,90 @@ def compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         site = site_of(machine_of(x), func)
         others = as_whole(site, others, x._layout, "what is compared with")
     return SplitTensor(func(local_of(x), others, **options), x._layout)
+
+
+_OF_EACH = "_foreach_"
+_NAMES = dir(torch._C._VariableFunctions)
+_FUSED = "sgd_", "adam_", "adamw_", "adagrad_"
+
+
+def _of_products(name: str) -> Callable[..., Any]:
+    def function(x: Any, first: Any, second: Any, value: Any = 1, *, scalars: Any = None) -> Any:
+        value = value if scalars is None else scalars
+        return getattr(x, name)(first, second, value=value)
+
+    return function
+
+
+# Where the function of one tensor is called otherwise, or with other arguments.
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
+    **{name: _of_products(name) for name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_")},
+    **{name: lambda x, other: x.clamp(min=other) for name in ("maximum", "clamp_min")},
+    **{name: lambda x, other: x.clamp(max=other) for name in ("minimum", "clamp_max")},
+    **{name: lambda x, other: x.clamp_(min=other) for name in ("maximum_", "clamp_min_")},
+    **{name: lambda x, other: x.clamp_(max=other) for name in ("minimum_", "clamp_max_")},
+}
+
+
+@rule("pointwise", *(name for name in _NAMES if name.startswith(_OF_EACH)))
+def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of each tensor of a list, split or plain, the function of one tensor by its own rule."""
+    name = func.__name__.removeprefix(_OF_EACH)
+    in_place = name.endswith("_")
+    function = _OTHERWISE.get(name) or getattr(torch.Tensor if in_place else torch, name, None)
+    if function is None:
+        raise refused(func, "there is no such function of one tensor")
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+
+    def call(at: int) -> Any:
+        given = [each[at] if isinstance(each, (list, tuple)) else each for each in args]
+        named = {key: each[at] if isinstance(each, (list, tuple)) else each for key, each in kwargs.items()}
+        return composed(function, *given, **named)
+
+    found = tuple(call(at) for at in range(len(lists[0])))
+    return [*lists[0]] if in_place else found
+
+
+@rule("pointwise", *(name for name in _NAMES if name.startswith("_fused_") and name.endswith(_FUSED)))
+def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A step of an optimizer: each rank updates its blocks, of parameters, gradients and states cut alike."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple)) and each]
+    for together in zip(*lists, strict=True):
+        layouts = {x._layout for x in together if isinstance(x, SplitTensor)}
+        plain = [x for x in together if not isinstance(x, SplitTensor) and x.dim()]
+        if len(layouts) > 1 or (layouts and plain):
+            raise refused(func, "a parameter, its gradient and its state are not cut alike")
+    func(*mapped(_block, args), **mapped(_block, kwargs))
+
+
+def _block(x: torch.Tensor) -> torch.Tensor:
+    return local_of(x) if isinstance(x, SplitTensor) else x
+
+
+@rule("pointwise", torch.Tensor.real.__get__, torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
+def part_of_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block."""
+    return SplitTensor(func(local_of(args[0])), args[0]._layout)
+
+
+@rule("pointwise", "view_as_real")
+@refusing
+def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block; the last dimension is new, and whole."""
+    x = args[0]
+    ndim = x.dim()
+    layout = lay.with_splits(lay.reordered(x._layout, [*range(ndim), None]), {ndim: Balanced(2, 1)})
+    return SplitTensor(func(local_of(x)), layout)
+
+
+@rule("pointwise", "view_as_complex")
+@refusing
+def view_as_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block; the last dimension, if it is split, is made whole first."""
+    x = args[0]
+    last = x.dim() - 1
+    local, layout = with_whole(site_of(machine_of(x), func), x, (last,))
+    moved = layout is not x._layout
+    y = func(local.contiguous() if moved else local)
+    return SplitTensor(y, lay.reordered(layout, range(last)), copy_of=x._local if moved else None)

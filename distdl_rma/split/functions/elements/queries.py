@@ -1,4 +1,4 @@
-"""What a program asks of a tensor: its shape and type as of the whole, its graph as of the block."""
+"""What a program asks of a tensor: shape and type of the whole, the graph of the block, new ones like it."""
 
 from __future__ import annotations
 
@@ -257,3 +257,22 @@ def not_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A copy of the block, of leaves only as in torch."""
     return SplitTensor(func(local_of(args[0]), *args[1:]), args[0]._layout)
+
+
+@rule(
+    "creation",
+    _T.new_empty,
+    _T.new_zeros,
+    _T.new_ones,
+    _T.new_full,
+    _T.new_tensor,
+    _T.new,
+    _T.new_empty_strided,
+)
+def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A plain tensor of the size that is asked for, the same on every rank; it is cut where it is used."""
+    x, *others = args
+    if any(isinstance(y, SplitTensor) and y.is_split for y in tensors_in(*others, kwargs)):
+        raise refused(func, "the values are on many ranks")
+    values = [local_of(y) if isinstance(y, SplitTensor) else y for y in others]
+    return func(x._local, *values, **kwargs)  # type: ignore[no-any-return]

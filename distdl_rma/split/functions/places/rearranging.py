@@ -11,7 +11,7 @@ from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import (
     cut_as,
@@ -23,9 +23,9 @@ from distdl_rma.split.functions.places.shapes import (
     uncut,
 )
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import of_cut, on_copies
+from distdl_rma.split.operands import machine_of, of_cut, on_copies
 from distdl_rma.split.reducing import positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
 
@@ -145,3 +145,32 @@ def diagonal(call: Call, site: Site, x: SplitTensor, offset: int, dim1: int, dim
     y = local.diagonal(offset, dim1, dim2)
     longer = lay.reordered(layout, [*(d for d in range(count) if d not in both), None])
     return seen_of(x, y, uncut(longer, {count - 2: y.shape[-1]}), layout is not x._layout)
+
+
+@rule("movement", "diag", "diag_embed", "diagflat")
+@refusing
+def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Diagonals to and from dimensions that are whole on each rank: another one is cut instead."""
+    x, *rest = args
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "an argument beside the tensor is split")
+    name, count = func.__name__, len(x._layout.shape)
+    probe = derived(
+        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
+    )
+    dims = [count - 1] if name == "diag_embed" else list(range(count))
+    local, layout = with_whole(site_of(machine_of(x), func), x, dims)
+    y = func(local, *rest, **kwargs)
+
+    def make() -> Decomposition:
+        kept: list[int | None] = [d for d in range(count) if d not in dims]
+        if name == "diag_embed":
+            one, other = (d % len(probe) for d in [*named(func, args, kwargs).values()][1:])
+            for at in sorted((one, other)):
+                kept.insert(at, None)
+        else:
+            kept += [None] * (len(probe) - len(kept))
+        result = lay.reordered(layout, kept)
+        return uncut(result, {d: probe[d] for d, source in enumerate(kept) if source is None})
+
+    return SplitTensor(y, derived(x, (func, layout, frozen(rest), frozen(kwargs), "layout"), make))

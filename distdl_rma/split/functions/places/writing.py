@@ -21,10 +21,10 @@ from distdl_rma.split.functions.places.indexing import (
     chosen_layout,
     chosen_order,
     from_whole,
+    is_mask,
     numbered,
     one_each,
 )
-from distdl_rma.split.functions.places.masks import is_mask
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for

@@ -1,7 +1,8 @@
-"""Functions along dimensions that have to be whole, such as sorting; another one is cut meanwhile."""
+"""Functions along dimensions that have to be whole, as sorting and Fourier transforms: another one is cut."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from distdl_rma.split.operands import as_part, as_whole, machine_of, of_cut, on_
 from distdl_rma.split.reducing import (
     Along,
     chosen_dims,
+    computed,
     positive,
     put_back,
     with_an_element,
@@ -142,3 +144,37 @@ def place_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
     return on_copies(func, args, kwargs)
+
+
+_EACH = "fft ifft rfft irfft hfft ihfft".split()
+
+
+@rule("movement", *(getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")))
+@refusing
+@of_cut(empty=False)
+def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
+    """Where a transformed dimension is split, another one is cut meanwhile, and the result goes back.
+
+    Split dimensions whose extent changes are in balanced blocks then. If no other dimension is left to be
+    cut, every rank transforms the same.
+    """
+    func, *_ = call
+    ndim, extents = x.dim(), given.get("s")
+    if dim is None:
+        dims = tuple(range(ndim - len(extents) if extents is not None else 0, ndim))
+    else:
+        dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+    local, layout = with_whole(site, x, dims, "transformed dimensions made whole")
+    compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
+    return put_back(site, computed(compute, local), layout, x._layout)
+
+
+@rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
+@refusing
+@of_cut(empty=False)
+def shift(call: Call, site: Site, x: SplitTensor, dim: Any) -> Any:
+    """As the transforms."""
+    each = range(x.dim()) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = tuple(positive(d, x.dim()) for d in each)
+    local, layout = with_whole(site, x, dims, "shifted dimensions made whole")
+    return put_back(site, call[0](local, dims), layout, x._layout)
