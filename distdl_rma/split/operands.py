@@ -21,7 +21,7 @@ from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import WITHOUT_RULE, Handler, name_of, rule, twin_of
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, mapped, refused, tensors_in
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -141,11 +141,6 @@ def composition(function: Handled) -> Handler:
         return composed(function, args[0], **named(func, args, kwargs))
 
     return called
-
-
-def any_cut(*arguments: Any) -> bool:
-    """Whether any tensor among arguments is cut."""
-    return any(x.is_split for x in tensors_in(*arguments) if isinstance(x, SplitTensor))
 
 
 def _everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -166,3 +166,28 @@ def put_back(
     return SplitTensor(
         redistributed(site, y, source, target := lay.with_splits(before, changed), what), target
     )
+
+
+def by_whole_dims(
+    site: Site,
+    x: SplitTensor,
+    dims: Sequence[int],
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    what: str = "dimensions made whole",
+) -> SplitTensor:
+    """A function that needs some dimensions whole and treats the others apart.
+
+    The result has the dimensions of the input in the same order.
+    """
+    local, layout = with_whole(site, x, dims, what)
+    return put_back(site, computed(compute, local), layout, x._layout)
+
+
+def laid_out(layout: Decomposition, order: Sequence[int | None], y: torch.Tensor) -> Decomposition:
+    """Layout of a result ``y`` with these dimensions of blocks in this order, None for new ones.
+
+    What is not cut has the extents of the result.
+    """
+    found = lay.reordered(layout, order)
+    extents = {d: Balanced(n, 1) for d, n in enumerate(y.shape) if found.splits[d].parts == 1}
+    return lay.with_splits(found, extents)

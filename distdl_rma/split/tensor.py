@@ -263,8 +263,8 @@ class SplitTensor(torch.Tensor):
             if TRAILS:
                 note(func, rule.kind, args, kwargs or _NOTHING)
             try:
-                if kwargs is not None and "out" in kwargs:
-                    _check_out(rule.kind, func, kwargs)
+                if kwargs and "out" in kwargs and kwargs["out"] is not None and rule.kind not in _AS_PASSED:
+                    raise refused(func, "out= is not supported; what it returns is to be assigned")
                 if lay.LEAVING_OUT:
                     # Without a call, where all ranks have elements.
                     x: Any
@@ -315,7 +315,7 @@ class SplitTensor(torch.Tensor):
         try:
             return func._implementation(*args, **kwargs)
         except (TypeError, UnsupportedError):
-            if not any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+            if not any_cut(args, kwargs):
                 raise
         raise refused(func, ON_MANY_RANKS)
 
@@ -347,11 +347,6 @@ def _cast(name: str, given: Any) -> Any:
         return found
 
     return mapped(cast, given)
-
-
-def _check_out(kind: str, func: Any, kwargs: Any) -> None:
-    if kwargs["out"] is not None and kind not in _AS_PASSED:
-        raise refused(func, "out= is not supported; what it returns is to be assigned")
 
 
 def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
@@ -475,6 +470,11 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
     return found
 
 
+def any_cut(*arguments: Any) -> bool:
+    """Whether any tensor among arguments is cut."""
+    return any(x.is_split for x in tensors_in(*arguments) if isinstance(x, SplitTensor))
+
+
 def mapped(change: Any, argument: Any) -> Any:
     """Arguments with every tensor changed."""
     if isinstance(argument, torch.Tensor):
@@ -489,9 +489,8 @@ def mapped(change: Any, argument: Any) -> Any:
 
 
 def _without_tangents(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-    given = tensors_in(args, kwargs)
-    if any(x.is_split for x in given if isinstance(x, SplitTensor)):
-        refuse_tangents(func, given)
+    if any_cut(args, kwargs):
+        refuse_tangents(func, tensors_in(args, kwargs))
     return rule.handler(func, args, kwargs)
 
 

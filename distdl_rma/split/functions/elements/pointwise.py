@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.signatures import named
@@ -25,7 +24,7 @@ from distdl_rma.split.operands import (
     on_copies,
     part_for,
 )
-from distdl_rma.split.reducing import with_whole
+from distdl_rma.split.reducing import laid_out, with_whole
 from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, mapped, refused
 
 _UNARY = """
@@ -257,9 +256,8 @@ def part_of_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
     """Of each block; the last dimension is new, and whole."""
     x = args[0]
-    ndim = x.dim()
-    layout = lay.with_splits(lay.reordered(x._layout, [*range(ndim), None]), {ndim: Balanced(2, 1)})
-    return SplitTensor(func(local_of(x)), layout)
+    y = func(local_of(x))
+    return SplitTensor(y, laid_out(x._layout, [*range(x.dim()), None], y))
 
 
 @rule("pointwise", "view_as_complex")

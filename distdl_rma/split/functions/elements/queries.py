@@ -24,6 +24,7 @@ from distdl_rma.split.tensor import (
     OF_NO_BLOCK,
     ON_MANY_RANKS,
     SplitTensor,
+    any_cut,
     composed,
     into_graph,
     local_of,
@@ -272,7 +273,7 @@ def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A plain tensor of the size that is asked for, the same on every rank; it is cut where it is used."""
     x, *others = args
-    if any(isinstance(y, SplitTensor) and y.is_split for y in tensors_in(*others, kwargs)):
+    if any_cut(others, kwargs):
         raise refused(func, "the values are on many ranks")
     values = [local_of(y) if isinstance(y, SplitTensor) else y for y in others]
     return func(x._local, *values, **kwargs)  # type: ignore[no-any-return]

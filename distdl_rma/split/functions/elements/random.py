@@ -18,8 +18,8 @@ from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
-from distdl_rma.split.operands import any_cut, as_part, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused, tensors_in
 
 # Of the self-normalising activation that alpha dropout goes with: minus its value far below zero.
 _ALPHA = 1.7580993408473766

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,24 +20,37 @@ from distdl_rma.split.calls.refusals import is_taken, raise_as_torch, refusing
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.operands import needs_of, of_cut, on_copies, wholes
-from distdl_rma.split.reducing import computed, positive, put_back, with_whole
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.reducing import by_whole_dims, computed, positive, put_back, with_whole
+from distdl_rma.split.tensor import SplitTensor, any_cut, local_of, refused
 
 _RUNNING = "running_mean", "running_var"
 _WEIGHTS = "weight", "bias"
 _ALIKE = "running statistics are plain tensors, alike on all ranks"
-# What kind of normalisation one of a layout is, by eps and whether it tracks; made once for each.
-_Options = Callable[[Decomposition, Any, bool], NormOptions]
+# What a statistic needs several of.
+_SEVERAL = {
+    "batch_norm": "value per channel is needed in training",
+    "instance_norm": "spatial element is needed in training",
+    "group_norm": "value per group is needed",
+}
+
+
+def _options(name: str, number: int, dims: int, eps: Any, tracks: bool) -> NormOptions:
+    # ``number`` is that of the groups, 0 without, or of the last dimensions that a layer norm is over.
+    last = tuple(range(dims - number, dims))
+    if name in ("layer_norm", "rms_norm"):
+        return NormOptions(NormAxes(last, last), eps, name == "layer_norm")
+    over = {"batch_norm": (0, *range(2, dims)), "instance_norm": (*range(2, dims),)}
+    axes = NormAxes(over.get(name, (*range(1, dims),)), (1,), number)
+    return NormOptions(axes, eps, tracks=tracks, several=_SEVERAL[name])
 
 
 def _normalised(
     call: Call,
     site: Site,
     x: SplitTensor,
-    options: _Options,
+    number: int,
     weights: tuple[torch.Tensor | None, torch.Tensor | None],
     eps: Any,
     running: dict[str, torch.Tensor] | None = None,
@@ -46,7 +59,7 @@ def _normalised(
     local, layout = local_of(x), x._layout
     weight, bias = wholes(site, weights, layout, _WEIGHTS)
     key = (
-        options,
+        number,
         layout,
         local.dtype,
         eps,
@@ -58,7 +71,7 @@ def _normalised(
     def make() -> Normalisation:
         raise_as_torch(*call)
         given = {key: w for key, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
-        kind = options(layout, eps, running is not None)
+        kind = _options(call[0].__name__, number, len(layout.shape), eps, running is not None)
         return _operation(site, layout, local.dtype, kind, given, running)
 
     operation = site.kept(key, make)
@@ -91,54 +104,35 @@ def _operation(
     return Normalisation(site.call_site, source, dtype, options, store, dtypes)
 
 
-def _buffers(func: Any, mean: Any, variance: Any) -> dict[str, torch.Tensor] | None:
-    if mean is None or variance is None:
-        return None
-    for buffer in (mean, variance):
-        if isinstance(buffer, SplitTensor):
-            raise refused(func, _ALIKE)
-    return {"running_mean": mean, "running_var": variance}
-
-
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = named(func, args, kwargs)
     buffers = [given[name] for name in _RUNNING]
     changes = given["training"] if "training" in given else given["use_input_stats"]
-    if changes and any(isinstance(buffer, SplitTensor) and buffer.is_split for buffer in buffers):
+    if changes and any_cut(buffers):
         # It would change a copy of what is cut.
         raise refused(func, _ALIKE)
     return on_copies(func, args, kwargs)
-
-
-def _of_batch(layout: Decomposition, eps: float, tracks: bool) -> NormOptions:
-    axes = NormAxes(tuple(d for d in range(len(layout.shape)) if d != 1), (1,))
-    return NormOptions(axes, eps, tracks=tracks, several="value per channel is needed in training")
-
-
-def _of_instances(layout: Decomposition, eps: float, tracks: bool) -> NormOptions:
-    axes = NormAxes(tuple(range(2, len(layout.shape))), (1,))
-    return NormOptions(axes, eps, tracks=tracks, several="spatial element is needed in training")
 
 
 @rule("norm", F.batch_norm, torch.batch_norm)
 @of_cut(empty=False, otherwise=_on_copies)
 def batch_norm(call: Call, site: Site, x: SplitTensor, *, training: bool, **others: Any) -> Any:
     """By mean and variance of the whole batch; running statistics change alike on all ranks."""
-    return _with_running(call, site, x, _of_batch if training else None, **others)
+    return _with_running(call, site, x, training, **others)
 
 
 @rule("norm", F.instance_norm, torch.instance_norm)
 @of_cut(empty=False, otherwise=_on_copies)
 def instance_norm(call: Call, site: Site, x: SplitTensor, *, use_input_stats: bool, **others: Any) -> Any:
     """By mean and variance of each sample and channel, wherever its elements are."""
-    return _with_running(call, site, x, _of_instances if use_input_stats else None, **others)
+    return _with_running(call, site, x, use_input_stats, **others)
 
 
 def _with_running(
     call: Call,
     site: Site,
     x: SplitTensor,
-    options: _Options | None,
+    by_input: bool,
     *,
     running_mean: Any,
     running_var: Any,
@@ -153,8 +147,8 @@ def _with_running(
         if isinstance(running_mean, SplitTensor) or isinstance(running_var, SplitTensor):
             raise refused(call[0], _ALIKE)
         running = {"running_mean": running_mean, "running_var": running_var}
-    if options is not None:
-        return _normalised(call, site, x, options, (weight, bias), eps, running, momentum)
+    if by_input:
+        return _normalised(call, site, x, 0, (weight, bias), eps, running, momentum)
     if running is None:
         name = "training" if call[0].__name__ == "batch_norm" else "use_input_stats"
         raise ShapeError(f"{site.name}: running_mean and running_var are needed when {name} is False")
@@ -190,15 +184,6 @@ def _by_constants(
     return SplitTensor(y, x._layout)
 
 
-@dataclass(frozen=True)
-class _OfGroups:
-    groups: int
-
-    def __call__(self, layout: Decomposition, eps: float, tracks: bool) -> NormOptions:
-        axes = NormAxes(tuple(range(1, len(layout.shape))), (1,), self.groups)
-        return NormOptions(axes, eps, several="value per group is needed")
-
-
 @rule("norm", F.group_norm, torch.group_norm)
 @of_cut(empty=False)
 def group_norm(
@@ -215,7 +200,7 @@ def group_norm(
     shape, groups = x._layout.shape, int(num_groups)
     if len(shape) < 2 or groups < 1 or shape[1] % groups:
         raise ShapeError(f"{site.name}: the channels of {shape} do not form {groups} groups")
-    return _normalised(call, site, x, _OfGroups(groups), (weight, bias), eps)
+    return _normalised(call, site, x, groups, (weight, bias), eps)
 
 
 @rule("norm", F.layer_norm, torch.layer_norm)
@@ -231,7 +216,7 @@ def layer_norm(
     cudnn_enable: bool = False,
 ) -> Any:
     """By mean and variance over the last dimensions; only where these are cut do ranks exchange them."""
-    return _over_last(call, site, x, normalized_shape, weight, bias, eps, True)
+    return _over_last(call, site, x, normalized_shape, weight, bias, eps)
 
 
 @rule("norm", F.rms_norm, torch.rms_norm)
@@ -240,18 +225,7 @@ def rms_norm(
     call: Call, site: Site, x: SplitTensor, normalized_shape: Any, weight: Any, eps: float | None
 ) -> Any:
     """By the root mean square over the last dimensions; only where these are cut do ranks exchange it."""
-    return _over_last(call, site, x, normalized_shape, weight, None, eps, False)
-
-
-@dataclass(frozen=True)
-class _OverLast:
-    number: int
-    centred: bool
-
-    def __call__(self, layout: Decomposition, eps: Any, tracks: bool) -> NormOptions:
-        dims = len(layout.shape)
-        last = tuple(range(dims - self.number, dims))
-        return NormOptions(NormAxes(last, last), eps, self.centred)
+    return _over_last(call, site, x, normalized_shape, weight, None, eps)
 
 
 def _over_last(
@@ -262,7 +236,6 @@ def _over_last(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: Any,
-    centred: bool,
 ) -> SplitTensor:
     layout = x._layout
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -273,12 +246,12 @@ def _over_last(
         if local_of(x).is_complex():
             # Of which no moments are exchanged.
             local, whole = with_whole(site, x, range(dims - len(shape), dims))
-            y = _over_last(call, site, SplitTensor(local, whole), shape, weight, bias, eps, centred)
+            y = _over_last(call, site, SplitTensor(local, whole), shape, weight, bias, eps)
             return put_back(site, local_of(y), whole, layout)
-        return _normalised(call, site, x, _OverLast(len(shape), centred), (weight, bias), eps)
+        return _normalised(call, site, x, len(shape), (weight, bias), eps)
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
     local = local_of(x)
-    if centred:
+    if call[0].__name__ == "layer_norm":
         return SplitTensor(F.layer_norm(local, shape, weight, bias, eps), layout)
     return SplitTensor(F.rms_norm(local, shape, weight, eps), layout)
 
@@ -288,7 +261,7 @@ def _over_last(
 @of_cut(empty=False)
 def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -> Any:
     """By neighbouring channels; where channels are cut all of them come to every rank that has any."""
-    return by_whole_dims(site, x, (1,), lambda local: call[0](local, **others))
+    return by_whole_dims(site, x, (1,), partial(call[0], **others))
 
 
 @rule("norm", F.normalize)
@@ -299,7 +272,7 @@ def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: f
     dims: Any = (dim,) if isinstance(dim, int) else tuple(dim)
     local, layout = local_of(x), x._layout
     dims = tuple(positive(d, len(layout.shape)) for d in dims)
-    cut = [d for d in lay.cut_dims(layout) if d in dims]
+    cut = [d for d in layout.cut_dims if d in dims]
     if not cut:
         return SplitTensor(F.normalize(local, p, dims, eps), layout)
     if p <= 0:

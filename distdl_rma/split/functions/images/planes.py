@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -22,17 +21,6 @@ from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, of_any_cut, of_cut
 from distdl_rma.split.reducing import computed, put_back, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, refused
-
-
-def by_whole_dims(
-    site: Site, x: SplitTensor, dims: Sequence[int], compute: Callable[[torch.Tensor], torch.Tensor]
-) -> SplitTensor:
-    """A function that needs some dimensions whole and treats the others apart.
-
-    The result has the dimensions of the input in the same order.
-    """
-    local, layout = with_whole(site, x, dims)
-    return put_back(site, computed(compute, local), layout, x._layout)
 
 
 @rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)

@@ -33,9 +33,9 @@ from distdl_rma.split.calls.refusals import raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.images.convolutions import each_dim
-from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import needs_of, of_cut
+from distdl_rma.split.reducing import by_whole_dims
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _LEADING = 2
@@ -319,7 +319,7 @@ def _padded(
     padded = [d for d in range(dims) if by_dim.get(d, (0, 0)) != (0, 0)]
     if not padded:
         return SplitTensor(local.clone(), layout)
-    if mode == "constant" and not set(padded) & set(lay.cut_dims(layout)):
+    if mode == "constant" and not set(padded) & set(layout.cut_dims):
         longer = {d: Balanced(layout.shape[d] + sum(by_dim[d]), 1) for d in padded}
         return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
 

@@ -31,9 +31,9 @@ from distdl_rma.split.functions.places.shapes import (
     uncut,
 )
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import any_cut, as_part, as_whole, machine_of, of_cut, on_copies, part_for
-from distdl_rma.split.reducing import positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+from distdl_rma.split.operands import as_part, as_whole, machine_of, of_cut, on_copies, part_for
+from distdl_rma.split.reducing import laid_out, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -216,12 +216,14 @@ def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> Split
     if len(chosen) == len(masks) == 1:
         ((at, mask),) = masks.items()
         covered = range(at, at + mask.dim())
-        if (isinstance(mask, SplitTensor) and mask.is_split) or set(covered) & set(lay.cut_dims(x._layout)):
+        if (isinstance(mask, SplitTensor) and mask.is_split) or set(covered) & set(x._layout.cut_dims):
             return by_mask(func, x, mask, at)
-    if any(isinstance(each, SplitTensor) and each.is_split for each in chosen.values()):
+    if any_cut(*chosen.values()):
         if masks:
             raise refused(func, "a split mask stands beside other indices; torch.where keeps the shape")
-        return _chosen_by_split(func, x, chosen)
+        if list(chosen) != [0]:
+            raise refused(func, "split indices choose from a first dimension alone")
+        return by_rows(func, x, chosen[0])
     dims, index = from_whole(x, chosen)
     local, layout = with_whole(site_of(machine_of(x), func), x, dims)
     # Out of range on one rank is so on all: what is chosen from is whole.
@@ -256,15 +258,7 @@ def chosen_layout(layout: Decomposition, dims: Sequence[int], y: torch.Tensor) -
     """Layout of what tensors of indices choose from some dimensions of blocks."""
     kept = [d for d in range(len(layout.shape)) if d not in dims]
     order = chosen_order(kept, dims, y.dim() - len(kept))
-    return uncut(lay.reordered(layout, order), {at: y.shape[at] for at, d in enumerate(order) if d is None})
-
-
-def _chosen_by_split(func: Any, x: Any, chosen: dict[int, torch.Tensor]) -> SplitTensor:
-    # One split tensor of indices chooses from the first dimension of what all ranks get.
-    if list(chosen) != [0]:
-        raise refused(func, "split indices choose from a first dimension alone")
-    (index,) = chosen.values()
-    return by_rows(func, x, index)
+    return laid_out(layout, order, y)
 
 
 def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
@@ -272,16 +266,13 @@ def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
     layout = index._layout
     whole = as_whole(site_of(machine_of(index), func), x, layout, "chosen from")
     y = whole[local_of(index)]
-    order = [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)]
-    result = lay.reordered(layout, order)
-    extents = dict(enumerate(whole.shape[1:], len(layout.shape)))
-    return SplitTensor(y, uncut(result, extents))
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)], y))
 
 
 def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     # A plain tensor by split indices.
     split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
-    if not any(each.is_split for each in split.values()):
+    if not any_cut(given):
         return on_copies(func, (x, tuple(given)), {})
     if (
         list(split) == [0]
@@ -308,9 +299,9 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
     x, (dim, index, *others) = args[0], named(func, args, kwargs).values()
     if isinstance(index, SplitTensor) and index.is_split:
-        if func.__name__ == "index_select" and dim in (0, -_dims(x)):
+        if func.__name__ == "index_select" and dim in (0, -x.dim()):
             # Of a number there is one element, for all ranks.
-            return by_rows(func, x, index) if _dims(x) else on_copies(func, args, kwargs)
+            return by_rows(func, x, index) if x.dim() else on_copies(func, args, kwargs)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)
@@ -332,10 +323,6 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(getattr(_T, func.__name__)(local, dim, index, other, **factor), layout)
 
 
-def _dims(x: torch.Tensor) -> int:
-    return len(frozen(x))
-
-
 @rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
 @refusing
 def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -346,22 +333,22 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     index, dim = given["indices" if name == "take_along_dim" else "index"], given["dim"]
     if dim is None:
         raise refused(func, "it takes from a flattened tensor; give dim")
-    dim = positive(dim, _dims(x))
+    dim = positive(dim, x.dim())
     source = next((given[key] for key in ("src", "value") if given.get(key) is not None), None)
-    beside = isinstance(source, torch.Tensor) and _dims(source)
+    beside = isinstance(source, torch.Tensor) and source.dim()
     operands = [x, index, source] if beside else [x, index]
-    if any(_dims(each) != _dims(x) for each in operands):
+    if any(each.dim() != x.dim() for each in operands):
         # What torch takes is a number among vectors, or indices without elements.
         return on_copies(func, args, kwargs)
     split = next(each for each in operands if isinstance(each, SplitTensor))
     site = site_of(machine_of(split), func)
     # What is cut is alike in all of them; the largest of those that are split says how.
     extents = [frozen(each) for each in operands]
-    uneven = [d for d in range(_dims(x)) if d == dim or len({shape[d] for shape in extents}) > 1]
+    uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]
     base = max(
         (each._layout for each in operands if isinstance(each, SplitTensor)),
         key=lambda each: (
-            len([d for d in lay.cut_dims(each) if d not in uneven]),
+            len([d for d in each.cut_dims if d not in uneven]),
             Box.of_shape(each.shape).volume,
         ),
     )
@@ -394,9 +381,8 @@ def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
         ranks = lay.line(layout, cut)
         classes = int(reduced(site_of(machine_of(x), func), most, ranks, "max", "classes")) + 1
-    count = len(layout.shape)
-    result = uncut(lay.reordered(layout, [*range(count), None]), {count: classes})
-    return SplitTensor(torch.nn.functional.one_hot(local, classes), result)
+    y = torch.nn.functional.one_hot(local, classes)
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
 
 
 def is_mask(each: Any) -> bool:

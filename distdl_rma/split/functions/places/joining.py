@@ -20,9 +20,9 @@ from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
 from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape
-from distdl_rma.split.operands import any_cut, as_part, common_partition, machine_of, on_copies
+from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.tensor import SplitTensor, composed, local_of
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of
 
 
 @rule("movement", "cat", "concat", "concatenate")

@@ -16,21 +16,20 @@ from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import (
     cut_as,
     derived,
-    frozen,
     on_shape,
     reshape,
     seen_of,
-    uncut,
 )
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import machine_of, of_cut, on_copies
-from distdl_rma.split.reducing import positive, with_whole
+from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
 
 
 @rule("movement", *"flip fliplr flipud rot90 channel_shuffle native_channel_shuffle".split())
+@refusing
 @of_cut(uncut=True)
 def within_dims(call: Call, site: Site, x: SplitTensor, dims: Any = None, **_: Any) -> Any:
     """The order of elements along some dimensions, which must not be cut: another one is cut instead."""
@@ -38,12 +37,10 @@ def within_dims(call: Call, site: Site, x: SplitTensor, dims: Any = None, **_: A
     count = len(x._layout.shape)
     dims = (0 if func is torch.flipud or func is _T.flipud else 1) if dims is None else dims
     dims = (dims,) if isinstance(dims, int) else dims
-    shape = derived(
-        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
-    )
     dims = tuple(positive(d, count) for d in dims)
     local, layout = with_whole(site, x, dims)
-    return SplitTensor(func(local, *rest, **kwargs), uncut(layout, {d: shape[d] for d in dims if shape}))
+    y = func(local, *rest, **kwargs)
+    return SplitTensor(y, laid_out(layout, range(count), y))
 
 
 @rule("movement", "roll")
@@ -55,7 +52,7 @@ def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> An
     shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
     if not dims:
         return reshape(composed(func, reshape(x, (-1,)), shifts[0], 0), x._layout.shape)
-    cut, count = lay.cut_dims(x._layout), len(x._layout.shape)
+    cut, count = x._layout.cut_dims, len(x._layout.shape)
     here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
     y = SplitTensor(
         torch.roll(local_of(x), *map(tuple, zip(*here, strict=True))) if here else local_of(x), x._layout
@@ -128,9 +125,8 @@ def unfolded(call: Call, site: Site, x: SplitTensor, dimension: int, size: int, 
     dim = positive(dimension, len(x._layout.shape))
     local, layout = with_whole(site, x, [dim])
     y = local.unfold(dimension, size, step)
-    longer = lay.reordered(layout, [*range(len(layout.shape)), None])
     # Of a number there is one window, along a new dimension.
-    result = uncut(longer, {dim: y.shape[dim], y.dim() - 1: y.shape[-1]})
+    result = laid_out(layout, [*range(len(layout.shape)), None], y)
     return seen_of(x, y, result, layout is not x._layout)
 
 
@@ -143,8 +139,8 @@ def diagonal(call: Call, site: Site, x: SplitTensor, offset: int, dim1: int, dim
     both = [positive(d, count) for d in (dim1, dim2)]
     local, layout = with_whole(site, x, both)
     y = local.diagonal(offset, dim1, dim2)
-    longer = lay.reordered(layout, [*(d for d in range(count) if d not in both), None])
-    return seen_of(x, y, uncut(longer, {count - 2: y.shape[-1]}), layout is not x._layout)
+    result = laid_out(layout, [*(d for d in range(count) if d not in both), None], y)
+    return seen_of(x, y, result, layout is not x._layout)
 
 
 @rule("movement", "diag", "diag_embed", "diagflat")
@@ -155,22 +151,13 @@ def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not isinstance(x, SplitTensor):
         raise refused(func, "an argument beside the tensor is split")
     name, count = func.__name__, len(x._layout.shape)
-    probe = derived(
-        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
-    )
     dims = [count - 1] if name == "diag_embed" else list(range(count))
     local, layout = with_whole(site_of(machine_of(x), func), x, dims)
     y = func(local, *rest, **kwargs)
-
-    def make() -> Decomposition:
-        kept: list[int | None] = [d for d in range(count) if d not in dims]
-        if name == "diag_embed":
-            one, other = (d % len(probe) for d in [*named(func, args, kwargs).values()][1:])
-            for at in sorted((one, other)):
-                kept.insert(at, None)
-        else:
-            kept += [None] * (len(probe) - len(kept))
-        result = lay.reordered(layout, kept)
-        return uncut(result, {d: probe[d] for d, source in enumerate(kept) if source is None})
-
-    return SplitTensor(y, derived(x, (func, layout, frozen(rest), frozen(kwargs), "layout"), make))
+    kept: list[int | None] = [d for d in range(count) if d not in dims]
+    if name == "diag_embed":
+        for at in sorted(d % y.dim() for d in [*named(func, args, kwargs).values()][1:]):
+            kept.insert(at, None)
+    else:
+        kept += [None] * (y.dim() - len(kept))
+    return SplitTensor(y, laid_out(layout, kept, y))

@@ -18,25 +18,16 @@ from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import machine_of, of_cut, on_copies
-from distdl_rma.split.reducing import positive, with_whole
+from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
 _V = TypeVar("_V")
-# So many results of layouts are remembered.
-_MOST = 1 << 12
 
 
 def derived(x: SplitTensor, key: Any, make: Callable[[], _V]) -> _V:
     """What follows from a tensor's layout and arguments alone, kept by the machine."""
-    known: dict[Any, _V] = machine_of(x).kept.setdefault("derived", {})
-    if len(known) > _MOST:
-        known.clear()
-    key = x._layout, key
-    found = known.get(key)
-    if found is None:
-        found = known[key] = make()
-    return found
+    return lay.kept(x._layout.partition, "derived", (x._layout, key), make)
 
 
 def frozen(argument: Any) -> Any:
@@ -118,7 +109,9 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_copies(func, args, kwargs)
     (*_, given) = x, *rest, *kwargs.values()
     if func is _T.view and isinstance(given, torch.dtype):
-        return _retyped(func, x, given)
+        if given.itemsize != x._local.dtype.itemsize:
+            raise refused(func, "a type of another size changes extents of blocks")
+        return seen_of(x, local_of(x).view(given), x._layout)
 
     def make() -> tuple[Decomposition, Decomposition]:
         return cuts.reshaped(x._layout, tuple(func(on_shape(x), *rest, **kwargs).shape))
@@ -136,8 +129,10 @@ def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
 def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decomposition) -> SplitTensor:
     shape = result.box(result.partition.me).shape
     if source is x._layout:
-        y = local_of(x).reshape(shape)
-        if not _in_order(x._local) and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
+        y, strides = local_of(x).reshape(shape), x._local.stride()
+        # Whether earlier dimensions have the longer steps in memory.
+        in_order = all(a >= b for a, b in pairwise(strides))
+        if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
             y = y.clone()
         # Of a part of another tensor torch may give a copy, which is alike on all ranks, unlike blocks of it.
         unsure = x._local._is_view() and func.__name__ in _MAY_COPY
@@ -151,12 +146,6 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
 _MAY_COPY = "reshape", "flatten", "ravel"
 
 
-def _in_order(x: torch.Tensor) -> bool:
-    # Whether earlier dimensions have the longer steps in memory.
-    strides = x.stride()
-    return all(a >= b for a, b in pairwise(strides))
-
-
 def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
     # Whether torch would give a view: elements of the whole lie in memory in the order of those of a block.
     strides = x._local.stride()
@@ -167,12 +156,6 @@ def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _retyped(func: Any, x: SplitTensor, dtype: torch.dtype) -> SplitTensor:
-    if dtype.itemsize != x._local.dtype.itemsize:
-        raise refused(func, "a type of another size changes extents of blocks")
-    return seen_of(x, local_of(x).view(dtype), x._layout)
 
 
 @rule("movement", "expand", "expand_as", "broadcast_to")
@@ -242,15 +225,9 @@ def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
         x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
     )
     mine, ahead = x._layout.shape, len(shape) - len(x._layout.shape)
-    longer = [d for d, n in enumerate(mine) if n != shape[d + ahead]]
-    local, layout = with_whole(site, x, longer)
-
-    def make() -> Decomposition:
-        result = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
-        return uncut(result, {d: n for d, n in enumerate(shape) if n != result.shape[d]})
-
-    result = derived(x, ("repeated", layout, shape), make)
-    return SplitTensor(func(local, *rest, **kwargs), result)
+    local, layout = with_whole(site, x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
+    y = func(local, *rest, **kwargs)
+    return SplitTensor(y, laid_out(layout, [*(None,) * ahead, *range(len(mine))], y))
 
 
 @rule("movement", "repeat_interleave")

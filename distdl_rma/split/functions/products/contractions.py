@@ -23,6 +23,7 @@ from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, on_copies
+from distdl_rma.split.reducing import laid_out
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
@@ -182,10 +183,6 @@ def prepared(
     return site, work, blocks
 
 
-def _dims(x: torch.Tensor) -> int:
-    return x.dim()
-
-
 def _batch(count: int) -> list[int]:
     # Labels of dimensions that go together from the last one on.
     return list(range(-count, 0))
@@ -195,13 +192,13 @@ def _batch(count: int) -> list[int]:
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its block; sums over cut features are added over the ranks, then the bias."""
     x, (weight, bias) = args[0], named(func, args, kwargs).values()
-    rows = _batch(_dims(x) - 1)
-    out = [*rows, "out"] if _dims(weight) == 2 else rows
-    labels: list[Labels] = [[*rows, "in"], ["out", "in"][2 - _dims(weight) :]]
+    rows = _batch(x.dim() - 1)
+    out = [*rows, "out"] if weight.dim() == 2 else rows
+    labels: list[Labels] = [[*rows, "in"], ["out", "in"][2 - weight.dim() :]]
     if bias is None:
         return contracted(func, func, [x, weight], labels, out)
     site, work, (block, matrix, added) = prepared(
-        func, [x, weight, bias], [*labels, out[-_dims(bias) or len(out) :]], out
+        func, [x, weight, bias], [*labels, out[-bias.dim() or len(out) :]], out
     )
     if not work.summed:
         return SplitTensor(func(block, matrix, added), work.result)
@@ -216,17 +213,17 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b = (*args, *(each for key, each in kwargs.items() if key != "out"))
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
-    if func.__name__ in ("dot", "vdot") or _dims(a) == _dims(b) == 1:
+    if func.__name__ in ("dot", "vdot") or a.dim() == b.dim() == 1:
         return contracted(func, func, [a, b], [["k"], ["k"]], [])
     if func.__name__ == "inner":
-        if not (_dims(a) and _dims(b)):
+        if not (a.dim() and b.dim()):
             return composed(torch.mul, a, b)
-        one, two = ([(name, d) for d in range(_dims(x) - 1)] for name, x in (("a", a), ("b", b)))
+        one, two = ([(name, d) for d in range(x.dim() - 1)] for name, x in (("a", a), ("b", b)))
         return contracted(func, func, [a, b], [[*one, "k"], [*two, "k"]], [*one, *two])
-    first = ["k"] if _dims(a) == 1 else [*_batch(_dims(a) - 2), "m", "k"]
-    second = ["k"] if _dims(b) == 1 else [*_batch(_dims(b) - 2), "k", "n"]
-    more = max(_dims(a), _dims(b)) - 2
-    out = [*_batch(max(more, 0)), *("m" for _ in first[-2:-1]), *("n" for _ in second[-1:] if _dims(b) > 1)]
+    first = ["k"] if a.dim() == 1 else [*_batch(a.dim() - 2), "m", "k"]
+    second = ["k"] if b.dim() == 1 else [*_batch(b.dim() - 2), "k", "n"]
+    more = max(a.dim(), b.dim()) - 2
+    out = [*_batch(max(more, 0)), *("m" for _ in first[-2:-1]), *("n" for _ in second[-1:] if b.dim() > 1)]
     return contracted(func, func, [a, b], [first, second], out)
 
 
@@ -247,7 +244,7 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     product, first, second, out = _ADDED[func.__name__]
     x, (a, b, *_) = args[0], named(func, args, kwargs).values()
     factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
-    labels: list[Labels] = [out[len(out) - _dims(x) :], first, second]
+    labels: list[Labels] = [out[len(out) - x.dim() :], first, second]
     site, work, blocks = prepared(func, [x, a, b], labels, out)
     if not work.summed:
         # Torch's addmv of a number and a matrix without rows is a number.
@@ -280,7 +277,7 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks, whose features are whole."""
     a, (b, weight, bias) = args[0], named(func, args, kwargs).values()
-    rows = _batch(_dims(a) - 1)
+    rows = _batch(a.dim() - 1)
     labels: list[Labels] = [[*rows, "i"], [*rows, "j"], ["o", "i", "j"]]
     y = contracted(func, func, [a, b, weight], labels, [*rows, "o"])
     return y if bias is None else composed(torch.add, y, bias)
@@ -296,7 +293,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(operands) != equation.count(",") + 1:
         raise ShapeError(f"torch.einsum: {equation!r} is not for {len(operands)} operands")
     given, arrow, result = equation.replace(" ", "").partition("->")
-    labels = [_named(names, _dims(x)) for names, x in zip(given.split(","), operands, strict=True)]
+    labels = [_named(names, x.dim()) for names, x in zip(given.split(","), operands, strict=True)]
     if arrow:
         most = max((sum(isinstance(name, int) for name in names) for names in labels), default=0)
         out = _named(result, len(result.replace("...", "")) + (most if "..." in result else 0))
@@ -326,12 +323,12 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(dims, torch.Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
-        ours, theirs = list(range(_dims(a) - dims, _dims(a))), list(range(dims))
+        ours, theirs = list(range(a.dim() - dims, a.dim())), list(range(dims))
     else:
         ours, theirs = ([each] if isinstance(each, int) else list(each) for each in dims)
-    ours, theirs = [d % _dims(a) for d in ours], [d % _dims(b) for d in theirs]
-    first = [("sum", ours.index(d)) if d in ours else ("a", d) for d in range(_dims(a))]
-    second = [("sum", theirs.index(d)) if d in theirs else ("b", d) for d in range(_dims(b))]
+    ours, theirs = [d % a.dim() for d in ours], [d % b.dim() for d in theirs]
+    first = [("sum", ours.index(d)) if d in ours else ("a", d) for d in range(a.dim())]
+    second = [("sum", theirs.index(d)) if d in theirs else ("b", d) for d in range(b.dim())]
     out = [name for name in (*first, *second) if name[0] != "sum"]
     return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
 
@@ -355,6 +352,4 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     site, layout = site_of(machine_of(split), func), x._layout
     table = as_whole(site, weight, layout, "weight")
     y = func(local_of(x), table, padding, sparse=bool(sparse))
-    count = len(layout.shape)
-    longer = lay.reordered(layout, [*range(count), None])
-    return SplitTensor(y, lay.with_splits(longer, {count: Balanced(y.shape[-1], 1)}))
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))

@@ -12,10 +12,10 @@ from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.functions.places.shapes import frozen, uncut
+from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.functions.products.contractions import Labels, prepared
 from distdl_rma.split.operands import as_whole, machine_of, of_cut, on_copies
-from distdl_rma.split.reducing import positive, with_an_element, with_whole
+from distdl_rma.split.reducing import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
 
 
@@ -38,8 +38,8 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
             # Torch leaves what some functions make of nothing out of the graph, where other ranks are in it.
             y = y + local.sum().abs().to(y.dtype)
-        longer = lay.reordered(layout, [*range(count - 2), *(None,) * (y.dim() - count + 2)])
-        return SplitTensor(y, uncut(longer, {d: y.shape[d] for d in range(count - 2, y.dim())}))
+        order = [*range(count - 2), *(None,) * (y.dim() - count + 2)]
+        return SplitTensor(y, laid_out(layout, order, y))
 
     return mapped(split, func(local, *rest, **kwargs))
 
@@ -82,8 +82,8 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def split(y: torch.Tensor) -> SplitTensor:
         if y.shape == (0,):
             return SplitTensor(y, lay.replicated(work.result.partition, y.shape))
-        longer = lay.reordered(work.result, [*range(len(rows)), *(None,) * (y.dim() - len(rows))])
-        layout = uncut(longer, {d: y.shape[d] for d in range(len(rows), y.dim())})
+        order = [*range(len(rows)), *(None,) * (y.dim() - len(rows))]
+        layout = laid_out(work.result, order, y)
         return SplitTensor(y[tuple(map(slice, shape))], layout)
 
     return type(found)([split(each) for each in found])

@@ -16,9 +16,9 @@ from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.products.contractions import prepared, product_of
-from distdl_rma.split.operands import any_cut, as_part, machine_of, of_any_cut, on_copies, wholes
+from distdl_rma.split.operands import as_part, machine_of, of_any_cut, on_copies, wholes
 from distdl_rma.split.reducing import with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, mapped, refused
 
 
 @rule("contraction", "scaled_dot_product_attention")

@@ -20,8 +20,9 @@ from distdl_rma.split.moves import to_blocks
 from distdl_rma.split.operands import as_part, as_whole, machine_of, of_cut, on_copies
 from distdl_rma.split.reducing import (
     Along,
+    by_whole_dims,
     chosen_dims,
-    computed,
+    laid_out,
     positive,
     put_back,
     with_an_element,
@@ -94,9 +95,7 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             y = y.narrow(at, 0, 0) if d in empty else y
         if stays:
             return put_back(site, y, layout, x._layout)
-        target = lay.reordered(lay.whole(layout, dims), order)
-        changed = {at: Balanced(y.shape[at], 1) for at, d in enumerate(order) if d is None}
-        return SplitTensor(y, lay.with_splits(target, changed))
+        return SplitTensor(y, laid_out(lay.whole(layout, dims), order, y))
 
     return mapped(split, result)
 
@@ -164,9 +163,8 @@ def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) ->
         dims = tuple(range(ndim - len(extents) if extents is not None else 0, ndim))
     else:
         dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
-    local, layout = with_whole(site, x, dims, "transformed dimensions made whole")
     compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
-    return put_back(site, computed(compute, local), layout, x._layout)
+    return by_whole_dims(site, x, dims, compute, "transformed dimensions made whole")
 
 
 @rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
@@ -176,5 +174,4 @@ def shift(call: Call, site: Site, x: SplitTensor, dim: Any) -> Any:
     """As the transforms."""
     each = range(x.dim()) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
     dims = tuple(positive(d, x.dim()) for d in each)
-    local, layout = with_whole(site, x, dims, "shifted dimensions made whole")
-    return put_back(site, call[0](local, dims), layout, x._layout)
+    return by_whole_dims(site, x, dims, partial(call[0], dim=dims), "shifted dimensions made whole")
