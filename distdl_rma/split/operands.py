@@ -73,9 +73,27 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any function of all of all tensors, which every rank computes; what is cut comes to all of them."""
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
-    args, kwargs = _everywhere(func, args, kwargs)
-    change = prepared_copies(partition)
-    args, kwargs = mapped(change, args), mapped(change, kwargs)
+    cut, name = (
+        [x for x in arguments if isinstance(x, SplitTensor) and x.is_split],
+        getattr(func, "__name__", ""),
+    )
+    if cut and name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
+        raise refused(func, "it changes a tensor in place that not every rank has all of")
+    site, numbers = (
+        site_of(machine_of(cut[0]), func) if cut else None,
+        {id(x): at for at, x in enumerate(cut)},
+    )
+    everywhere = lay.replicated(partition, ())
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, SplitTensor):
+            return beside(x, everywhere)
+        if site is None or id(x) not in numbers:
+            return local_of(x)
+        target, what = lay.replicated(partition, x._layout.shape), f"all of operand {numbers[id(x)]}"
+        return redistributed(site, local_of(x), x._layout, target, what)
+
+    args, kwargs = mapped(whole, args), mapped(whole, kwargs)
     # What a function changes in place it also returns.
     same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
     result = func(*args, **kwargs)
@@ -141,36 +159,6 @@ def composition(function: Handled) -> Handler:
         return composed(function, args[0], **named(func, args, kwargs))
 
     return called
-
-
-def _everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    # All of what is cut on every rank.
-    cut = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor) and x.is_split]
-    if not cut:
-        return args, kwargs
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
-        raise refused(func, "it changes a tensor in place that not every rank has all of")
-    site, numbers = site_of(machine_of(cut[0]), func), {id(x): at for at, x in enumerate(cut)}
-
-    def all_of(x: torch.Tensor) -> torch.Tensor:
-        if id(x) not in numbers or not isinstance(x, SplitTensor):
-            return x
-        target = lay.replicated(x.partition, x._layout.shape)
-        what = f"all of operand {numbers[id(x)]}"
-        return SplitTensor(redistributed(site, local_of(x), x._layout, target, what), target)
-
-    return mapped(all_of, args), mapped(all_of, kwargs)
-
-
-def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What every rank uses of an operand, where all of them compute the same."""
-    everywhere = lay.replicated(partition, ())
-
-    def change(x: torch.Tensor) -> torch.Tensor:
-        return local_of(x) if isinstance(x, SplitTensor) else beside(x, everywhere)
-
-    return change
 
 
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:

@@ -105,8 +105,7 @@ class Along:
             parts = {}
             for at, d in enumerate(self.dims):
                 split, n = self.layout.splits[d], each if at == 0 else 1
-                lengths = [stop - start for start, stop in map(split.interval, range(split.parts))]
-                listed = Listed(tuple(n if length else 0 for length in lengths))
+                listed = Listed(tuple(n if length else 0 for length in cuts.lengths(split)))
                 parts[d] = listed if split.parts > 1 else Balanced(n if split.extent else 0, 1)
             source = lay.with_splits(self.layout, parts)
             return source, lay.whole(source, self.dims)

@@ -10,6 +10,7 @@ from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.reducing import (
     Along,
     chosen_dims,
+    laid_out,
     positive,
     put_back,
     with_whole,
@@ -63,6 +64,14 @@ def test_another_dimension_is_cut_meanwhile(rows):
     shorter = put_back(along.site, local[:, :, :3], found, layout)
     assert torch.equal(shorter.full_tensor(), rows.full_tensor()[:, :, :3])
     assert with_whole(along.site, rows, (0, 1)) == (rows.to_local(), layout)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_a_result_is_laid_out_by_the_order_of_dimensions(rows):
+    layout = rows.decomposition
+    found = laid_out(layout, [2, None, 0, 3], rows.to_local()[:, 0, :, :2].permute(1, 0, 2).unsqueeze(1))
+    assert found.shape == (5, 1, 2, 2) and found.cut_dims == (0,) and found.splits[0] == layout.splits[2]
 
 
 @pytest.mark.mpi

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from math import prod
 from typing import Any
@@ -42,8 +42,8 @@ _LEADING = 2
 _DIMS = (1, 2, 3)
 
 
-def named(*patterns: str) -> tuple[str, ...]:
-    """Names of functions for 1 to 3 spatial dimensions."""
+def _of_dims(*patterns: str) -> tuple[str, ...]:
+    # Names of functions for 1 to 3 spatial dimensions.
     return tuple(pattern.format(dims) for pattern in patterns for dims in _DIMS)
 
 
@@ -60,6 +60,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def windowed(
+    call: Call,
     site: Site,
     x: torch.Tensor,
     layout: Decomposition,
@@ -75,6 +76,7 @@ def windowed(
     batched = len(layout.shape) == dims + _LEADING
 
     def make() -> tuple[Any, Decomposition]:
+        raise_as_torch(*call)
         options = make_options()
         order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
         source = lay.reordered(layout, list(order))
@@ -99,39 +101,29 @@ def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
     return SplitTensor(redistributed(site, y._local, layout, target), target)
 
 
-def _stencil(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, dims: int) -> Stencil:
-    size = each_dim(kernel, dims)
+def _stencil(how: Mapping[str, Any], dims: int) -> Stencil:
+    size, stride = each_dim(how["kernel_size"], dims), how["stride"]
     stride = size if stride is None or stride in ([], ()) else each_dim(stride, dims)
-    sides = tuple((n, n) for n in each_dim(padding, dims))
-    return Stencil.of(size, stride, each_dim(dilation, dims), sides, bool(ceil_mode))
+    sides = tuple((n, n) for n in each_dim(how.get("padding", 0), dims))
+    return Stencil.of(size, stride, each_dim(how.get("dilation", 1), dims), sides, bool(how["ceil_mode"]))
 
 
-@rule("window", *named("max_pool{}d", "max_pool{}d_with_indices"))
+@rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
 @of_cut(empty=False)
-def max_pool(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    return_indices: bool = False,
-) -> Any:
+def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
     """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
     func, *_ = call
     dims, indices = dims_of(func), bool(return_indices) or func.__name__.endswith("_with_indices")
 
-    def make() -> MaxPoolOptions:
-        raise_as_torch(*call)
-        return MaxPoolOptions(_stencil(kernel_size, stride, padding, dilation, ceil_mode, dims), indices)
+    def options() -> MaxPoolOptions:
+        return MaxPoolOptions(_stencil(how, dims), indices)
 
-    key = str((kernel_size, stride, padding, dilation, ceil_mode, indices))
-    return _largest(site, local_of(x), x._layout, dims, MaxPooling, key, make, indices)
+    key = str(how), indices
+    return _largest(call, site, local_of(x), x._layout, dims, MaxPooling, key, options, indices)
 
 
 def _largest(
+    call: Call,
     site: Site,
     local: torch.Tensor,
     layout: Decomposition,
@@ -141,7 +133,7 @@ def _largest(
     make: Callable[[], Any],
     indices: bool,
 ) -> Any:
-    y, operation = windowed(site, local, layout, dims, kind, key, make)
+    y, operation = windowed(call, site, local, layout, dims, kind, key, make)
     if not indices:
         return with_single_copied(site, y)
     found = operation.take_indices() if isinstance(operation, MaxWindows) else None
@@ -151,56 +143,43 @@ def _largest(
     return with_single_copied(site, y), with_single_copied(site, index)
 
 
-@rule("window", *named("avg_pool{}d"))
+@rule("window", *_of_dims("avg_pool{}d"))
 @of_cut(empty=False)
-def avg_pool(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None = None,
-) -> Any:
+def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The mean of each window, which a rank's outputs fetch."""
     dims = dims_of(call[0])
 
-    def make() -> AvgPoolOptions:
-        raise_as_torch(*call)
-        stencil = _stencil(kernel_size, stride, padding, 1, ceil_mode, dims)
-        return AvgPoolOptions(stencil, bool(count_include_pad), divisor_override)
+    def options() -> AvgPoolOptions:
+        counts, divisor = bool(how["count_include_pad"]), how.get("divisor_override")
+        return AvgPoolOptions(_stencil(how, dims), counts, divisor)
 
-    key = str((kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override))
-    return with_single_copied(site, windowed(site, local_of(x), x._layout, dims, AvgPooling, key, make)[0])
+    y, _ = windowed(call, site, local_of(x), x._layout, dims, AvgPooling, str(how), options)
+    return with_single_copied(site, y)
 
 
-@rule("window", *named("lp_pool{}d"))
+@rule("window", *_of_dims("lp_pool{}d"))
 @of_cut(empty=False)
-def lp_pool(
-    call: Call, site: Site, x: SplitTensor, norm_type: Any, kernel_size: Any, stride: Any, ceil_mode: bool
-) -> Any:
+def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
     """The norm of each window, which a rank's outputs fetch."""
     norm, dims, local, layout = float(norm_type), dims_of(call[0]), local_of(x), x._layout
-    key, largest = str((kernel_size, stride, ceil_mode)), abs(norm) == float("inf")
+    key, largest = str(how), abs(norm) == float("inf")
 
-    def make() -> Any:
-        raise_as_torch(*call)
-        stencil = _stencil(kernel_size, stride, 0, 1, ceil_mode, dims)
-        return MaxPoolOptions(stencil) if largest else AvgPoolOptions(stencil)
+    def options() -> Any:
+        return (MaxPoolOptions if largest else AvgPoolOptions)(_stencil(how, dims))
 
     if largest:
         sign = 1 if norm > 0 else -1
-        top: SplitTensor = _largest(site, sign * local.abs(), layout, dims, MaxPooling, key, make, False)
+        top: SplitTensor = _largest(
+            call, site, sign * local.abs(), layout, dims, MaxPooling, key, options, False
+        )
         return SplitTensor(sign * top._local, top._layout)
-    found = windowed(site, local.pow(norm), layout, dims, AvgPooling, key, make)[0]
+    found = windowed(call, site, local.pow(norm), layout, dims, AvgPooling, key, options)[0]
     mean = with_single_copied(site, found)
-    y, number = mean._local, prod(each_dim(kernel_size, dims))
+    y, number = mean._local, prod(each_dim(how["kernel_size"], dims))
     return SplitTensor((y.sign() * y.abs().relu()).mul(number).pow(1.0 / norm), mean._layout)
 
 
-@rule("window", *named("adaptive_avg_pool{}d"))
+@rule("window", *_of_dims("adaptive_avg_pool{}d"))
 @of_cut(empty=False)
 def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) -> Any:
     """The mean of each window: ranks sum their own elements, sums travel; one of all is copied everywhere."""
@@ -233,7 +212,8 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
         return SplitTensor(local, layout)
-    rest = windowed(site, local, layout, dims, AdaptiveAvgPooling, size, lambda: AdaptiveOptions(size))[0]
+    kind, options = AdaptiveAvgPooling, AdaptiveOptions(size)
+    rest, _ = windowed(call, site, local, layout, dims, kind, size, lambda: options)
     return with_single_copied(site, rest)
 
 
@@ -243,7 +223,7 @@ def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
     return tuple(None if n is None else int(n) for n in sizes)
 
 
-@rule("window", *named("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
+@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
 @of_cut(empty=False)
 def adaptive_max_pool(
     call: Call, site: Site, x: SplitTensor, output_size: Any, return_indices: bool = False
@@ -254,12 +234,8 @@ def adaptive_max_pool(
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
     dims, where = dims_of(func), bool(return_indices or both)
     options = AdaptiveOptions(_sizes(output_size, dims), where)
-
-    def make() -> AdaptiveOptions:
-        raise_as_torch(*call)
-        return options
-
-    return _largest(site, local_of(x), x._layout, dims, AdaptiveMaxPooling, options, make, where)
+    kind, local = AdaptiveMaxPooling, local_of(x)
+    return _largest(call, site, local, x._layout, dims, kind, options, lambda: options, where)
 
 
 @rule("window", "interpolate")
@@ -290,7 +266,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         factors = tuple(float(f) for f in ([factor] if isinstance(factor, (int, float)) else factor))
         return ResizeOptions(None, factors * (dims // len(factors)), *others)
 
-    return windowed(site, local_of(x), x._layout, dims, Resizing, said, options)[0]
+    return windowed(call, site, local_of(x), x._layout, dims, Resizing, said, options)[0]
 
 
 @rule("window", "pad")

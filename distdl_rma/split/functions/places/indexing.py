@@ -31,7 +31,7 @@ from distdl_rma.split.functions.places.shapes import (
     uncut,
 )
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import as_part, as_whole, machine_of, of_cut, on_copies, part_for
+from distdl_rma.split.operands import as_part, as_whole, composition, machine_of, of_cut, on_copies, part_for
 from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused
 
@@ -287,10 +287,10 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
 
 @rule("movement", "take")
 @refusing
-def taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def taken(x: Any, index: Any) -> Any:
     """As tensors of indices choose from the flattened tensor."""
-    index = named(func, args, kwargs)["index"]
-    return composed(_T.__getitem__, composed(torch.reshape, args[0], (-1,)), index)
+    return x.reshape(-1)[index]
 
 
 @rule("movement", *"index_select index_add index_copy index_fill".split())

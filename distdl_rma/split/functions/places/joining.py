@@ -20,7 +20,7 @@ from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
 from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape
-from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
+from distdl_rma.split.operands import as_part, common_partition, composition, machine_of, on_copies
 from distdl_rma.split.reducing import positive
 from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of
 
@@ -80,10 +80,10 @@ def _places(
 
 
 @rule("movement", "stack")
-def stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def stack(tensors: Any, dim: int) -> Any:
     """Each rank stacks its blocks, cut as the largest tensor is."""
-    tensors, dim = args[0], named(func, args, kwargs)["dim"]
-    return composed(torch.cat, [composed(torch.unsqueeze, x, dim) for x in tensors], dim)
+    return torch.cat([torch.unsqueeze(x, dim) for x in tensors], dim)
 
 
 @rule("movement", *"hstack vstack dstack row_stack column_stack".split())
@@ -122,11 +122,8 @@ def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @rule("movement", "glu")
 @refusing
-def gated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def gated(x: Any, dim: int) -> Any:
     """One half of a dimension times the sigmoid of the other; where that is cut, one of them moves."""
-    x = args[0]
-    dim = positive(named(func, args, kwargs)["dim"], x.dim())
-    if x.shape[dim] % 2:
-        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}")
-    values, gates = composed(torch.chunk, x, 2, dim)
-    return composed(torch.mul, values, composed(torch.sigmoid, gates))
+    values, gates = torch.chunk(x, 2, dim)
+    return values * torch.sigmoid(gates)

@@ -17,7 +17,7 @@ from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
-from distdl_rma.split.operands import as_part, as_whole, machine_of, of_cut, on_copies
+from distdl_rma.split.operands import as_part, as_whole, composition, machine_of, of_cut, on_copies
 from distdl_rma.split.reducing import (
     Along,
     by_whole_dims,
@@ -28,7 +28,7 @@ from distdl_rma.split.reducing import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
 
 
 @rule("reduction", "cumsum")
@@ -101,9 +101,10 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @rule("movement", "msort")
-def sorted_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def sorted_rows(x: Any) -> Any:
     """As ``sort`` along the first dimension."""
-    return composed(torch.sort, args[0], 0)[0]
+    return torch.sort(x, 0)[0]
 
 
 def _check(func: Any, x: Any, given: dict[str, Any]) -> None:

@@ -193,3 +193,9 @@ def test_grids_of_coordinates(P_world):
     x = block(P_world.create_cartesian_topology_partition((P_world.size,)), operands[0])
     with pytest.raises(RuntimeError, match="same dtype"):
         torch.meshgrid(x, torch.tensor(3), indexing="ij")
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_several_tensors_get_more_dimensions(P_world):
+    check(P_world, torch.atleast_3d, [torch.randn(5, 3), torch.randn(4, 2)], gradients=False)
