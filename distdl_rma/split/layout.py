@@ -95,16 +95,6 @@ def balanced(partition: Partition, shape: Sequence[int], axes: Axes | None = Non
     return layout(partition, [Balanced(int(n), p) for n, p in zip(shape, parts, strict=True)], axes)
 
 
-def cut_dims(found: Decomposition) -> tuple[int, ...]:
-    """Tensor dimensions that are cut, rising."""
-    return found.cut_dims
-
-
-def copied_along(found: Decomposition) -> tuple[int, ...]:
-    """Grid dimensions of more than one place along which ranks hold copies."""
-    return found.copied_along
-
-
 def whole(found: Decomposition, dims: Collection[int]) -> Decomposition:
     """The same with some tensor dimensions uncut, and copies instead."""
     axes = tuple(None if axis in dims else axis for axis in found.axes)
@@ -155,7 +145,7 @@ def on_grid(found: Decomposition) -> Decomposition:
 
 def owners(found: Decomposition) -> Decomposition:
     """The first of those that hold copies, for every block."""
-    first = dict.fromkeys(copied_along(found), 0)
+    first = dict.fromkeys(found.copied_along, 0)
     return kept(
         found.partition, "owners", found, lambda: replace(found, partition=found.partition.slab(first))
     )
@@ -187,7 +177,7 @@ def _grid_dim(found: Decomposition, d: int) -> int | None:
 
 def described(found: Decomposition) -> str:
     """How a tensor is cut, for people: ``2 x 2 over dims 2, 3``."""
-    dims = cut_dims(found)
+    dims = found.cut_dims
     if not dims:
         return "replicated"
     grid = " x ".join(str(found.splits[d].parts) for d in dims)

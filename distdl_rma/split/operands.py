@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -15,11 +16,12 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import WITHOUT_RULE, name_of, rule, twin_of
+from distdl_rma.split.calls.table import WITHOUT_RULE, Handler, name_of, rule, twin_of
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, mapped, refused, tensors_in
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -51,17 +53,6 @@ def machine_of(x: SplitTensor) -> Machine:
     return Machine.of(partition)
 
 
-def cut_site(func: Any, x: Any) -> Site | None:
-    """Site of a call on a tensor that is cut, and has elements; None where ``on_copies`` has the result."""
-    if not isinstance(x, SplitTensor):
-        return None
-    layout = x._layout
-    if not layout.cut_dims or 0 in layout.shape:
-        return None
-    home = layout.partition.home
-    return site_of(home if isinstance(home, Machine) and not home.segments.closed else machine_of(x), func)
-
-
 @rule("copies", WITHOUT_RULE)
 def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that has no rule: refused, unless every rank has all of all tensors.
@@ -73,7 +64,7 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         # Which calls its first argument so.
         first = () if args else (kwargs.pop("self"),)
         return composed(twin, *first, *args, **kwargs)
-    if any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+    if any_cut(args, kwargs):
         raise refused(func, "it has no rule for split tensors")
     return on_copies(func, args, kwargs)
 
@@ -82,9 +73,27 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any function of all of all tensors, which every rank computes; what is cut comes to all of them."""
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
-    args, kwargs = _everywhere(func, args, kwargs)
-    change = prepared_copies(partition)
-    args, kwargs = mapped(change, args), mapped(change, kwargs)
+    cut, name = (
+        [x for x in arguments if isinstance(x, SplitTensor) and x.is_split],
+        getattr(func, "__name__", ""),
+    )
+    if cut and name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
+        raise refused(func, "it changes a tensor in place that not every rank has all of")
+    site, numbers = (
+        site_of(machine_of(cut[0]), func) if cut else None,
+        {id(x): at for at, x in enumerate(cut)},
+    )
+    everywhere = lay.replicated(partition, ())
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, SplitTensor):
+            return beside(x, everywhere)
+        if site is None or id(x) not in numbers:
+            return local_of(x)
+        target, what = lay.replicated(partition, x._layout.shape), f"all of operand {numbers[id(x)]}"
+        return redistributed(site, local_of(x), x._layout, target, what)
+
+    args, kwargs = mapped(whole, args), mapped(whole, kwargs)
     # What a function changes in place it also returns.
     same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
     result = func(*args, **kwargs)
@@ -96,34 +105,60 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return mapped(split, result)
 
 
-def _everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    # All of what is cut on every rank.
-    cut = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor) and x.is_split]
-    if not cut:
-        return args, kwargs
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
-        raise refused(func, "it changes a tensor in place that not every rank has all of")
-    site, numbers = site_of(machine_of(cut[0]), func), {id(x): at for at, x in enumerate(cut)}
-
-    def all_of(x: torch.Tensor) -> torch.Tensor:
-        if id(x) not in numbers or not isinstance(x, SplitTensor):
-            return x
-        target = lay.replicated(x.partition, x._layout.shape)
-        what = f"all of operand {numbers[id(x)]}"
-        return SplitTensor(redistributed(site, local_of(x), x._layout, target, what), target)
-
-    return mapped(all_of, args), mapped(all_of, kwargs)
+Handled = Callable[..., Any]
 
 
-def prepared_copies(partition: Partition) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What every rank uses of an operand, where all of them compute the same."""
-    everywhere = lay.replicated(partition, ())
+def of_cut(
+    *, empty: bool = True, uncut: bool = False, otherwise: Handler = on_copies
+) -> Callable[[Handled], Handler]:
+    """Handler of functions whose first tensor is cut; of another one every rank computes all of it.
 
-    def change(x: torch.Tensor) -> torch.Tensor:
-        return local_of(x) if isinstance(x, SplitTensor) else beside(x, everywhere)
+    What is decorated is given the call as the user made it, its site, the tensor, and the other arguments by
+    torch's names. ``empty`` and ``uncut`` are whether it takes split tensors without elements, and those that
+    every rank has all of; ``otherwise`` is called for what it does not take.
+    """
 
-    return change
+    def decorate(handler: Handled) -> Handler:
+        @wraps(handler)
+        def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = args[0]
+            layout = x._layout if isinstance(x, SplitTensor) else None
+            if layout is None or not (layout.cut_dims or uncut) or (not empty and 0 in layout.shape):
+                return otherwise(func, args, kwargs)
+            home: Any = layout.partition.home
+            if home.__class__ is not Machine or home.segments.closed:
+                home = machine_of(x)
+            return handler((func, args, kwargs), site_of(home, func), x, **named(func, args, kwargs))
+
+        return called
+
+    return decorate
+
+
+def of_any_cut(handler: Handled) -> Handler:
+    """As :func:`of_cut`, where any tensor is cut, whether or not the first argument is."""
+
+    @wraps(handler)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any_cut(args, kwargs):
+            return on_copies(func, args, kwargs)
+        split = next(x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
+        site = site_of(machine_of(split), func)
+        return handler((func, args, kwargs), site, args[0], **named(func, args, kwargs))
+
+    return called
+
+
+def composition(function: Handled) -> Handler:
+    """Handler of functions that are made of others: ``function`` computes them, of torch's arguments."""
+
+    @wraps(function)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any_cut(args, kwargs):
+            return on_copies(func, args, kwargs)
+        return composed(function, args[0], **named(func, args, kwargs))
+
+    return called
 
 
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:

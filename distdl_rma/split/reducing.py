@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
 from typing import Any
@@ -13,28 +13,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.moves import all_sum, redistributed
-from distdl_rma.split.operands import machine_of
 from distdl_rma.split.tensor import SplitTensor, local_of
-
-# Torch takes these, for those who know numpy.
-_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
-
-
-def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """All arguments of a call by name, ``input`` first."""
-    found = {"input": None, **defaults}
-    if len(args) > len(found):
-        raise TypeError(f"{func.__name__}() takes at most {len(found)} arguments, got {len(args)}")
-    found.update(zip(found, args, strict=False))
-    for key, value in kwargs.items():
-        name = key if key in found else _ALIASES.get(key, key)
-        if name in found:
-            found[name] = value
-        elif name != "out":
-            raise TypeError(f"{func.__name__}() got an unexpected argument {key!r}")
-    return found
 
 
 def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
@@ -65,10 +46,9 @@ class Along:
     dims: tuple[int, ...]
 
     @classmethod
-    def of(cls, func: Any, x: SplitTensor, dim: Any) -> Along:
+    def of(cls, site: Site, x: SplitTensor, dim: Any) -> Along:
         """Dimensions as a call names them."""
-        layout = x._layout
-        return cls(site_of(machine_of(x), func), local_of(x), layout, chosen_dims(dim, len(layout.shape)))
+        return cls(site, local_of(x), x._layout, chosen_dims(dim, len(x._layout.shape)))
 
     @property
     def cut(self) -> tuple[int, ...]:
@@ -193,3 +173,28 @@ def put_back(
     return SplitTensor(
         redistributed(site, y, source, target := lay.with_splits(before, changed), what), target
     )
+
+
+def by_whole_dims(
+    site: Site,
+    x: SplitTensor,
+    dims: Sequence[int],
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    what: str = "dimensions made whole",
+) -> SplitTensor:
+    """A function that needs some dimensions whole and treats the others apart.
+
+    The result has the dimensions of the input in the same order.
+    """
+    local, layout = with_whole(site, x, dims, what)
+    return put_back(site, computed(compute, local), layout, x._layout)
+
+
+def laid_out(layout: Decomposition, order: Sequence[int | None], y: torch.Tensor) -> Decomposition:
+    """Layout of a result ``y`` with these dimensions of blocks in this order, None for new ones.
+
+    What is not cut has the extents of the result.
+    """
+    found = lay.reordered(layout, order)
+    extents = {d: Balanced(n, 1) for d, n in enumerate(y.shape) if found.splits[d].parts == 1}
+    return lay.with_splits(found, extents)

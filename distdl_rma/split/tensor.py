@@ -24,6 +24,7 @@ from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.lineage import LINEAGE
 from distdl_rma.split.calls.refusals import raise_as_torch
+from distdl_rma.split.calls.signatures import first_by_place
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
 from distdl_rma.split.entry import told_layout
@@ -52,8 +53,8 @@ _OF_EVERY_BLOCK = frozenset({"query", "value", "gradient", "creation", "refused"
 _LISTS: frozenset[Any] = frozenset({list, tuple})
 # What is looked through where all arguments are named.
 _UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
-# What may write into a tensor that is given.
-_WITH_OUT = frozenset({"copies", "registered"})
+# What may write into a tensor that is given, and gets arguments as they are passed.
+_AS_PASSED = frozenset({"copies", "registered"})
 # What autograd itself does with the gradients that a function returns.
 _OF_GRADIENTS = {
     "aten.add.Tensor": torch.add,
@@ -262,8 +263,8 @@ class SplitTensor(torch.Tensor):
             if TRAILS:
                 note(func, rule.kind, args, kwargs or _NOTHING)
             try:
-                if kwargs is not None and "out" in kwargs:
-                    _check_out(rule.kind, func, kwargs)
+                if kwargs and "out" in kwargs and kwargs["out"] is not None and rule.kind not in _AS_PASSED:
+                    raise refused(func, "out= is not supported; what it returns is to be assigned")
                 if lay.LEAVING_OUT:
                     # Without a call, where all ranks have elements.
                     x: Any
@@ -271,6 +272,8 @@ class SplitTensor(torch.Tensor):
                         listed = x.__class__ in _LISTS and x and x[0].__class__ in TENSORS
                         if listed or (x.__class__ is cls and x._layout.leaves_out):
                             _check_alike(rule, func, args, kwargs or _NOTHING)
+                if not args and rule.kind not in _AS_PASSED:
+                    args, kwargs = first_by_place(func, kwargs or _NOTHING)
                 if OBSERVERS:
                     found = OBSERVERS[-1](rule, func, args, kwargs or {})
                 else:
@@ -312,7 +315,7 @@ class SplitTensor(torch.Tensor):
         try:
             return func._implementation(*args, **kwargs)
         except (TypeError, UnsupportedError):
-            if not any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+            if not any_cut(args, kwargs):
                 raise
         raise refused(func, ON_MANY_RANKS)
 
@@ -344,11 +347,6 @@ def _cast(name: str, given: Any) -> Any:
         return found
 
     return mapped(cast, given)
-
-
-def _check_out(kind: str, func: Any, kwargs: Any) -> None:
-    if kwargs["out"] is not None and kind not in _WITH_OUT:
-        raise refused(func, "out= is not supported; what it returns is to be assigned")
 
 
 def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
@@ -472,6 +470,11 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
     return found
 
 
+def any_cut(*arguments: Any) -> bool:
+    """Whether any tensor among arguments is cut."""
+    return any(x.is_split for x in tensors_in(*arguments) if isinstance(x, SplitTensor))
+
+
 def mapped(change: Any, argument: Any) -> Any:
     """Arguments with every tensor changed."""
     if isinstance(argument, torch.Tensor):
@@ -486,9 +489,8 @@ def mapped(change: Any, argument: Any) -> Any:
 
 
 def _without_tangents(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-    given = tensors_in(args, kwargs)
-    if any(x.is_split for x in given if isinstance(x, SplitTensor)):
-        refuse_tangents(func, given)
+    if any_cut(args, kwargs):
+        refuse_tangents(func, tensors_in(args, kwargs))
     return rule.handler(func, args, kwargs)
 
 

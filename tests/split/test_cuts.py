@@ -35,7 +35,7 @@ def test_groups_of_dimensions_with_the_same_elements():
 )
 def test_where_the_cut_of_a_reshaped_tensor_goes(dim, shape, source, result):
     before, after = cuts.reshaped(cut((2, 3, 6, 4), dim), shape)
-    assert (lay.cut_dims(before), lay.cut_dims(after)) == (source, result)
+    assert (before.cut_dims, after.cut_dims) == (source, result)
 
 
 def test_what_cannot_be_cut_is_copied():

@@ -21,7 +21,7 @@ def partition(me=0, shape=GRID):
 def test_the_normal_form_forgets_what_cuts_nothing():
     found = lay.balanced(partition(), SHAPE)
     assert found.axes == (None, None, 2, 3)
-    assert lay.cut_dims(found) == (2, 3)
+    assert found.cut_dims == (2, 3)
     assert (
         lay.normal(Decomposition(partition(), (*found.splits[:3], Listed((3, 3, 2))), (0, 1, 2, 3))) == found
     )
@@ -35,7 +35,7 @@ def test_dimensions_in_another_order():
 
 def test_a_dimension_left_out_leaves_copies():
     found = lay.reordered(lay.whole(lay.balanced(partition(), SHAPE), [3]), (0, 1, 2))
-    assert lay.copied_along(found) == (3,)
+    assert found.copied_along == (3,)
     assert lay.line(found, [3]) == (0, 1, 2)
     assert lay.owners(found).partition.ranks == (0, 3)
 

@@ -10,10 +10,12 @@ from distdl_rma.split.operands import (
     as_whole,
     common_layout,
     common_partition,
+    composition,
     needs_of,
+    of_any_cut,
+    of_cut,
     on_copies,
     part_for,
-    prepared_copies,
 )
 from tests.split.against_whole import check
 
@@ -66,7 +68,6 @@ def test_tensors_of_several_partitions_do_not_meet(rows, P_world):
 
 def test_copies_are_computed_by_every_rank(rows):
     everywhere = rows.redistribute()
-    assert prepared_copies(rows.partition)(everywhere) is everywhere.to_local()
     y = on_copies(torch.special.airy_ai, (everywhere,), {})
     assert not y.is_split and torch.equal(y.to_local(), torch.special.airy_ai(everywhere.to_local()))
     assert on_copies(torch.Tensor.fill_, (everywhere, 1.0), {}) is everywhere
@@ -118,3 +119,28 @@ def test_operators_of_aten_go_by_the_rules_of_the_functions_that_they_are(P_worl
 def test_copies_may_be_named(P_world, call):
     x = torch.empty(1, 1, 2, 0)
     check(P_world, call, [x], gradients=False)
+
+
+def test_handlers_of_what_is_cut_get_arguments_by_name(rows):
+    seen = []
+    of_cut()(lambda call, site, x, **given: seen.append((call, site.name, x, given)))(
+        torch.sum, (rows, 1), {}
+    )
+    ((call, name, x, given),) = seen
+    assert call == (torch.sum, (rows, 1), {}) and "sum" in name and x is rows
+    assert given == {"dim": 1, "keepdim": False, "dtype": None}
+    whole = rows.redistribute()
+    found = of_cut(otherwise=lambda func, *_: func)(None)(torch.sum, (whole,), {})
+    assert (
+        found is torch.sum and of_cut(uncut=True)(lambda _, __, x, **___: x)(torch.sum, (whole,), {}) is whole
+    )
+    assert of_any_cut(lambda _, __, x, other, **___: other)(torch.sub, (whole, rows), {}) is rows
+
+
+def test_a_composition_calls_others_by_their_rules(rows):
+    doubled = composition(lambda x, other: x + other)
+    y = doubled(torch.maximum, (rows, rows), {})
+    assert y.is_split and torch.equal(y.to_local(), 2 * rows.to_local())
+    # Of what every rank has all of torch's own function is called.
+    whole = rows.redistribute()
+    assert torch.equal(doubled(torch.maximum, (whole, whole), {}).to_local(), whole.to_local())

@@ -6,26 +6,17 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import shard
 from distdl_rma.split import cuts, reducing
+from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.reducing import (
     Along,
-    arguments,
     chosen_dims,
+    laid_out,
     positive,
     put_back,
     with_whole,
 )
 
 SHAPE = (2, 3, 5, 4)
-
-
-def test_arguments_have_torchs_names_and_numpys():
-    given = arguments(torch.sum, (1,), {"axis": 2, "keepdims": True, "out": None}, dim=None, keepdim=False)
-    assert given == {"input": 1, "dim": 2, "keepdim": True}
-    assert arguments(torch.sum, (), {"self": 1}, dim=None) == {"input": 1, "dim": None}
-    with pytest.raises(TypeError, match="unexpected argument 'dims'"):
-        arguments(torch.sum, (1,), {"dims": 2}, dim=None)
-    with pytest.raises(TypeError, match="at most 2 arguments"):
-        arguments(torch.sum, (1, 2, 3), {}, dim=None)
 
 
 def test_dimensions_are_counted_from_either_end():
@@ -46,7 +37,7 @@ def rows(P_world):
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_results_of_blocks_come_together(rows):
-    along, other = Along.of(torch.amax, rows, (2, 3)), Along.of(torch.amax, rows, 3)
+    along, other = (Along.of(site_of(rows.machine, torch.amax), rows, dims) for dims in ((2, 3), 3))
     assert along.count == 20 and along.ranks == rows.partition.ranks and other.ranks == (rows.partition.me,)
     mine = along.partial(lambda x: x.amax((2, 3), True), torch.float32)
     every = along.together(mine, "largest")
@@ -61,7 +52,7 @@ def test_results_of_blocks_come_together(rows):
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_another_dimension_is_cut_meanwhile(rows):
-    layout, along = rows.decomposition, Along.of(torch.sort, rows, 2)
+    layout, along = rows.decomposition, Along.of(site_of(rows.machine, torch.sort), rows, 2)
     # The longest of those that are left, and copies where none is.
     assert cuts.elsewhere(layout, (2,)).cut_dims == (3,)
     assert cuts.elsewhere(layout, (2, 3)).cut_dims == (1,)
@@ -73,6 +64,14 @@ def test_another_dimension_is_cut_meanwhile(rows):
     shorter = put_back(along.site, local[:, :, :3], found, layout)
     assert torch.equal(shorter.full_tensor(), rows.full_tensor()[:, :, :3])
     assert with_whole(along.site, rows, (0, 1)) == (rows.to_local(), layout)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_a_result_is_laid_out_by_the_order_of_dimensions(rows):
+    layout = rows.decomposition
+    found = laid_out(layout, [2, None, 0, 3], rows.to_local()[:, 0, :, :2].permute(1, 0, 2).unsqueeze(1))
+    assert found.shape == (5, 1, 2, 2) and found.cut_dims == (0,) and found.splits[0] == layout.splits[2]
 
 
 @pytest.mark.mpi

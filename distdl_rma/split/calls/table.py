@@ -14,6 +14,8 @@ from distdl_rma.split.calls.autocast import is_cast
 
 # What a rule is given: the function, its arguments as the user passed them; it returns what the user gets.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+# A function and its arguments, as the user called it.
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)

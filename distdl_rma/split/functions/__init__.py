@@ -1,7 +1,5 @@
 """The rules of the table, one file for each kind of function; importing them fills it."""
 
-from distdl_rma.split.functions.elements import creation as creation
-from distdl_rma.split.functions.elements import lists as lists
 from distdl_rma.split.functions.elements import pointwise as pointwise
 from distdl_rma.split.functions.elements import queries as queries
 from distdl_rma.split.functions.elements import random as random
@@ -9,21 +7,16 @@ from distdl_rma.split.functions.images import convolutions as convolutions
 from distdl_rma.split.functions.images import norms as norms
 from distdl_rma.split.functions.images import planes as planes
 from distdl_rma.split.functions.images import windows as windows
-from distdl_rma.split.functions.places import differences as differences
 from distdl_rma.split.functions.places import indexing as indexing
 from distdl_rma.split.functions.places import joining as joining
-from distdl_rma.split.functions.places import masks as masks
 from distdl_rma.split.functions.places import rearranging as rearranging
 from distdl_rma.split.functions.places import shapes as shapes
 from distdl_rma.split.functions.places import writing as writing
-from distdl_rma.split.functions.products import attention as attention
 from distdl_rma.split.functions.products import contractions as contractions
-from distdl_rma.split.functions.products import fourier as fourier
 from distdl_rma.split.functions.products import matrices as matrices
-from distdl_rma.split.functions.products import recurrent as recurrent
+from distdl_rma.split.functions.products import sequences as sequences
 from distdl_rma.split.functions.totals import along as along
-from distdl_rma.split.functions.totals import distances as distances
+from distdl_rma.split.functions.totals import compositions as compositions
 from distdl_rma.split.functions.totals import extremes as extremes
 from distdl_rma.split.functions.totals import losses as losses
 from distdl_rma.split.functions.totals import reductions as reductions
-from distdl_rma.split.functions.totals import softmax as softmax

@@ -45,14 +45,10 @@ def register(what: Any, handler: Callable[..., Any] | None = None, *, elementwis
     elif isinstance(what, type) and issubclass(what, nn.Module):
         _register_module(what, handler)
     elif callable(what):
-        RULES[what] = Rule("registered", lambda func, args, kwargs: _called(handler, func, args, kwargs))
+        # In it functions of split tensors go by their rules, as everywhere in a program.
+        RULES[what] = Rule("registered", lambda func, args, kw: composed(handler, func, *args, **kw))
     else:
         raise ArgumentError(f"register: takes a function or a class of modules, got {what!r}")
-
-
-def _called(handler: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-    # In here functions of split tensors go by their rules, as everywhere in a program.
-    return composed(handler, func, *args, **kwargs)
 
 
 def _register_elementwise(what: Any) -> None:

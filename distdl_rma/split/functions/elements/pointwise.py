@@ -1,18 +1,31 @@
-"""Functions of single elements: every rank computes its block; operands that are cut otherwise move first."""
+"""Functions of single elements, also of lists of tensors: every rank computes its block.
+
+Operands that are cut otherwise move first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, refused
+from distdl_rma.split.operands import (
+    as_part,
+    as_whole,
+    common_layout,
+    machine_of,
+    on_copies,
+    part_for,
+)
+from distdl_rma.split.reducing import laid_out, with_whole
+from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, mapped, refused
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -92,7 +105,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     kwargs = {key: value for key, value in kwargs.items() if value is not None or key != "out"}
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     in_place = _in_place(func) or kwargs.get("inplace") is True
-    first: Any = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
+    first = args[0]
     if in_place and not isinstance(first, SplitTensor):
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return _changed_alike(func, args, kwargs)
@@ -151,8 +164,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As every function of single elements; the weights are those of the block's channels."""
-    given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
-    x, weight = given["input"], given["weight"]
+    x, weight = args[0], named(func, args, kwargs)["weight"]
     dims = x.dim()
     # Which torch takes for the dimension of channels, or for all elements.
     shape = (weight.numel(), *(1,) * (dims - 2)) if weight.numel() != 1 else (1,) * min(dims, 1)
@@ -163,12 +175,98 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of each element; every rank gets all of those that it is compared with."""
-    names = ("input", "boundaries") if func is torch.bucketize else ("elements", "test_elements")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, others = (given.pop(name) for name in names)
+    x, given = args[0], named(func, args, kwargs)
     if not isinstance(x, SplitTensor):
         return on_copies(func, args, kwargs)
+    others = given.pop("boundaries" if func is torch.bucketize else "test_elements")
+    options = {key: each for key, each in given.items() if each is not None}
     if isinstance(others, SplitTensor):
         site = site_of(machine_of(x), func)
         others = as_whole(site, others, x._layout, "what is compared with")
-    return SplitTensor(func(local_of(x), others, **given), x._layout)
+    return SplitTensor(func(local_of(x), others, **options), x._layout)
+
+
+_OF_EACH = "_foreach_"
+_NAMES = dir(torch._C._VariableFunctions)
+_FUSED = "sgd_", "adam_", "adamw_", "adagrad_"
+
+
+def _of_products(name: str) -> Callable[..., Any]:
+    def function(x: Any, first: Any, second: Any, value: Any = 1, *, scalars: Any = None) -> Any:
+        value = value if scalars is None else scalars
+        return getattr(x, name)(first, second, value=value)
+
+    return function
+
+
+# Where the function of one tensor is called otherwise, or with other arguments.
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
+    **{name: _of_products(name) for name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_")},
+    **{name: lambda x, other: x.clamp(min=other) for name in ("maximum", "clamp_min")},
+    **{name: lambda x, other: x.clamp(max=other) for name in ("minimum", "clamp_max")},
+    **{name: lambda x, other: x.clamp_(min=other) for name in ("maximum_", "clamp_min_")},
+    **{name: lambda x, other: x.clamp_(max=other) for name in ("minimum_", "clamp_max_")},
+}
+
+
+@rule("pointwise", *(name for name in _NAMES if name.startswith(_OF_EACH)))
+def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of each tensor of a list, split or plain, the function of one tensor by its own rule."""
+    name = func.__name__.removeprefix(_OF_EACH)
+    in_place = name.endswith("_")
+    function = _OTHERWISE.get(name) or getattr(torch.Tensor if in_place else torch, name, None)
+    if function is None:
+        raise refused(func, "there is no such function of one tensor")
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+
+    def call(at: int) -> Any:
+        given = [each[at] if isinstance(each, (list, tuple)) else each for each in args]
+        named = {key: each[at] if isinstance(each, (list, tuple)) else each for key, each in kwargs.items()}
+        return composed(function, *given, **named)
+
+    found = tuple(call(at) for at in range(len(lists[0])))
+    return [*lists[0]] if in_place else found
+
+
+@rule("pointwise", *(name for name in _NAMES if name.startswith("_fused_") and name.endswith(_FUSED)))
+def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A step of an optimizer: each rank updates its blocks, of parameters, gradients and states cut alike."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple)) and each]
+    for together in zip(*lists, strict=True):
+        layouts = {x._layout for x in together if isinstance(x, SplitTensor)}
+        plain = [x for x in together if not isinstance(x, SplitTensor) and x.dim()]
+        if len(layouts) > 1 or (layouts and plain):
+            raise refused(func, "a parameter, its gradient and its state are not cut alike")
+    func(*mapped(_block, args), **mapped(_block, kwargs))
+
+
+def _block(x: torch.Tensor) -> torch.Tensor:
+    return local_of(x) if isinstance(x, SplitTensor) else x
+
+
+@rule("pointwise", torch.Tensor.real.__get__, torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
+def part_of_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block."""
+    return SplitTensor(func(local_of(args[0])), args[0]._layout)
+
+
+@rule("pointwise", "view_as_real")
+@refusing
+def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block; the last dimension is new, and whole."""
+    x = args[0]
+    y = func(local_of(x))
+    return SplitTensor(y, laid_out(x._layout, [*range(x.dim()), None], y))
+
+
+@rule("pointwise", "view_as_complex")
+@refusing
+def view_as_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+    """Of each block; the last dimension, if it is split, is made whole first."""
+    x = args[0]
+    last = x.dim() - 1
+    local, layout = with_whole(site_of(machine_of(x), func), x, (last,))
+    moved = layout is not x._layout
+    y = func(local.contiguous() if moved else local)
+    return SplitTensor(y, lay.reordered(layout, range(last)), copy_of=x._local if moved else None)

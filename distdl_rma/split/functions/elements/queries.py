@@ -1,4 +1,4 @@
-"""What a program asks of a tensor: its shape and type as of the whole, its graph as of the block."""
+"""What a program asks of a tensor: shape and type of the whole, the graph of the block, new ones like it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from distdl_rma.ops.core.autograd import asking
 from distdl_rma.ops.core.plain_losses import from_split_tensor
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost
@@ -23,6 +24,7 @@ from distdl_rma.split.tensor import (
     OF_NO_BLOCK,
     ON_MANY_RANKS,
     SplitTensor,
+    any_cut,
     composed,
     into_graph,
     local_of,
@@ -113,13 +115,12 @@ def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 @rule("gradient", _T.backward)
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Backward of a loss that all ranks hold alike, or of a split tensor from a gradient cut alike."""
-    x, *others = args
-    given = (others[0] if others else None) if "gradient" not in kwargs else kwargs.pop("gradient")
-    given = _cut_alike(given, x)
+    x, given = args[0], named(func, args, kwargs)
+    gradient = _cut_alike(given.pop("gradient"), x)
     LINEAGE.begins_backward([x])
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
     with from_split_tensor():
-        composed(func, local_of(into_graph(x)), given, *others[1:], **kwargs)
+        composed(func, local_of(into_graph(x)), gradient, **given)
 
 
 @rule("gradient", torch.autograd.grad)
@@ -257,3 +258,22 @@ def not_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A copy of the block, of leaves only as in torch."""
     return SplitTensor(func(local_of(args[0]), *args[1:]), args[0]._layout)
+
+
+@rule(
+    "creation",
+    _T.new_empty,
+    _T.new_zeros,
+    _T.new_ones,
+    _T.new_full,
+    _T.new_tensor,
+    _T.new,
+    _T.new_empty_strided,
+)
+def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A plain tensor of the size that is asked for, the same on every rank; it is cut where it is used."""
+    x, *others = args
+    if any_cut(others, kwargs):
+        raise refused(func, "the values are on many ranks")
+    values = [local_of(y) if isinstance(y, SplitTensor) else y for y in others]
+    return func(x._local, *values, **kwargs)  # type: ignore[no-any-return]

@@ -15,10 +15,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused, tensors_in
 
 # Of the self-normalising activation that alpha dropout goes with: minus its value far below zero.
 _ALPHA = 1.7580993408473766
@@ -59,21 +60,16 @@ def _in_place(func: Any, x: SplitTensor) -> None:
 )
 def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements: a mask for every block. Channels: a mask for the whole, which every rank draws and cuts."""
-    name = func.__name__
-
-    def arguments(
-        input: Any, p: float = 0.5, training: Any = None, inplace: bool = False, train: Any = None
-    ) -> tuple[Any, ...]:
-        return input, p, training if train is None else train, inplace
-
-    x, p, training, in_place = arguments(*args, **kwargs)
-    if training is None:
-        training = "alpha" not in name
-    if not x.is_split or not training or p == 0:
-        return on_copies(func, args, kwargs) if not x.is_split else _as_it_is(func, x, args, kwargs)
+    x, given, name = args[0], named(func, args, kwargs), func.__name__
+    if not x.is_split:
+        return on_copies(func, args, kwargs)
+    p = given["p"]
+    if p == 0 or not given["training" if "training" in given else "train"]:
+        y = func(local_of(x), *args[1:], **kwargs)
+        return x if y is x._local else SplitTensor(y, x._layout)
     if p < 0 or p > 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    local, layout, in_place = local_of(x), x._layout, in_place or name.endswith("_")
+    local, layout, in_place = local_of(x), x._layout, given.get("inplace") or name.endswith("_")
     if in_place:
         _in_place(func, x)
     if "feature" in name or name[-1] == "d":
@@ -85,12 +81,6 @@ def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if offset is not None:
         y = y.add_(offset)
     return x if in_place else SplitTensor(y, layout)
-
-
-def _as_it_is(func: Any, x: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
-    others = {key: value for key, value in kwargs.items() if key != "input"}
-    y = func(local_of(x), *args[1:], **others)
-    return x if y is x._local else SplitTensor(y, x._layout)
 
 
 def _of_channels(
@@ -138,10 +128,9 @@ def drawn_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @rule("random", torch.rand_like, torch.randn_like, torch.randint_like)
 def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor that is cut alike, every block by a generator of its own."""
-    kwargs = dict(kwargs)
-    x, *bounds = (kwargs.pop("input"), *args) if "input" in kwargs else args
+    (x, *bounds), kwargs = args, dict(kwargs)
     if not x.is_split:
-        return on_copies(func, args, kwargs if args else {"input": x, **kwargs})
+        return on_copies(func, args, kwargs)
     bounds += [kwargs.pop(key) for key in ("low", "high") if key in kwargs]
     generator = generator_of_block(x._layout, kwargs.pop("generator", None))
     needs = kwargs.pop("requires_grad", False)
@@ -161,7 +150,7 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every block by its parameters of the distribution and a generator of its own."""
     operands = tensors_in(args, kwargs)
-    if not any(x.is_split for x in operands if isinstance(x, SplitTensor)):
+    if not any_cut(operands):
         return on_copies(func, args, kwargs)
     layout, kwargs = common_layout(func, operands), dict(kwargs)
     site = site_of(machine_of(next(x for x in operands if isinstance(x, SplitTensor))), func)
@@ -185,25 +174,15 @@ def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In training a slope for every element below zero, by a generator of the block; else one for all."""
-
-    def arguments(
-        input: Any,
-        lower: float = 1 / 8,
-        upper: float = 1 / 3,
-        training: bool = False,
-        inplace: bool = False,
-        generator: Any = None,
-    ) -> tuple[Any, ...]:
-        return input, lower, upper, training, inplace, generator
-
-    x, lower, upper, training, in_place, generator = arguments(*args, **kwargs)
+    x, given = args[0], named(func, args, kwargs)
     if not x.is_split:
         return on_copies(func, args, kwargs)
-    local, in_place = local_of(x), in_place or func.__name__.endswith("_")
+    lower, upper = given["lower"], given["upper"]
+    local, in_place = local_of(x), given.get("inplace") or func.__name__.endswith("_")
     if in_place:
         _in_place(func, x)
-    if training:
-        source = generator_of_block(x._layout, generator)
+    if given["training"]:
+        source = generator_of_block(x._layout, given.get("generator"))
         slope = torch.empty_like(local.detach()).uniform_(lower, upper, generator=source)
         slope = torch.where(local.detach() > 0, 1.0, slope)
         y = local.mul_(slope) if in_place else local * slope
@@ -216,13 +195,7 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Noise for every block, then a softmax of the whole; ``hard`` only where the dimension is whole."""
-
-    def arguments(
-        logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
-    ) -> tuple[Any, ...]:
-        return logits, tau, hard, dim
-
-    x, tau, hard, dim = arguments(*args, **kwargs)
+    x, (tau, hard, _, dim) = args[0], named(func, args, kwargs).values()
     if not x.is_split:
         return on_copies(func, args, kwargs)
     local, layout = local_of(x), x._layout
@@ -241,6 +214,6 @@ def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @rule("refused", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices")
 def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draws that depend on all elements: on copies only."""
-    if any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+    if any_cut(args, kwargs):
         raise refused(func, "what it draws depends on elements that are on many ranks")
     return on_copies(func, args, kwargs)

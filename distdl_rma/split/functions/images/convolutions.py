@@ -28,9 +28,10 @@ from distdl_rma.ops.conv.worker_grid import (
 from distdl_rma.ops.core.autograd import tracer
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import raise_as_torch
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
-from distdl_rma.split.calls.table import rule
-from distdl_rma.split.operands import cut_site, needs_of, on_copies, wholes
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.operands import needs_of, of_cut, on_copies, wholes
 from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 _DIMS = {
@@ -42,33 +43,7 @@ _DIMS = {
     "conv_transpose3d": 3,
 }
 
-_TRANSPOSED = frozenset(name for name in _DIMS if name.startswith("conv_transpose"))
 _WEIGHTS = "weight", "bias"
-
-
-def _conv_arguments(
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> tuple[Any, ...]:
-    return input, weight, bias, stride, padding, dilation, groups, 0
-
-
-def _transposed_arguments(
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> tuple[Any, ...]:
-    return input, weight, bias, stride, padding, dilation, groups, output_padding
 
 
 def each_dim(value: Any, dims: int) -> tuple[int, ...]:
@@ -86,46 +61,13 @@ def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tupl
     return tuple((n, n) for n in each_dim(padding, len(kernel)))
 
 
-@rule("window", *_DIMS)
-def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank convolves its block with the whole weight; halos travel meanwhile, overlaps are summed."""
-    name = func.__name__
-    transposed = name in _TRANSPOSED
-    arguments = (_transposed_arguments if transposed else _conv_arguments)(*args, **kwargs)
-    x, weight, bias, *others = arguments
-    site = cut_site(func, x)
-    if site is None:
-        return on_copies(func if transposed else _of_whole(func), args, kwargs)
-    layout, dims = x._layout, _DIMS[name]
-    if len(layout.shape) == dims + 1:
-        return _of_one_sample(func, *arguments)
-    if x._local.is_complex() and weight.is_complex():
-        raise_as_torch(func, args, kwargs)
-        return composed(_of_complex, func, *arguments)
-    weights: Any = wholes(site, (weight, bias), layout, _WEIGHTS)
-    local, (weight, bias) = local_of(x), weights
-    if list in map(type, others):
-        # Lists have no hash.
-        others = [tuple(n) if isinstance(n, list) else n for n in others]
-    of_bias = None if bias is None else (bias.shape, bias.dtype)
-    key = layout, local.dtype, weight.shape, weight.dtype, of_bias, *others
-
-    def make() -> tuple[Any, Decomposition]:
-        raise_as_torch(func, args, kwargs)
-        operation = _operation(site, layout, tuple(weight.shape), local.dtype, transposed, *others)
-        return operation, lay.with_splits(layout, dict(enumerate(operation.output.splits)))
-
-    operation, output = site.kept(key, make)
-    y = operation(needs_of(local, weight, bias), local, weight=weight, bias=bias)
-    return SplitTensor(y, output)
-
-
 @cache
 def _of_whole(func: Any) -> Any:
     # Of plain tensors, on the way on which a rank computes its block.
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        x, weight, bias, stride, padding, dilation, groups, _ = _conv_arguments(*args, **kwargs)
+        weight, bias, stride, padding, dilation, groups = named(func, args, kwargs).values()
+        x = args[0]
         alike = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.dim() == weight.dim()
         if not alike or isinstance(padding, str) or torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
@@ -146,25 +88,47 @@ def _of_whole(func: Any) -> Any:
     return call
 
 
-def _of_one_sample(func: Any, x: Any, weight: Any, bias: Any, *others: Any) -> Any:
-    given = composed(torch.unsqueeze, x, 0), weight, bias, *_in_order(func, others)
-    return composed(torch.squeeze, composed(func, *given), 0)
+def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return on_copies(func if "transpose" in func.__name__ else _of_whole(func), args, kwargs)
 
 
-def _of_complex(func: Any, x: Any, weight: Any, bias: Any, *others: Any) -> Any:
+@rule("window", *_DIMS)
+@of_cut(empty=False, otherwise=_on_copies)
+def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, **how: Any) -> Any:
+    """Every rank convolves its block with the whole weight; halos travel meanwhile, overlaps are summed."""
+    func, *_ = call
+    layout = x._layout
+    if len(layout.shape) == _DIMS[func.__name__] + 1:
+        batch = composed(torch.unsqueeze, x, 0)
+        return composed(torch.squeeze, composed(func, batch, weight, bias, **how), 0)
+    if x._local.is_complex() and weight.is_complex():
+        raise_as_torch(*call)
+        return composed(_of_complex, func, x, weight, bias, how)
+    weights: Any = wholes(site, (weight, bias), layout, _WEIGHTS)
+    local, (weight, bias) = local_of(x), weights
+    others = (*how.values(),)
+    if list in map(type, others):
+        # Lists have no hash.
+        others = tuple(tuple(n) if isinstance(n, list) else n for n in others)
+    of_bias = None if bias is None else (bias.shape, bias.dtype)
+    key = layout, local.dtype, weight.shape, weight.dtype, of_bias, *others
+
+    def make() -> tuple[Any, Decomposition]:
+        raise_as_torch(*call)
+        operation = _operation(site, layout, tuple(weight.shape), local.dtype, **how)
+        return operation, lay.with_splits(layout, dict(enumerate(operation.output.splits)))
+
+    operation, output = site.kept(key, make)
+    y = operation(needs_of(local, weight, bias), local, weight=weight, bias=bias)
+    return SplitTensor(y, output)
+
+
+def _of_complex(func: Any, x: Any, weight: Any, bias: Any, how: dict[str, Any]) -> Any:
     # As torch: three convolutions of real numbers.
-    how = _in_order(func, others)
-    real, imag = func(x.real, weight.real, None, *how), func(x.imag, weight.imag, None, *how)
-    both = func(x.real + x.imag, weight.real + weight.imag, None, *how)
+    real, imag = func(x.real, weight.real, None, **how), func(x.imag, weight.imag, None, **how)
+    both = func(x.real + x.imag, weight.real + weight.imag, None, **how)
     y = torch.complex(real - imag, both - real - imag)
     return y if bias is None else y + bias.view(-1, *(1,) * (x.dim() - 2))
-
-
-def _in_order(func: Any, others: Sequence[Any]) -> tuple[Any, ...]:
-    # As torch's function takes them behind the bias.
-    stride, padding, dilation, groups, extra = others
-    behind = (extra, groups, dilation) if func.__name__ in _TRANSPOSED else (dilation, groups)
-    return stride, padding, *behind
 
 
 def _operation(
@@ -172,12 +136,14 @@ def _operation(
     layout: Decomposition,
     weight: tuple[int, ...],
     dtype: torch.dtype,
-    transposed: bool,
-    *others: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    output_padding: Any = None,
 ) -> Any:
-    stride, padding, dilation, groups, extra = others
-    kernel = weight[2:]
-    stride, dilation, extra = (each_dim(value, len(kernel)) for value in (stride, dilation, extra))
+    kernel, transposed = weight[2:], output_padding is not None
+    stride, dilation = (each_dim(value, len(kernel)) for value in (stride, dilation))
     stencil = Stencil.of(kernel, stride, dilation, _sides(padding, kernel, dilation))
     source, rows = lay.on_grid(layout), IN if transposed else OUT
     batch, channels, *space = source.partition.shape
@@ -187,6 +153,7 @@ def _operation(
     overlaps = can_overlap(stencil, "zeros", workers, source.partition)
     if transposed:
         options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps)
+        extra = each_dim(output_padding, len(kernel))
         return TransposedConvolution(site.call_site, options, source, source.partition, dtype, extra)
     joins = not overlap_pays(stencil, source, dtype.itemsize)
     # Without a halo torch's own convolution of a small block takes least.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from math import prod
 from typing import Any
@@ -30,20 +30,20 @@ from distdl_rma.ops.windows import (
 )
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
-from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.images.convolutions import each_dim
-from distdl_rma.split.functions.images.planes import by_whole_dims
 from distdl_rma.split.moves import all_sum, redistributed
-from distdl_rma.split.operands import cut_site, machine_of, needs_of, on_copies
+from distdl_rma.split.operands import needs_of, of_cut
+from distdl_rma.split.reducing import by_whole_dims
 from distdl_rma.split.tensor import SplitTensor, local_of, refused
 
 _LEADING = 2
 _DIMS = (1, 2, 3)
 
 
-def named(*patterns: str) -> tuple[str, ...]:
-    """Names of functions for 1 to 3 spatial dimensions."""
+def _of_dims(*patterns: str) -> tuple[str, ...]:
+    # Names of functions for 1 to 3 spatial dimensions.
     return tuple(pattern.format(dims) for pattern in patterns for dims in _DIMS)
 
 
@@ -53,11 +53,6 @@ def dims_of(func: Any) -> int:
     return next(int(letter) for letter in func.__name__ if letter.isdigit())
 
 
-def on_meta(func: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """Result without elements, or torch's error, of a function of a whole tensor."""
-    return func(torch.empty(tuple(shape), dtype=dtype, device="meta"), *args, **kwargs)
-
-
 def _widened(x: torch.Tensor) -> torch.Tensor:
     # Under autocast torch computes these in float32.
     short = x.dtype in (torch.bfloat16, torch.float16)
@@ -65,6 +60,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def windowed(
+    call: Call,
     site: Site,
     x: torch.Tensor,
     layout: Decomposition,
@@ -80,6 +76,7 @@ def windowed(
     batched = len(layout.shape) == dims + _LEADING
 
     def make() -> tuple[Any, Decomposition]:
+        raise_as_torch(*call)
         options = make_options()
         order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
         source = lay.reordered(layout, list(order))
@@ -104,55 +101,29 @@ def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
     return SplitTensor(redistributed(site, y._local, layout, target), target)
 
 
-def _stencil(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, dims: int) -> Stencil:
-    size = each_dim(kernel, dims)
+def _stencil(how: Mapping[str, Any], dims: int) -> Stencil:
+    size, stride = each_dim(how["kernel_size"], dims), how["stride"]
     stride = size if stride is None or stride in ([], ()) else each_dim(stride, dims)
-    sides = tuple((n, n) for n in each_dim(padding, dims))
-    return Stencil.of(size, stride, each_dim(dilation, dims), sides, bool(ceil_mode))
+    sides = tuple((n, n) for n in each_dim(how.get("padding", 0), dims))
+    return Stencil.of(size, stride, each_dim(how.get("dilation", 1), dims), sides, bool(how["ceil_mode"]))
 
 
-def _max_pool(
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> tuple[Any, ...]:
-    return input, kernel_size, stride, padding, dilation, ceil_mode, return_indices
-
-
-def _avg_pool(
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> tuple[Any, ...]:
-    return input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-
-
-@rule("window", *named("max_pool{}d", "max_pool{}d_with_indices"))
-def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
+@of_cut(empty=False)
+def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
     """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
-    x, kernel, stride, padding, dilation, ceil_mode, indices = _max_pool(*args, **kwargs)
-    site = cut_site(func, x)
-    if site is None:
-        return on_copies(func, args, kwargs)
-    dims, indices, local = dims_of(func), indices or func.__name__.endswith("_with_indices"), local_of(x)
+    func, *_ = call
+    dims, indices = dims_of(func), bool(return_indices) or func.__name__.endswith("_with_indices")
 
-    def make() -> MaxPoolOptions:
-        raise_as_torch(func, args, kwargs)
-        return MaxPoolOptions(_stencil(kernel, stride, padding, dilation, ceil_mode, dims), bool(indices))
+    def options() -> MaxPoolOptions:
+        return MaxPoolOptions(_stencil(how, dims), indices)
 
-    key = str((kernel, stride, padding, dilation, ceil_mode, indices))
-    return _largest(site, local, x._layout, dims, MaxPooling, key, make, bool(indices))
+    key = str(how), indices
+    return _largest(call, site, local_of(x), x._layout, dims, MaxPooling, key, options, indices)
 
 
 def _largest(
+    call: Call,
     site: Site,
     local: torch.Tensor,
     layout: Decomposition,
@@ -162,7 +133,7 @@ def _largest(
     make: Callable[[], Any],
     indices: bool,
 ) -> Any:
-    y, operation = windowed(site, local, layout, dims, kind, key, make)
+    y, operation = windowed(call, site, local, layout, dims, kind, key, make)
     if not indices:
         return with_single_copied(site, y)
     found = operation.take_indices() if isinstance(operation, MaxWindows) else None
@@ -172,80 +143,60 @@ def _largest(
     return with_single_copied(site, y), with_single_copied(site, index)
 
 
-@rule("window", *named("avg_pool{}d"))
-def avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule("window", *_of_dims("avg_pool{}d"))
+@of_cut(empty=False)
+def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The mean of each window, which a rank's outputs fetch."""
-    x, kernel, stride, padding, ceil_mode, count_pad, divisor = _avg_pool(*args, **kwargs)
-    site = cut_site(func, x)
-    if site is None:
-        return on_copies(func, args, kwargs)
-    dims, local = dims_of(func), local_of(x)
+    dims = dims_of(call[0])
 
-    def make() -> AvgPoolOptions:
-        raise_as_torch(func, args, kwargs)
-        return AvgPoolOptions(_stencil(kernel, stride, padding, 1, ceil_mode, dims), bool(count_pad), divisor)
+    def options() -> AvgPoolOptions:
+        counts, divisor = bool(how["count_include_pad"]), how.get("divisor_override")
+        return AvgPoolOptions(_stencil(how, dims), counts, divisor)
 
-    key = str((kernel, stride, padding, ceil_mode, count_pad, divisor))
-    return with_single_copied(site, windowed(site, local, x._layout, dims, AvgPooling, key, make)[0])
+    y, _ = windowed(call, site, local_of(x), x._layout, dims, AvgPooling, str(how), options)
+    return with_single_copied(site, y)
 
 
-@rule("window", *named("lp_pool{}d"))
-def lp_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule("window", *_of_dims("lp_pool{}d"))
+@of_cut(empty=False)
+def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
     """The norm of each window, which a rank's outputs fetch."""
+    norm, dims, local, layout = float(norm_type), dims_of(call[0]), local_of(x), x._layout
+    key, largest = str(how), abs(norm) == float("inf")
 
-    def arguments(
-        input: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
-    ) -> tuple[Any, ...]:
-        return input, float(norm_type), kernel_size, stride, ceil_mode
-
-    x, norm, kernel, stride, ceil_mode = arguments(*args, **kwargs)
-    site = cut_site(func, x)
-    if site is None:
-        return on_copies(func, args, kwargs)
-    dims, local, layout = dims_of(func), local_of(x), x._layout
-    key, largest = str((kernel, stride, ceil_mode)), abs(norm) == float("inf")
-
-    def make() -> Any:
-        raise_as_torch(func, args, kwargs)
-        stencil = _stencil(kernel, stride, 0, 1, ceil_mode, dims)
-        return MaxPoolOptions(stencil) if largest else AvgPoolOptions(stencil)
+    def options() -> Any:
+        return (MaxPoolOptions if largest else AvgPoolOptions)(_stencil(how, dims))
 
     if largest:
         sign = 1 if norm > 0 else -1
-        top: SplitTensor = _largest(site, sign * local.abs(), layout, dims, MaxPooling, key, make, False)
+        top: SplitTensor = _largest(
+            call, site, sign * local.abs(), layout, dims, MaxPooling, key, options, False
+        )
         return SplitTensor(sign * top._local, top._layout)
-    found = windowed(site, local.pow(norm), layout, dims, AvgPooling, key, make)[0]
+    found = windowed(call, site, local.pow(norm), layout, dims, AvgPooling, key, options)[0]
     mean = with_single_copied(site, found)
-    y, number = mean._local, prod(each_dim(kernel, dims))
+    y, number = mean._local, prod(each_dim(how["kernel_size"], dims))
     return SplitTensor((y.sign() * y.abs().relu()).mul(number).pow(1.0 / norm), mean._layout)
 
 
-@rule("window", *named("adaptive_avg_pool{}d"))
-def adaptive_avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule("window", *_of_dims("adaptive_avg_pool{}d"))
+@of_cut(empty=False)
+def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) -> Any:
     """The mean of each window: ranks sum their own elements, sums travel; one of all is copied everywhere."""
-
-    def arguments(input: Any, output_size: Any) -> tuple[Any, Any]:
-        return input, output_size
-
-    x, size = arguments(*args, **kwargs)
-    if not x.is_split or not x.numel():
-        return on_copies(func, args, kwargs)
-    return averaged(func, x, _sizes(size, dims_of(func)), args, kwargs)
+    return averaged(call, site, x, _sizes(output_size, dims_of(call[0])))
 
 
-def averaged(
-    func: Any, x: SplitTensor, size: tuple[int | None, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SplitTensor:
+def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...]) -> SplitTensor:
     """Adaptive averages of a split tensor."""
-    dims, site, layout = len(size), site_of(machine_of(x), func), x._layout
+    dims, layout = len(size), x._layout
     local = _widened(local_of(x)) if dims == _DIMS[-1] else local_of(x)
 
     def check() -> bool:
-        raise_as_torch(func, args, kwargs)
+        raise_as_torch(*call)
         if 0 in layout.shape[-dims:]:
             raise ShapeError(f"{site.name}: the global input {layout.shape} has no elements to pool")
         if not local.dtype.is_floating_point:
-            raise refused(func, f"the input is {local.dtype}; only floating point numbers are averaged")
+            raise refused(call[0], f"the input is {local.dtype}; only floating point numbers are averaged")
         return True
 
     site.kept(("checked", size, layout, local.dtype), check)
@@ -261,7 +212,8 @@ def averaged(
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
         return SplitTensor(local, layout)
-    rest = windowed(site, local, layout, dims, AdaptiveAvgPooling, size, lambda: AdaptiveOptions(size))[0]
+    kind, options = AdaptiveAvgPooling, AdaptiveOptions(size)
+    rest, _ = windowed(call, site, local, layout, dims, kind, size, lambda: options)
     return with_single_copied(site, rest)
 
 
@@ -271,84 +223,58 @@ def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
     return tuple(None if n is None else int(n) for n in sizes)
 
 
-@rule("window", *named("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
-def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
+@of_cut(empty=False)
+def adaptive_max_pool(
+    call: Call, site: Site, x: SplitTensor, output_size: Any, return_indices: bool = False
+) -> Any:
     """The largest element of each window, which a rank's outputs fetch; one of all is a copy everywhere."""
-
-    def arguments(input: Any, output_size: Any, return_indices: bool = False) -> tuple[Any, ...]:
-        return input, output_size, return_indices
-
-    x, size, indices = arguments(*args, **kwargs)
-    if not x.is_split or not x.numel():
-        return on_copies(func, args, kwargs)
+    func, *_ = call
     # The one-dimensional function of torch's lowest floor returns both.
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
-    dims, site = dims_of(func), site_of(machine_of(x), func)
-    options = AdaptiveOptions(_sizes(size, dims), bool(indices or both))
-
-    def make() -> AdaptiveOptions:
-        raise_as_torch(func, args, kwargs)
-        return options
-
-    where = options.return_indices
-    return _largest(site, local_of(x), x._layout, dims, AdaptiveMaxPooling, options, make, where)
+    dims, where = dims_of(func), bool(return_indices or both)
+    options = AdaptiveOptions(_sizes(output_size, dims), where)
+    kind, local = AdaptiveMaxPooling, local_of(x)
+    return _largest(call, site, local, x._layout, dims, kind, options, lambda: options, where)
 
 
 @rule("window", "interpolate")
-def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(empty=False)
+def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Weighted neighbours by global extents, which a rank fetches; all of the plane if antialiased."""
-
-    def arguments(
-        input: Any,
-        size: Any = None,
-        scale_factor: Any = None,
-        mode: str = "nearest",
-        align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None,
-        antialias: bool = False,
-    ) -> tuple[Any, ...]:
-        return input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
-
-    x, size, factor, mode, corners, recompute, antialias = arguments(*args, **kwargs)
-    if not x.is_split or not x.numel():
-        return on_copies(func, args, kwargs)
-    dims, site = x._local.dim() - _LEADING, site_of(machine_of(x), func)
-    others = {key: value for key, value in kwargs.items() if key != "input"}
-    said = str((size, factor, mode, corners, recompute, antialias)), x._layout, x._local.dtype
+    func, *_ = call
+    dims, factor, mode = x._local.dim() - _LEADING, how["scale_factor"], how["mode"]
+    said = str(how), x._layout, x._local.dtype
 
     def make() -> tuple[int, ...]:
-        raise_as_torch(func, args, kwargs)
-        return tuple(on_meta(func, x._layout.shape, x._local.dtype, *args[1:], **others).shape[_LEADING:])
+        raise_as_torch(*call)
+        whole = torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
+        return tuple(func(whole, **how).shape[_LEADING:])
 
     # What torch makes of it decides how large the result is.
     outputs = site.kept(("outputs", *said), make)
     if mode == "area":
-        return averaged(func, x, outputs, args, kwargs)
-    if antialias or not x._local.dtype.is_floating_point:
+        return averaged(call, site, x, outputs)
+    if how["antialias"] or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
-        return by_whole_dims(func, x, spatial, lambda local: func(local, *args[1:], **others))
+        return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
 
     def options() -> ResizeOptions:
+        others = mode, how["align_corners"], how["recompute_scale_factor"]
         if factor is None:
-            return ResizeOptions(outputs, None, mode, corners, recompute)
+            return ResizeOptions(outputs, None, *others)
         factors = tuple(float(f) for f in ([factor] if isinstance(factor, (int, float)) else factor))
-        return ResizeOptions(None, factors * (dims // len(factors)), mode, corners, recompute)
+        return ResizeOptions(None, factors * (dims // len(factors)), *others)
 
-    return windowed(site, local_of(x), x._layout, dims, Resizing, said, options)[0]
+    return windowed(call, site, local_of(x), x._layout, dims, Resizing, said, options)[0]
 
 
 @rule("window", "pad")
 @refusing
-def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(empty=False)
+def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: Any) -> Any:
     """Padding of the whole in every mode, and cropping: a rank fetches what its part of the result shows."""
-
-    def arguments(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> tuple[Any, ...]:
-        return input, tuple(int(n) for n in pad), mode, value
-
-    x, sides, mode, value = arguments(*args, **kwargs)
-    if not x.is_split or not x.numel():
-        return on_copies(func, args, kwargs)
-    site = site_of(machine_of(x), func)
+    func, sides = call[0], tuple(int(n) for n in pad)
     value = 0.0 if value is None or mode != "constant" else value
     if mode == "circular" and any(
         min(pair) < 0 < max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)
@@ -369,7 +295,7 @@ def _padded(
     padded = [d for d in range(dims) if by_dim.get(d, (0, 0)) != (0, 0)]
     if not padded:
         return SplitTensor(local.clone(), layout)
-    if mode == "constant" and not set(padded) & set(lay.cut_dims(layout)):
+    if mode == "constant" and not set(padded) & set(layout.cut_dims):
         longer = {d: Balanced(layout.shape[d] + sum(by_dim[d]), 1) for d in padded}
         return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
 

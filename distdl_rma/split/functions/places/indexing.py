@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,27 +12,28 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
-from distdl_rma.split.functions.places.masks import by_mask, is_mask
+from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.shapes import (
-    argument,
+    broadcast,
     cut_as,
     derived,
     frozen,
     on_shape,
+    reshape,
     seen_of,
-    tensor_and_rest,
     uncut,
 )
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies, part_for
-from distdl_rma.split.reducing import positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+from distdl_rma.split.operands import as_part, as_whole, composition, machine_of, of_cut, on_copies, part_for
+from distdl_rma.split.reducing import laid_out, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -78,32 +80,30 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
 @rule("movement", "narrow", "select")
 def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank keeps what it has of an interval; one element of a cut dimension goes to all."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    x, given = args[0], named(func, args, kwargs)
     if not isinstance(x, SplitTensor):
         raise refused(func, "where it begins is on many ranks")
-    dim = argument(0, "dim", rest, kwargs, 0)
+    dim = given["dim"]
     if func.__name__.startswith("select"):
         on_shape(x).select(dim, 0)
-        return _one(func, x, dim % len(x._layout.shape), int(argument(1, "index", rest, kwargs, 0)))
-    found = func(on_shape(x), *(int(n) if isinstance(n, SplitTensor) else n for n in rest), **kwargs)
-    dim %= len(x._layout.shape)
-    start = int(argument(1, "start", rest, kwargs, 0))
-    return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, found.shape[dim])
+        return _one(func, x, dim % len(x._layout.shape), int(given["index"]))
+    numbers = (int(n) if isinstance(n, SplitTensor) else n for n in (given["start"], given["length"]))
+    length = func(on_shape(x), dim, *numbers).shape[dim]
+    dim, start = dim % len(x._layout.shape), int(given["start"])
+    return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, length)
 
 
 @rule("movement", "unbind", _T.__iter__)
 def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every element of a dimension; of a cut one each goes to all ranks."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    iterates = func is _T.__iter__
-    dim = 0 if iterates else argument(0, "dim", rest, kwargs, 0)
+    x, dim = args[0], named(func, args, kwargs).get("dim", 0)
     on_shape(x).unbind(dim)
     dim %= len(x._layout.shape)
     local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
     order = [d for d in range(len(layout.shape)) if d != dim]
     result = derived(x, ("element", layout, dim), lambda: lay.reordered(layout, order))
     found = tuple(seen_of(x, each, result, layout is not x._layout) for each in local.unbind(dim))
-    return iter(found) if iterates else found
+    return iter(found) if func is _T.__iter__ else found
 
 
 def _read(each: Any) -> Any:
@@ -216,12 +216,14 @@ def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> Split
     if len(chosen) == len(masks) == 1:
         ((at, mask),) = masks.items()
         covered = range(at, at + mask.dim())
-        if (isinstance(mask, SplitTensor) and mask.is_split) or set(covered) & set(lay.cut_dims(x._layout)):
+        if (isinstance(mask, SplitTensor) and mask.is_split) or set(covered) & set(x._layout.cut_dims):
             return by_mask(func, x, mask, at)
-    if any(isinstance(each, SplitTensor) and each.is_split for each in chosen.values()):
+    if any_cut(*chosen.values()):
         if masks:
             raise refused(func, "a split mask stands beside other indices; torch.where keeps the shape")
-        return _chosen_by_split(func, x, chosen)
+        if list(chosen) != [0]:
+            raise refused(func, "split indices choose from a first dimension alone")
+        return by_rows(func, x, chosen[0])
     dims, index = from_whole(x, chosen)
     local, layout = with_whole(site_of(machine_of(x), func), x, dims)
     # Out of range on one rank is so on all: what is chosen from is whole.
@@ -256,15 +258,7 @@ def chosen_layout(layout: Decomposition, dims: Sequence[int], y: torch.Tensor) -
     """Layout of what tensors of indices choose from some dimensions of blocks."""
     kept = [d for d in range(len(layout.shape)) if d not in dims]
     order = chosen_order(kept, dims, y.dim() - len(kept))
-    return uncut(lay.reordered(layout, order), {at: y.shape[at] for at, d in enumerate(order) if d is None})
-
-
-def _chosen_by_split(func: Any, x: Any, chosen: dict[int, torch.Tensor]) -> SplitTensor:
-    # One split tensor of indices chooses from the first dimension of what all ranks get.
-    if list(chosen) != [0]:
-        raise refused(func, "split indices choose from a first dimension alone")
-    (index,) = chosen.values()
-    return by_rows(func, x, index)
+    return laid_out(layout, order, y)
 
 
 def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
@@ -272,16 +266,13 @@ def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
     layout = index._layout
     whole = as_whole(site_of(machine_of(index), func), x, layout, "chosen from")
     y = whole[local_of(index)]
-    order = [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)]
-    result = lay.reordered(layout, order)
-    extents = dict(enumerate(whole.shape[1:], len(layout.shape)))
-    return SplitTensor(y, uncut(result, extents))
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)], y))
 
 
 def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     # A plain tensor by split indices.
     split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
-    if not any(each.is_split for each in split.values()):
+    if not any_cut(given):
         return on_copies(func, (x, tuple(given)), {})
     if (
         list(split) == [0]
@@ -296,27 +287,24 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
 
 @rule("movement", "take")
 @refusing
-def taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def taken(x: Any, index: Any) -> Any:
     """As tensors of indices choose from the flattened tensor."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    return composed(
-        _T.__getitem__, composed(torch.reshape, x, (-1,)), argument(0, "index", rest, kwargs, None)
-    )
+    return x.reshape(-1)[index]
 
 
 @rule("movement", *"index_select index_add index_copy index_fill".split())
 @refusing
 def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
+    x, (dim, index, *others) = args[0], named(func, args, kwargs).values()
     if isinstance(index, SplitTensor) and index.is_split:
-        if func.__name__ == "index_select" and dim in (0, -_dims(x)):
+        if func.__name__ == "index_select" and dim in (0, -x.dim()):
             # Of a number there is one element, for all ranks.
-            return by_rows(func, x, index) if _dims(x) else on_copies(func, (x, *rest), kwargs)
+            return by_rows(func, x, index) if x.dim() else on_copies(func, args, kwargs)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
-        return on_copies(func, (x, *rest), kwargs)
+        return on_copies(func, args, kwargs)
     dim = positive(dim, len(x._layout.shape))
     site = site_of(machine_of(x), func)
     local, layout = with_whole(site, x, [dim])
@@ -324,53 +312,43 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "index_select":
         y = local.index_select(dim, index)
         return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
-    other = argument(2, "source" if func.__name__ != "index_fill" else "value", rest, kwargs, None)
+    other, *more = others
     if isinstance(other, torch.Tensor):
         shape = tuple(frozen(other))
         wanted = uncut(layout, {dim: shape[dim]}) if shape else part_for((), layout)
         if shape != wanted.shape:
             raise ShapeError(f"{site.name}: the source has the global shape {shape}, wanted {wanted.shape}")
         other = as_part(site, other, wanted, layout, 1)
-    more = {"alpha": kwargs["alpha"]} if "alpha" in kwargs else {}
-    return SplitTensor(getattr(_T, func.__name__)(local, dim, index, other, **more), layout)
-
-
-def _dims(x: torch.Tensor) -> int:
-    return len(frozen(x))
+    factor = {"alpha": more[0]} if more else {}
+    return SplitTensor(getattr(_T, func.__name__)(local, dim, index, other, **factor), layout)
 
 
 @rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
 @refusing
 def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
-    if not any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)):
+    if not any_cut(args, kwargs):
         return on_copies(func, args, kwargs)
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    name = func.__name__
-    if name == "take_along_dim":
-        index, dim = argument(0, "indices", rest, kwargs, None), argument(1, "dim", rest, kwargs, None)
-        if dim is None:
-            raise refused(func, "it takes from a flattened tensor; give dim")
-    else:
-        dim, index = argument(0, "dim", rest, kwargs, 0), argument(1, "index", rest, kwargs, None)
-    dim = positive(dim, _dims(x))
-    source = None
-    if name.startswith("scatter"):
-        source = argument(2, "src", rest, kwargs, kwargs.get("value"))
-    beside = isinstance(source, torch.Tensor) and _dims(source)
+    x, given, name = args[0], named(func, args, kwargs), func.__name__
+    index, dim = given["indices" if name == "take_along_dim" else "index"], given["dim"]
+    if dim is None:
+        raise refused(func, "it takes from a flattened tensor; give dim")
+    dim = positive(dim, x.dim())
+    source = next((given[key] for key in ("src", "value") if given.get(key) is not None), None)
+    beside = isinstance(source, torch.Tensor) and source.dim()
     operands = [x, index, source] if beside else [x, index]
-    if any(_dims(each) != _dims(x) for each in operands):
+    if any(each.dim() != x.dim() for each in operands):
         # What torch takes is a number among vectors, or indices without elements.
-        return on_copies(func, (x, *rest), kwargs)
+        return on_copies(func, args, kwargs)
     split = next(each for each in operands if isinstance(each, SplitTensor))
     site = site_of(machine_of(split), func)
     # What is cut is alike in all of them; the largest of those that are split says how.
     extents = [frozen(each) for each in operands]
-    uneven = [d for d in range(_dims(x)) if d == dim or len({shape[d] for shape in extents}) > 1]
+    uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]
     base = max(
         (each._layout for each in operands if isinstance(each, SplitTensor)),
         key=lambda each: (
-            len([d for d in lay.cut_dims(each) if d not in uneven]),
+            len([d for d in each.cut_dims if d not in uneven]),
             Box.of_shape(each.shape).volume,
         ),
     )
@@ -388,21 +366,102 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = part(2, source) if beside else source
     if isinstance(source, torch.Tensor) and not beside:
         value = as_part(site, source, part_for((), work), work, 2)
-    more = {key: each for key, each in kwargs.items() if key in ("reduce", "include_self")}
-    y = getattr(_T, name)(local, dim, where, value, *rest[3:], **more)
+    more = {key: given[key] for key in ("reduce", "include_self") if given.get(key) is not None}
+    y = getattr(_T, name)(local, dim, where, value, **more)
     return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
 
 
 @rule("movement", "one_hot")
 def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank encodes its block; the largest class of all ranks counts where none is given."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    classes, local, layout = argument(0, "num_classes", rest, kwargs, -1), local_of(x), x._layout
+    x, classes = args[0], named(func, args, kwargs)["num_classes"]
+    local, layout = local_of(x), x._layout
     if classes == -1:
         most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
         cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
         ranks = lay.line(layout, cut)
         classes = int(reduced(site_of(machine_of(x), func), most, ranks, "max", "classes")) + 1
-    count = len(layout.shape)
-    result = uncut(lay.reordered(layout, [*range(count), None]), {count: classes})
-    return SplitTensor(torch.nn.functional.one_hot(local, classes), result)
+    y = torch.nn.functional.one_hot(local, classes)
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
+
+
+def is_mask(each: Any) -> bool:
+    """Whether it is a mask."""
+    return isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+
+
+def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
+    """Elements where a mask says so, in the order of the whole: ranks with blocks of it tell how many."""
+    shape = frozen(x)
+    covered = shape[at : at + mask.dim()]
+    if frozen(mask) != covered:
+        raise IndexError(f"the mask has the global shape {frozen(mask)}, what it chooses from {covered}")
+    site = site_of(machine_of(x if isinstance(x, SplitTensor) else mask), func)
+    if not isinstance(x, SplitTensor):
+        # Cut as the mask.
+        dims = range(at, at + mask.dim())
+        order = [d - at if d in dims else None for d in range(len(shape))]
+        extents = {d: n for d, n in enumerate(shape) if d not in dims}
+        result = uncut(lay.reordered(mask._layout, order), extents)
+        x = SplitTensor(as_part(site, x, result, result), result)
+    flat = reshape(x, (*shape[:at], prod(covered), *shape[at + mask.dim() :]))
+    layout = flat._layout
+    along = lay.reordered(lay.whole(layout, [d for d in range(len(layout.shape)) if d != at]), [at])
+    mask = reshape(mask, (-1,)) if isinstance(mask, SplitTensor) else mask.reshape(-1)
+    here = as_part(site, mask, along, along, 1).bool()
+    y = local_of(flat)[(slice(None),) * at + (here,)]
+    return SplitTensor(y, lay.with_splits(layout, {at: _told(site, layout, at, y.shape[at])}))
+
+
+def _told(site: Site, layout: Decomposition, at: int, count: int) -> Split:
+    # How a dimension is cut of which each rank keeps so many elements of its block: ranks tell each other.
+    counts = torch.zeros(layout.splits[at].parts, dtype=torch.int64)
+    part, ranks = 0, lay.line(layout, ())
+    if at in layout.axes:
+        grid_dim = layout.axes.index(at)
+        ranks = lay.line(layout, (grid_dim,))
+        part = (layout.partition.index or ())[grid_dim]
+    counts[part] = count
+    if len(ranks) > 1:
+        counts = reduced(site, counts, ranks, "sum", "elements of a mask")
+    lengths = tuple(counts.tolist())
+    return lay.simplest(Listed(lengths)) if len(lengths) > 1 else Balanced(lengths[0], 1)
+
+
+@rule("movement", "nonzero", "argwhere")
+@refusing
+@of_cut()
+def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> Any:
+    """Places of elements, cut in their order: ranks tell each other how many they have."""
+    flat = reshape(x, (-1,))
+    layout = flat._layout
+    start, _ = layout.box(layout.partition.me).bounds[0]
+    number = local_of(flat).nonzero()[:, 0] + start
+    layout = lay.with_splits(layout, {0: _told(site, layout, 0, len(number))})
+    places = []
+    for n in reversed(frozen(x)):
+        places.append(number % n)
+        number = number // n
+    if as_tuple:
+        return tuple(SplitTensor(each, layout) for each in reversed(places))
+    rows = lay.reordered(layout, [0, None])
+    return SplitTensor(torch.stack(places[::-1], 1), uncut(rows, {1: len(places)}))
+
+
+@rule("pointwise", "where")
+def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As every function of single elements; of a condition alone the places, as ``nonzero`` has them."""
+    if len(args) + len(kwargs) == 1:
+        return composed(torch.nonzero, *args, *kwargs.values(), as_tuple=True)
+    return pointwise(func, args, kwargs)
+
+
+@rule("movement", "masked_select")
+@refusing
+def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements where a mask says so, cut in their order: ranks tell each other how many they have."""
+    x, mask = args[0], named(func, args, kwargs)["mask"]
+    if not any_cut(x, mask):
+        return on_copies(func, args, kwargs)
+    x, mask = broadcast(torch.broadcast_tensors, (x, mask), {})
+    return by_mask(func, x, mask)

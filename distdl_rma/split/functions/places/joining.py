@@ -15,33 +15,29 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
-from distdl_rma.split.functions.places.shapes import argument, derived, on_shape, tensor_and_rest
-from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies
+from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape
+from distdl_rma.split.operands import as_part, common_partition, composition, machine_of, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.tensor import SplitTensor, composed, local_of
-
-
-def _shape(x: torch.Tensor) -> tuple[int, ...]:
-    return tuple(x._layout.shape) if isinstance(x, SplitTensor) else tuple(x.shape)
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of
 
 
 @rule("movement", "cat", "concat", "concatenate")
 def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension pieces move."""
-    tensors = args[0] if args else kwargs["tensors"]
-    dim = argument(1, "dim", args, kwargs, kwargs.get("axis", 0))
-    if not any(x.is_split for x in tensors if isinstance(x, SplitTensor)):
+    tensors, dim = args[0], named(func, args, kwargs)["dim"]
+    if not any_cut(*tensors):
         return on_copies(func, args, kwargs)
     common_partition(func, tensors)
     # As in torch, empty vectors go with anything: the result has their type, and is in their graph.
-    empty = [x for x in tensors if _shape(x) == (0,)]
-    tensors = [x for x in tensors if _shape(x) != (0,)] if empty else tensors
+    empty = [x for x in tensors if frozen(x) == (0,)]
+    tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
     if not any(isinstance(x, SplitTensor) for x in tensors):
         return on_copies(func, args, kwargs)
-    shapes = [_shape(x) for x in tensors]
+    shapes = [frozen(x) for x in tensors]
     largest = max(
         (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
         key=lambda at: (tensors[at].is_split, Box.of_shape(shapes[at]).volume),
@@ -84,18 +80,17 @@ def _places(
 
 
 @rule("movement", "stack")
-def stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def stack(tensors: Any, dim: int) -> Any:
     """Each rank stacks its blocks, cut as the largest tensor is."""
-    tensors, dim = args[0] if args else kwargs["tensors"], argument(1, "dim", args, kwargs, 0)
-    return composed(torch.cat, [composed(torch.unsqueeze, x, dim) for x in tensors], dim)
+    return torch.cat([torch.unsqueeze(x, dim) for x in tensors], dim)
 
 
 @rule("movement", *"hstack vstack dstack row_stack column_stack".split())
 @refusing
 def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``cat`` of tensors with more dimensions."""
-    tensors = args[0] if args else kwargs["tensors"]
-    name = func.__name__
+    tensors, name = args[0], func.__name__
     if name == "column_stack":
         wide = [composed(torch.Tensor.reshape, x, (-1, 1)) if x.dim() < 2 else x for x in tensors]
         return composed(torch.cat, wide, 1)
@@ -112,10 +107,10 @@ def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 )
 def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Parts of a tensor, of which each rank keeps what it has."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    x, *rest = args
     if not isinstance(x, SplitTensor):
-        return on_copies(func, (x, *rest), kwargs)
-    dim = argument(1, "dim", rest, kwargs, 0)
+        return on_copies(func, args, kwargs)
+    dim = named(func, args, kwargs).get("dim", 0)
     dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim)
     found = func(on_shape(x), *rest, **kwargs)
     dim = positive(dim, x.dim())
@@ -127,11 +122,8 @@ def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @rule("movement", "glu")
 @refusing
-def gated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def gated(x: Any, dim: int) -> Any:
     """One half of a dimension times the sigmoid of the other; where that is cut, one of them moves."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    dim = positive(argument(0, "dim", rest, kwargs, -1), x.dim())
-    if x.shape[dim] % 2:
-        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}")
-    values, gates = composed(torch.chunk, x, 2, dim)
-    return composed(torch.mul, values, composed(torch.sigmoid, gates))
+    values, gates = torch.chunk(x, 2, dim)
+    return values * torch.sigmoid(gates)

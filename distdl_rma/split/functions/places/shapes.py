@@ -13,29 +13,21 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import machine_of, on_copies
-from distdl_rma.split.reducing import positive, with_whole
+from distdl_rma.split.operands import machine_of, of_cut, on_copies
+from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
 _V = TypeVar("_V")
-# So many results of layouts are remembered.
-_MOST = 1 << 12
 
 
 def derived(x: SplitTensor, key: Any, make: Callable[[], _V]) -> _V:
     """What follows from a tensor's layout and arguments alone, kept by the machine."""
-    known: dict[Any, _V] = machine_of(x).kept.setdefault("derived", {})
-    if len(known) > _MOST:
-        known.clear()
-    key = x._layout, key
-    found = known.get(key)
-    if found is None:
-        found = known[key] = make()
-    return found
+    return lay.kept(x._layout.partition, "derived", (x._layout, key), make)
 
 
 def frozen(argument: Any) -> Any:
@@ -51,22 +43,6 @@ def frozen(argument: Any) -> Any:
     if isinstance(argument, dict):
         return tuple((key, frozen(each)) for key, each in argument.items())
     return argument
-
-
-def tensor_and_rest(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The tensor that a function is of, and its other arguments."""
-    if args:
-        return args[0], args[1:], kwargs
-    rest = dict(kwargs)
-    key = next(key for key in ("input", "self", "tensor", *rest) if key in rest)
-    return rest.pop(key), (), rest
-
-
-def argument(at: int, name: str, rest: Sequence[Any], kwargs: dict[str, Any], default: Any) -> Any:
-    """An argument that is given by place or name."""
-    return rest[at] if len(rest) > at else kwargs.get(name, default)
 
 
 def cut_as(site: Site, x: SplitTensor, target: Decomposition, what: str) -> torch.Tensor:
@@ -97,7 +73,7 @@ def on_shape(x: SplitTensor) -> torch.Tensor:
 )
 def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dimensions in another order: each rank keeps its block."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    x, *rest = args
 
     def make() -> Decomposition:
         # Each dimension has an extent of its own.
@@ -120,17 +96,22 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     of another one moves to the first of them, if that is too short to the longest dimension, else every rank
     gets a copy.
     """
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    if isinstance(x, (list, tuple)) or (func.__name__.startswith("atleast") and rest):
-        return type(x)(composed(func, each) for each in (x if not rest else (x, *rest)))
+    x, *rest = args
+    if isinstance(x, (list, tuple)):
+        return type(x)(composed(func, each) for each in x)
+    if func.__name__.startswith("atleast") and rest:
+        return tuple(composed(func, each) for each in args)
     if func.__name__ in ("view_as", "reshape_as"):
-        func, rest, kwargs = getattr(_T, func.__name__[:-3]), (frozen((*rest, *kwargs.values())[0]),), {}
+        func, rest, kwargs = getattr(_T, func.__name__[:-3]), [frozen((*rest, *kwargs.values())[0])], {}
         if not isinstance(x, SplitTensor):
             return func(x, *rest)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, (x, *rest), kwargs)
-    if func is _T.view and isinstance(argument(0, "dtype", rest, kwargs, None), torch.dtype):
-        return _retyped(func, x, argument(0, "dtype", rest, kwargs, None))
+        return on_copies(func, args, kwargs)
+    (*_, given) = x, *rest, *kwargs.values()
+    if func is _T.view and isinstance(given, torch.dtype):
+        if given.itemsize != x._local.dtype.itemsize:
+            raise refused(func, "a type of another size changes extents of blocks")
+        return seen_of(x, local_of(x).view(given), x._layout)
 
     def make() -> tuple[Decomposition, Decomposition]:
         return cuts.reshaped(x._layout, tuple(func(on_shape(x), *rest, **kwargs).shape))
@@ -148,8 +129,10 @@ def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
 def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decomposition) -> SplitTensor:
     shape = result.box(result.partition.me).shape
     if source is x._layout:
-        y = local_of(x).reshape(shape)
-        if not _in_order(x._local) and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
+        y, strides = local_of(x).reshape(shape), x._local.stride()
+        # Whether earlier dimensions have the longer steps in memory.
+        in_order = all(a >= b for a, b in pairwise(strides))
+        if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
             y = y.clone()
         # Of a part of another tensor torch may give a copy, which is alike on all ranks, unlike blocks of it.
         unsure = x._local._is_view() and func.__name__ in _MAY_COPY
@@ -161,12 +144,6 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
 
 # Functions that give a view where they can, and else a copy.
 _MAY_COPY = "reshape", "flatten", "ravel"
-
-
-def _in_order(x: torch.Tensor) -> bool:
-    # Whether earlier dimensions have the longer steps in memory.
-    strides = x.stride()
-    return all(a >= b for a, b in pairwise(strides))
 
 
 def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
@@ -181,18 +158,12 @@ def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _retyped(func: Any, x: SplitTensor, dtype: torch.dtype) -> SplitTensor:
-    if dtype.itemsize != x._local.dtype.itemsize:
-        raise refused(func, "a type of another size changes extents of blocks")
-    return seen_of(x, local_of(x).view(dtype), x._layout)
-
-
 @rule("movement", "expand", "expand_as", "broadcast_to")
 def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank expands its block; dimensions that become longer are whole on all ranks."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    x, *rest = args
     if func is _T.expand_as:
-        func, rest, kwargs = _T.expand, (frozen((*rest, *kwargs.values())[0]),), {}
+        func, rest, kwargs = _T.expand, [frozen((*rest, *kwargs.values())[0])], {}
     if not isinstance(x, SplitTensor):
         return func(x, *rest, **kwargs)
     shape = derived(
@@ -246,35 +217,27 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", "repeat", "tile")
-def repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(uncut=True)
+def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Each rank repeats its block; along repeated dimensions tensors are not cut."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    if not isinstance(x, SplitTensor):
-        return on_copies(func, (x, *rest), kwargs)
+    func, (_x, *rest), kwargs = call
     shape = derived(
         x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
     )
     mine, ahead = x._layout.shape, len(shape) - len(x._layout.shape)
-    longer = [d for d, n in enumerate(mine) if n != shape[d + ahead]]
-    local, layout = with_whole(site_of(machine_of(x), func), x, longer)
-
-    def make() -> Decomposition:
-        result = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
-        return uncut(result, {d: n for d, n in enumerate(shape) if n != result.shape[d]})
-
-    result = derived(x, ("repeated", layout, shape), make)
-    return SplitTensor(func(local, *rest, **kwargs), result)
+    local, layout = with_whole(site, x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
+    y = func(local, *rest, **kwargs)
+    return SplitTensor(y, laid_out(layout, [*(None,) * ahead, *range(len(mine))], y))
 
 
 @rule("movement", "repeat_interleave")
 @asking_torch
 def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank repeats the elements of its block; by different numbers along an uncut dimension."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
-    times, dim = argument(0, "repeats", rest, kwargs, None), argument(1, "dim", rest, kwargs, None)
+    x, (times, dim, _) = args[0], named(func, args, kwargs).values()
     if not isinstance(x, SplitTensor) or isinstance(times, SplitTensor):
         raise refused(func, "how often elements are repeated is on many ranks")
-    raise_as_torch(func, (x, *rest), kwargs)
+    raise_as_torch(func, args, kwargs)
     if dim is None:
         x, dim = reshape(x, (-1,)), 0
     dim = positive(dim, len(x._layout.shape))

@@ -21,15 +21,23 @@ from distdl_rma.split.functions.places.indexing import (
     chosen_layout,
     chosen_order,
     from_whole,
+    is_mask,
     numbered,
     one_each,
 )
-from distdl_rma.split.functions.places.masks import is_mask
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for
 from distdl_rma.split.reducing import with_whole
-from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, refused, tensors_in
+from distdl_rma.split.tensor import (
+    SplitTensor,
+    any_cut,
+    become_split,
+    composed,
+    local_of,
+    refused,
+    tensors_in,
+)
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -46,7 +54,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = numbered(index)
     # How many elements a split mask chooses, its values decide.
     decided = isinstance(value, torch.Tensor) and prod(frozen(value)) != 1
-    if not (decided and any(_is_split(each) and is_mask(each) for each in given)) and (
+    if not (decided and any(any_cut(each) and is_mask(each) for each in given)) and (
         lay.LEAVING_OUT or any(isinstance(each, torch.Tensor) for each in given)
     ):
         raise_as_torch(func, (x, tuple(given), value), kwargs)
@@ -68,7 +76,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
     # Of a cut dimension an interval for a number: one rank has its element. And which dimensions these are.
-    cut, ones, dim, at = lay.cut_dims(x._layout), list[int](), 0, 0
+    cut, ones, dim, at = x._layout.cut_dims, list[int](), 0, 0
     for number, each in enumerate(given):
         if isinstance(each, int) and dim not in cut:
             dim += 1
@@ -147,12 +155,12 @@ def _write_chosen(
             value = composed(torch.reshape, value, ()) if isinstance(value, torch.Tensor) else value
             pointwise(_T.masked_fill_, (part, wide, value), {})
             return
-        if _is_split(mask):
+        if any_cut(mask):
             rows = _chosen_rows(part, at, mask, ones, value)
             if rows is not None:
                 pointwise(_T.copy_, (part, composed(torch.where, composed(_T.bool, wide), rows, part)), {})
             return
-    if any(map(_is_split, chosen.values())):
+    if any_cut(*chosen.values()):
         raise refused(func, f"it writes where only ranks with blocks of the indices know; {_REMEDY}")
     dims, index = from_whole(part, chosen)
     site = site_of(machine_of(part), func)
@@ -170,10 +178,6 @@ def _write_chosen(
     local[index] = value
     if layout is not part._layout:
         local_of(part).copy_(redistributed(site, local, layout, part._layout, "result"))
-
-
-def _is_split(x: Any) -> bool:
-    return isinstance(x, SplitTensor) and x.is_split
 
 
 def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
@@ -206,7 +210,7 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
 @rule("refused", *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split())
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Writes to places that only the indices tell."""
-    if not any(x.is_split for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)):
+    if not any_cut(args, kwargs):
         return on_copies(func, args, kwargs)
     raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
 

@@ -17,11 +17,13 @@ from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
-from distdl_rma.split.functions.places.shapes import argument, derived, frozen, tensor_and_rest
+from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, on_copies
+from distdl_rma.split.reducing import laid_out
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _T: Any = torch.Tensor
@@ -181,10 +183,6 @@ def prepared(
     return site, work, blocks
 
 
-def _dims(x: torch.Tensor) -> int:
-    return x.dim()
-
-
 def _batch(count: int) -> list[int]:
     # Labels of dimensions that go together from the last one on.
     return list(range(-count, 0))
@@ -193,15 +191,14 @@ def _batch(count: int) -> list[int]:
 @rule("contraction", "linear")
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its block; sums over cut features are added over the ranks, then the bias."""
-    x, weight = argument(0, "input", args, kwargs, None), argument(1, "weight", args, kwargs, None)
-    bias = argument(2, "bias", args, kwargs, None)
-    rows = _batch(_dims(x) - 1)
-    out = [*rows, "out"] if _dims(weight) == 2 else rows
-    labels: list[Labels] = [[*rows, "in"], ["out", "in"][2 - _dims(weight) :]]
+    x, (weight, bias) = args[0], named(func, args, kwargs).values()
+    rows = _batch(x.dim() - 1)
+    out = [*rows, "out"] if weight.dim() == 2 else rows
+    labels: list[Labels] = [[*rows, "in"], ["out", "in"][2 - weight.dim() :]]
     if bias is None:
         return contracted(func, func, [x, weight], labels, out)
     site, work, (block, matrix, added) = prepared(
-        func, [x, weight, bias], [*labels, out[-_dims(bias) or len(out) :]], out
+        func, [x, weight, bias], [*labels, out[-bias.dim() or len(out) :]], out
     )
     if not work.summed:
         return SplitTensor(func(block, matrix, added), work.result)
@@ -210,41 +207,33 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return composed(_T.to, composed(torch.add, SplitTensor(y, work.result), bias), dtype)
 
 
-def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    # What is multiplied: the name of the second factor is another one for each function.
-    a, rest, kwargs = tensor_and_rest(args, kwargs)
-    (b,) = (*rest, *kwargs.values())
-    return a, b
-
-
 @rule("contraction", *"matmul mm bmm mv dot vdot inner __matmul__ __rmatmul__".split())
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks; sums over a cut dimension are added over the ranks."""
-    kwargs = {key: each for key, each in kwargs.items() if key != "out" or each is not None}
-    a, b = _two(args, kwargs)
+    a, b = (*args, *(each for key, each in kwargs.items() if key != "out"))
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
-    if func.__name__ in ("dot", "vdot") or _dims(a) == _dims(b) == 1:
+    if func.__name__ in ("dot", "vdot") or a.dim() == b.dim() == 1:
         return contracted(func, func, [a, b], [["k"], ["k"]], [])
     if func.__name__ == "inner":
-        if not (_dims(a) and _dims(b)):
+        if not (a.dim() and b.dim()):
             return composed(torch.mul, a, b)
-        one, two = ([(name, d) for d in range(_dims(x) - 1)] for name, x in (("a", a), ("b", b)))
+        one, two = ([(name, d) for d in range(x.dim() - 1)] for name, x in (("a", a), ("b", b)))
         return contracted(func, func, [a, b], [[*one, "k"], [*two, "k"]], [*one, *two])
-    first = ["k"] if _dims(a) == 1 else [*_batch(_dims(a) - 2), "m", "k"]
-    second = ["k"] if _dims(b) == 1 else [*_batch(_dims(b) - 2), "k", "n"]
-    more = max(_dims(a), _dims(b)) - 2
-    out = [*_batch(max(more, 0)), *("m" for _ in first[-2:-1]), *("n" for _ in second[-1:] if _dims(b) > 1)]
+    first = ["k"] if a.dim() == 1 else [*_batch(a.dim() - 2), "m", "k"]
+    second = ["k"] if b.dim() == 1 else [*_batch(b.dim() - 2), "k", "n"]
+    more = max(a.dim(), b.dim()) - 2
+    out = [*_batch(max(more, 0)), *("m" for _ in first[-2:-1]), *("n" for _ in second[-1:] if b.dim() > 1)]
     return contracted(func, func, [a, b], [first, second], out)
 
 
-# Their factors, and labels of these and of the result.
-_ADDED: dict[str, tuple[Any, str, str, Labels, Labels, Labels]] = {
-    "addmv": (torch.mv, "mat", "vec", "mk", "k", "m"),
-    "addmm": (torch.mm, "mat1", "mat2", "mk", "kn", "mn"),
-    "addr": (torch.outer, "vec1", "vec2", "m", "n", "mn"),
-    "addbmm": (lambda a, b: torch.bmm(a, b).sum(0, dtype=a.dtype), "batch1", "batch2", "bmk", "bkn", "mn"),
-    "baddbmm": (torch.bmm, "batch1", "batch2", "bmk", "bkn", "bmn"),
+# Their product, and labels of its factors and of the result.
+_ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
+    "addmv": (torch.mv, "mk", "k", "m"),
+    "addmm": (torch.mm, "mk", "kn", "mn"),
+    "addr": (torch.outer, "m", "n", "mn"),
+    "addbmm": (lambda a, b: torch.bmm(a, b).sum(0, dtype=a.dtype), "bmk", "bkn", "mn"),
+    "baddbmm": (torch.bmm, "bmk", "bkn", "bmn"),
 }
 
 
@@ -252,10 +241,10 @@ _ADDED: dict[str, tuple[Any, str, str, Labels, Labels, Labels]] = {
 @refusing
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks and adds; sums over a cut dimension are added over the ranks before."""
-    product, one, two, first, second, out = _ADDED[func.__name__]
-    x, a, b = (argument(at, name, args, kwargs, None) for at, name in enumerate(("input", one, two)))
+    product, first, second, out = _ADDED[func.__name__]
+    x, (a, b, *_) = args[0], named(func, args, kwargs).values()
     factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
-    labels: list[Labels] = [out[len(out) - _dims(x) :], first, second]
+    labels: list[Labels] = [out[len(out) - x.dim() :], first, second]
     site, work, blocks = prepared(func, [x, a, b], labels, out)
     if not work.summed:
         # Torch's addmv of a number and a matrix without rows is a number.
@@ -279,7 +268,7 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @refusing
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks of both vectors; cut alike, the second is whole on all ranks."""
-    a, b = _two(args, kwargs)
+    a, b = (*args, *kwargs.values())
     return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
 
 
@@ -287,9 +276,8 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks, whose features are whole."""
-    names = ("input1", "input2", "weight", "bias")
-    a, b, weight, bias = (argument(at, name, args, kwargs, None) for at, name in enumerate(names))
-    rows = _batch(_dims(a) - 1)
+    a, (b, weight, bias) = args[0], named(func, args, kwargs).values()
+    rows = _batch(a.dim() - 1)
     labels: list[Labels] = [[*rows, "i"], [*rows, "j"], ["o", "i", "j"]]
     y = contracted(func, func, [a, b, weight], labels, [*rows, "o"])
     return y if bias is None else composed(torch.add, y, bias)
@@ -305,7 +293,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(operands) != equation.count(",") + 1:
         raise ShapeError(f"torch.einsum: {equation!r} is not for {len(operands)} operands")
     given, arrow, result = equation.replace(" ", "").partition("->")
-    labels = [_named(names, _dims(x)) for names, x in zip(given.split(","), operands, strict=True)]
+    labels = [_named(names, x.dim()) for names, x in zip(given.split(","), operands, strict=True)]
     if arrow:
         most = max((sum(isinstance(name, int) for name in names) for names in labels), default=0)
         out = _named(result, len(result.replace("...", "")) + (most if "..." in result else 0))
@@ -331,25 +319,18 @@ def _named(names: str, dims: int) -> list[Any]:
 @refusing
 def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks; sums over a cut dimension are added over the ranks."""
-    a, b = argument(0, "a", args, kwargs, None), argument(1, "b", args, kwargs, None)
-    dims = argument(2, "dims", args, kwargs, 2)
+    a, (b, dims, _) = args[0], named(func, args, kwargs).values()
     if isinstance(dims, torch.Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
-        ours, theirs = list(range(_dims(a) - dims, _dims(a))), list(range(dims))
+        ours, theirs = list(range(a.dim() - dims, a.dim())), list(range(dims))
     else:
         ours, theirs = ([each] if isinstance(each, int) else list(each) for each in dims)
-    ours, theirs = [d % _dims(a) for d in ours], [d % _dims(b) for d in theirs]
-    first = [("sum", ours.index(d)) if d in ours else ("a", d) for d in range(_dims(a))]
-    second = [("sum", theirs.index(d)) if d in theirs else ("b", d) for d in range(_dims(b))]
+    ours, theirs = [d % a.dim() for d in ours], [d % b.dim() for d in theirs]
+    first = [("sum", ours.index(d)) if d in ours else ("a", d) for d in range(a.dim())]
+    second = [("sum", theirs.index(d)) if d in theirs else ("b", d) for d in range(b.dim())]
     out = [name for name in (*first, *second) if name[0] != "sum"]
     return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
-
-
-def _embedding(
-    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> tuple[Any, ...]:
-    return weight, indices, padding_idx, scale_grad_by_freq, sparse
 
 
 @rule("contraction", "embedding")
@@ -358,12 +339,9 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank looks its own indices up in the whole table; vectors are cut as the indices are."""
     if func is torch.embedding:
         # Which takes the table first.
-        table, x, padding, *others = _embedding(*args, **kwargs)
-        return composed(F.embedding, x, table, None if padding < 0 else padding, None, 2.0, *others)
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    x, weight, padding, most, _, by_frequency, sparse = (
-        argument(at, name, args, kwargs, None) for at, name in enumerate(names)
-    )
+        x, padding, *others = named(func, args, kwargs).values()
+        return composed(F.embedding, x, args[0], None if padding < 0 else padding, None, 2.0, *others)
+    x, (weight, padding, most, _, by_frequency, sparse) = args[0], named(func, args, kwargs).values()
     if most is not None or by_frequency:
         raise refused(func, "max_norm and scale_grad_by_freq depend on what all ranks look up")
     split = x if isinstance(x, SplitTensor) else weight
@@ -374,6 +352,4 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     site, layout = site_of(machine_of(split), func), x._layout
     table = as_whole(site, weight, layout, "weight")
     y = func(local_of(x), table, padding, sparse=bool(sparse))
-    count = len(layout.shape)
-    longer = lay.reordered(layout, [*range(count), None])
-    return SplitTensor(y, lay.with_splits(longer, {count: Balanced(y.shape[-1], 1)}))
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))

@@ -9,12 +9,13 @@ import torch
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
-from distdl_rma.split.functions.places.shapes import argument, frozen, tensor_and_rest, uncut
+from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.functions.products.contractions import Labels, prepared
-from distdl_rma.split.operands import as_whole, machine_of, on_copies
-from distdl_rma.split.reducing import positive, with_an_element, with_whole
+from distdl_rma.split.operands import as_whole, machine_of, of_cut, on_copies
+from distdl_rma.split.reducing import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
 
 
@@ -25,20 +26,20 @@ from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tens
 )
 def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of the matrices of each rank's block; where the last two dimensions are cut, another one is instead."""
-    x, rest, kwargs = tensor_and_rest(args, kwargs)
+    x, *rest = args
     if not isinstance(x, SplitTensor) or any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
         raise refused(func, "a tensor stands beside the matrices")
     count = len(x._layout.shape)
     if not x.is_split or count < 2:
-        return on_copies(func, (x, *rest), kwargs)
+        return on_copies(func, args, kwargs)
     local, layout = with_whole(site_of(machine_of(x), func), x, (count - 2, count - 1), "matrices made whole")
 
     def split(y: torch.Tensor) -> SplitTensor:
         if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
             # Torch leaves what some functions make of nothing out of the graph, where other ranks are in it.
             y = y + local.sum().abs().to(y.dtype)
-        longer = lay.reordered(layout, [*range(count - 2), *(None,) * (y.dim() - count + 2)])
-        return SplitTensor(y, uncut(longer, {d: y.shape[d] for d in range(count - 2, y.dim())}))
+        order = [*range(count - 2), *(None,) * (y.dim() - count + 2)]
+        return SplitTensor(y, laid_out(layout, order, y))
 
     return mapped(split, func(local, *rest, **kwargs))
 
@@ -46,14 +47,10 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
 def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank solves for its samples and right-hand sides, by matrices that are whole."""
-    names: tuple[str, ...] = ("A", "B") if func is torch.linalg.solve else ("input", "B")
-    if func.__name__ == "cholesky_solve":
-        names = ("input", "input2", "upper")
-    if len(args) > len(names):
-        raise refused(func, "it takes two tensors, and options by name")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    a, b = options.pop(names[0]), options.pop(names[1])
-    if func.__name__ == "cholesky_solve":
+    a, options = args[0], named(func, args, kwargs)
+    by_factor = func.__name__ == "cholesky_solve"
+    b = options.pop("input2" if by_factor else "B")
+    if by_factor:
         a, b = b, a
     one, two = frozen(a), frozen(b)
     vectors = func is torch.linalg.solve and (len(two) == 1 or two == one[:-1])
@@ -63,7 +60,7 @@ def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = max(rows, sides, key=len)
     out = [*batch, *(("n",) if vectors else ("n", "k") if left else ("k", "n"))]
     _, work, (matrix, right) = prepared(func, [a, b], [[*rows, "m", "n"], mine], out, ("m", "n"))
-    if func.__name__ == "cholesky_solve":
+    if by_factor:
         matrix, right = right, matrix
     return SplitTensor(func(matrix, right, **options), work.result)
 
@@ -72,7 +69,7 @@ def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @refusing
 def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank solves for its samples; drivers that look at the rank of all matrices get all of them."""
-    a, b, rcond, driver = (argument(at, name, args, kwargs, None) for at, name in enumerate(_OF_LSTSQ))
+    a, (b, rcond, driver) = args[0], named(func, args, kwargs).values()
     one, two = frozen(a), frozen(b)
     if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
         return on_copies(func, args, kwargs)
@@ -85,21 +82,17 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def split(y: torch.Tensor) -> SplitTensor:
         if y.shape == (0,):
             return SplitTensor(y, lay.replicated(work.result.partition, y.shape))
-        longer = lay.reordered(work.result, [*range(len(rows)), *(None,) * (y.dim() - len(rows))])
-        layout = uncut(longer, {d: y.shape[d] for d in range(len(rows), y.dim())})
+        order = [*range(len(rows)), *(None,) * (y.dim() - len(rows))]
+        layout = laid_out(work.result, order, y)
         return SplitTensor(y[tuple(map(slice, shape))], layout)
 
     return type(found)([split(each) for each in found])
 
 
-_OF_LSTSQ = "input", "b", "rcond", "driver"
-
-
 @rule("contraction", "cross")
 def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its vectors, whose three elements are whole."""
-    a, b = argument(0, "input", args, kwargs, None), argument(1, "other", args, kwargs, None)
-    dim = argument(2, "dim", args, kwargs, -1 if func is torch.linalg.cross else None)
+    a, (b, dim) = args[0], named(func, args, kwargs).values()
     shape = frozen(a)
     if dim is None:
         if 3 not in shape:
@@ -114,16 +107,14 @@ def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("contraction", "kron")
-def kron(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
     """The first factor stays cut, every rank gets all of the second; where that alone is split, of both."""
-    a, b = argument(0, "input", args, kwargs, None), argument(1, "other", args, kwargs, None)
-    if not isinstance(a, SplitTensor) or not a.is_split:
-        return on_copies(func, args, kwargs)
-    site, ours, theirs = site_of(machine_of(a), func), len(a._layout.shape), frozen(b)
+    ours, theirs = len(a._layout.shape), frozen(other)
     count = max(ours, len(theirs))
     base = lay.reordered(a._layout, [*(None,) * (count - ours), *range(ours)])
     extents = (1,) * (count - len(theirs)) + theirs
     result = lay.with_splits(
         base, {d: cuts.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
     )
-    return SplitTensor(func(local_of(a), as_whole(site, b, result, "second factor")), result)
+    return SplitTensor(call[0](local_of(a), as_whole(site, other, result, "second factor")), result)

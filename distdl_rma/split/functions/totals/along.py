@@ -1,7 +1,8 @@
-"""Functions along dimensions that have to be whole, such as sorting; another one is cut meanwhile."""
+"""Functions along dimensions that have to be whole, as sorting and Fourier transforms: another one is cut."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,35 +11,34 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
-from distdl_rma.split.functions.places.shapes import argument, frozen
+from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
-from distdl_rma.split.operands import as_part, as_whole, machine_of, on_copies
+from distdl_rma.split.operands import as_part, as_whole, composition, machine_of, of_cut, on_copies
 from distdl_rma.split.reducing import (
     Along,
-    arguments,
+    by_whole_dims,
     chosen_dims,
+    laid_out,
     positive,
     put_back,
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
 
 
 @rule("reduction", "cumsum")
 @refusing
-def running_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.dtype | None) -> Any:
     """Of the block, and onto it the sums of the blocks before it."""
-    given = arguments(func, args, kwargs, dim=None, dtype=None)
-    x = given["input"]
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    along = Along.of(func, x, (given["dim"],))
-    (d,), dtype = along.dims, summed_dtype(along.local, given["dtype"])
-    values = along.local if given["dtype"] is None else along.local.to(dtype)
+    along = Along.of(site, x, (dim,))
+    (d,), values = along.dims, along.local if dtype is None else along.local.to(dtype)
+    dtype = summed_dtype(along.local, dtype)
     wide = sum_dtype(dtype)
     y = values.cumsum(d, dtype=wide)
     if along.cut:
@@ -53,22 +53,10 @@ def running_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return SplitTensor(y.to(dtype), along.layout)
 
 
-# Names, the arguments behind the input, and whether the results have all of the dimension.
-_ALONG: dict[str, tuple[dict[str, Any], bool]] = {
-    "cumprod": ({"dim": None, "dtype": None}, True),
-    "logcumsumexp": ({"dim": None}, True),
-    "cummax": ({"dim": None}, True),
-    "cummin": ({"dim": None}, True),
-    "argsort": ({"dim": -1, "descending": False, "stable": False}, True),
-    "sort": ({"dim": -1, "descending": False, "stable": None}, True),
-    "topk": ({"k": None, "dim": -1, "largest": True, "sorted": True}, False),
-    "kthvalue": ({"k": None, "dim": -1, "keepdim": False}, False),
-    "mode": ({"dim": -1, "keepdim": False}, False),
-    "median": ({"dim": None, "keepdim": False}, False),
-    "nanmedian": ({"dim": None, "keepdim": False}, False),
-    "quantile": ({"q": None, "dim": None, "keepdim": False, "interpolation": "linear"}, False),
-    "nanquantile": ({"q": None, "dim": None, "keepdim": False, "interpolation": "linear"}, False),
-    "diff": ({"n": 1, "dim": -1, "prepend": None, "append": None}, False),
+# Whether the results have all of the dimension.
+_ALONG = {
+    **dict.fromkeys("cumprod logcumsumexp cummax cummin argsort sort".split(), True),
+    **dict.fromkeys("topk kthvalue mode median nanmedian quantile nanquantile diff".split(), False),
 }
 
 
@@ -79,12 +67,11 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     Without another one, or of all elements, every rank gets all of the tensor.
     """
-    defaults, stays = _ALONG[func.__name__]
     if func.__name__ in ("sort", "argsort") and len(args) > 1 and isinstance(args[1], bool):
         # The other form, with ``stable`` first.
         return along_whole_dimension(func, args[:1], {"stable": args[1], **kwargs})
-    given = arguments(func, args, kwargs, **defaults)
-    x, dim = given.pop("input"), given["dim"]
+    x, given = args[0], named(func, args, kwargs)
+    stays, dim = _ALONG[func.__name__], given["dim"]
     _check(func, x, given)
     if not x.is_split:
         return on_copies(func, args, kwargs)
@@ -108,17 +95,16 @@ def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             y = y.narrow(at, 0, 0) if d in empty else y
         if stays:
             return put_back(site, y, layout, x._layout)
-        target = lay.reordered(lay.whole(layout, dims), order)
-        changed = {at: Balanced(y.shape[at], 1) for at, d in enumerate(order) if d is None}
-        return SplitTensor(y, lay.with_splits(target, changed))
+        return SplitTensor(y, laid_out(lay.whole(layout, dims), order, y))
 
     return mapped(split, result)
 
 
 @rule("movement", "msort")
-def sorted_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@composition
+def sorted_rows(x: Any) -> Any:
     """As ``sort`` along the first dimension."""
-    return composed(torch.sort, arguments(func, args, kwargs)["input"], 0)[0]
+    return torch.sort(x, 0)[0]
 
 
 def _check(func: Any, x: Any, given: dict[str, Any]) -> None:
@@ -138,12 +124,11 @@ def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list
 @rule("movement", "searchsorted")
 def place_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Places of each rank's values, along whole dimensions of the sequences."""
-    names = "sorted_sequence", "input"
-    sequence, x = (argument(at, name, args, kwargs, None) for at, name in enumerate(names))
-    options = {key: each for key, each in kwargs.items() if key not in names}
+    sequence, options = args[0], named(func, args, kwargs)
+    x = options.pop("input")
     if not isinstance(x, SplitTensor) or not x.is_split:
         return on_copies(func, args, kwargs)
-    if options.get("sorter") is not None:
+    if options["sorter"] is not None:
         raise refused(func, "with a sorter")
     site, count = site_of(machine_of(x), func), len(frozen(sequence))
     if count == 1:
@@ -159,3 +144,35 @@ def place_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
     return on_copies(func, args, kwargs)
+
+
+_EACH = "fft ifft rfft irfft hfft ihfft".split()
+
+
+@rule("movement", *(getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")))
+@refusing
+@of_cut(empty=False)
+def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
+    """Where a transformed dimension is split, another one is cut meanwhile, and the result goes back.
+
+    Split dimensions whose extent changes are in balanced blocks then. If no other dimension is left to be
+    cut, every rank transforms the same.
+    """
+    func, *_ = call
+    ndim, extents = x.dim(), given.get("s")
+    if dim is None:
+        dims = tuple(range(ndim - len(extents) if extents is not None else 0, ndim))
+    else:
+        dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+    compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
+    return by_whole_dims(site, x, dims, compute, "transformed dimensions made whole")
+
+
+@rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
+@refusing
+@of_cut(empty=False)
+def shift(call: Call, site: Site, x: SplitTensor, dim: Any) -> Any:
+    """As the transforms."""
+    each = range(x.dim()) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = tuple(positive(d, x.dim()) for d in each)
+    return by_whole_dims(site, x, dims, partial(call[0], dim=dims), "shifted dimensions made whole")

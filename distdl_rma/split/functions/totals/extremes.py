@@ -8,11 +8,12 @@ import torch
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import on_copies
-from distdl_rma.split.reducing import Along, arguments
+from distdl_rma.split.operands import of_cut
+from distdl_rma.split.reducing import Along
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
 # Whole numbers in the order of numbers of as many bits; what is not a number is beyond all others.
@@ -123,15 +124,13 @@ def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool) -> Split
 
 @rule("reduction", "amax", "amin", "aminmax")
 @refusing
-def extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Of the blocks, then over the ranks; equal elements share the gradient, on whatever rank they are."""
-    given = arguments(func, args, kwargs, dim=None, keepdim=False)
-    if not given["input"].is_split:
-        return on_copies(func, args, kwargs)
-    along = Along.of(func, given["input"], given["dim"])
-    if func.__name__ != "aminmax":
-        return _extreme(along, func.__name__ == "amax", given["keepdim"], False)
-    low, high = (_extreme(along, largest, given["keepdim"], False) for largest in (False, True))
+    along, name = Along.of(site, x, dim), call[0].__name__
+    if name != "aminmax":
+        return _extreme(along, name == "amax", keepdim, False)
+    low, high = (_extreme(along, largest, keepdim, False) for largest in (False, True))
     return torch.return_types.aminmax((low, high))
 
 
@@ -140,21 +139,18 @@ def extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of all elements; along a dimension with the first of the indices; of two tensors for each element."""
     if len(tensors_in(args, kwargs)) > 1:
-        return pointwise(torch.maximum if func.__name__ == "max" else torch.minimum, *_two(args, kwargs))
-    given = arguments(func, args, kwargs, dim=None, keepdim=False)
-    x, is_max = given["input"], func.__name__ == "max"
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    along = Along.of(func, x, given["dim"])
-    if given["dim"] is None:
-        return _extreme(along, is_max, False, True)
-    values, indices = _with_index(along, is_max)
-    found = along.result(values, given["keepdim"]), along.result(indices, given["keepdim"])
-    return getattr(torch.return_types, func.__name__)(found)
+        both = (*args, *(x for x in kwargs.values() if x is not None))
+        return pointwise(torch.maximum if func.__name__ == "max" else torch.minimum, both, {})
+    return _largest(func, args, kwargs)
 
 
-def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (*args, *(x for x in kwargs.values() if x is not None)), {}
+@of_cut()
+def _largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, other: Any) -> Any:
+    along, name = Along.of(site, x, dim), call[0].__name__
+    if dim is None:
+        return _extreme(along, name == "max", False, True)
+    values, indices = _with_index(along, name == "max")
+    return getattr(torch.return_types, name)((along.result(values, keepdim), along.result(indices, keepdim)))
 
 
 def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,16 +182,13 @@ def _first(
 
 @rule("reduction", "argmax", "argmin")
 @refusing
-def index_of_largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Index in the whole, of the first of equal elements; without a dimension that among all elements."""
-    given = arguments(func, args, kwargs, dim=None, keepdim=False)
-    x, largest = given["input"], func.__name__ == "argmax"
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    along = Along.of(func, x, given["dim"])
+    largest, along = call[0].__name__ == "argmax", Along.of(site, x, dim)
     along.local = along.local.detach()
-    if given["dim"] is not None:
-        return along.result(_with_index(along, largest)[1], given["keepdim"])
+    if dim is not None:
+        return along.result(_with_index(along, largest)[1], keepdim)
     local, shape = along.local, along.layout.shape
     value, index = _nothing(along, largest), torch.tensor(_NOWHERE)
     if value is None:
@@ -207,4 +200,4 @@ def index_of_largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             index = index * n + at + start
     # Of equal ones the first in the order of the whole counts, which need not be that of the ranks.
     index = index.view((1,) * len(shape))
-    return along.result(_first(along, value, index, largest)[1] if along.cut else index, given["keepdim"])
+    return along.result(_first(along, value, index, largest)[1] if along.cut else index, keepdim)

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.dtypes import sum_dtype
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import reduced, to_blocks
-from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.reducing import Along, arguments, chosen_dims, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, tensors_in
+from distdl_rma.split.operands import as_part, common_layout, machine_of, of_any_cut, of_cut, part_for
+from distdl_rma.split.reducing import Along, chosen_dims, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -26,23 +29,24 @@ def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 @rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
 @refusing
-def sums(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def sums(
+    call: Call,
+    site: Site,
+    x: SplitTensor,
+    dim: Any,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Every rank sums its block, in a longer type if that is short; the sums are summed over the ranks."""
-    name = func.__name__
-    if name == "count_nonzero":
-        given = arguments(func, args, kwargs, dim=None) | {"keepdim": False, "dtype": None}
-    else:
-        given = arguments(func, args, kwargs, dim=None, keepdim=False, dtype=None)
-    x, keepdim = given["input"], given["keepdim"]
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    along = Along.of(func, x, given["dim"])
-    local, dims, dtype = along.local, along.dims, given["dtype"]
+    name = call[0].__name__
+    along = Along.of(site, x, dim)
+    local, dims = along.local, along.dims
     if name == "count_nonzero":
         return along.result(along.summed((local != 0).sum(dims, keepdim=True)), keepdim)
+    values = local if dtype is None else local.to(dtype)
     dtype = summed_dtype(local, dtype)
     wide = sum_dtype(dtype)
-    values = local if given["dtype"] is None else local.to(dtype)
     y = along.summed((torch.nansum if name.startswith("nan") else torch.sum)(values, dims, True, dtype=wide))
     if name == "mean":
         y = y / along.count
@@ -53,49 +57,45 @@ def sums(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("reduction", "any", "all")
 @refusing
-def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Of the blocks, then over the ranks."""
-    given = arguments(func, args, kwargs, dim=None, keepdim=False)
-    x = given["input"]
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    if isinstance(given["dim"], (tuple, list)) and not given["dim"]:
+    func, *_ = call
+    if isinstance(dim, (tuple, list)) and not dim:
         # Unlike sums, of each element.
         return SplitTensor(func(local_of(x), ()), x._layout)
-    along = Along.of(func, x, given["dim"])
+    along = Along.of(site, x, dim)
     y = func(along.local, along.dims, keepdim=True)
     if along.cut:
-        y = reduced(along.site, y, along.ranks, "max" if func.__name__ == "any" else "min")
-    return along.result(y, given["keepdim"])
+        y = reduced(site, y, along.ranks, "max" if func.__name__ == "any" else "min")
+    return along.result(y, keepdim)
 
 
 @rule("reduction", "prod", "logsumexp")
 @refusing
-def of_partial_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def of_partial_results(
+    call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None
+) -> Any:
     """Of the blocks; then the same function of the ranks' results, which all of them get."""
-    is_prod = func.__name__ == "prod"
-    given = arguments(func, args, kwargs, dim=None, keepdim=False, **({"dtype": None} if is_prod else {}))
-    x = given["input"]
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    along = Along.of(func, x, given["dim"])
-    if not is_prod:
+    along = Along.of(site, x, dim)
+    if call[0].__name__ != "prod":
         exact = along.local.dtype.is_floating_point or along.local.dtype.is_complex
         dtype = along.local.dtype if exact else torch.get_default_dtype()
         # In a short type it would be rounded twice, and its gradient is an exponential of what is rounded.
         along.local = along.local.to(wide := sum_dtype(dtype))
-        return _twice(along, lambda y: torch.logsumexp(y, along.dims, True), wide, given["keepdim"], dtype)
-    dtype = summed_dtype(along.local, given["dtype"])
+        return _twice(along, lambda y: torch.logsumexp(y, along.dims, True), wide, keepdim, dtype)
+    if dtype is not None:
+        along.local = along.local.to(dtype)
+    kind = summed_dtype(along.local, dtype)
 
     def product(y: torch.Tensor) -> torch.Tensor:
         # Torch multiplies along one dimension only.
         for d in along.dims:
-            y = y.prod(d, keepdim=True, dtype=sum_dtype(dtype))
+            y = y.prod(d, keepdim=True, dtype=sum_dtype(kind))
         return y
 
-    if given["dtype"] is not None:
-        along.local = along.local.to(dtype)
-    return _twice(along, product, sum_dtype(dtype), given["keepdim"], dtype)
+    return _twice(along, product, sum_dtype(kind), keepdim, kind)
 
 
 def _twice(
@@ -113,28 +113,30 @@ def _twice(
 
 @rule("reduction", "var", "std", "var_mean", "std_mean")
 @refusing
-def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def variance(
+    call: Call,
+    site: Site,
+    x: SplitTensor,
+    dim: Any,
+    unbiased: Any,
+    keepdim: bool,
+    correction: Any,
+) -> Any:
     """Squares of the distances from the mean of the whole, which is summed first."""
+    func, *_ = call
     # The second one is the dimensions, or whether to divide by one less.
-    if len(args) > 1 and isinstance(args[1], bool):
-        args, kwargs = (
-            args[:1],
-            {**kwargs, "unbiased": args[1], **dict(zip(["keepdim"], args[2:], strict=False))},
-        )
-    elif len(args) > 2:
-        args, kwargs = args[:2], {**kwargs, **dict(zip(("unbiased", "keepdim"), args[2:], strict=True))}
-    given = arguments(func, args, kwargs, dim=None, unbiased=True, keepdim=False, correction=None)
-    x, keepdim, correction = given["input"], given["keepdim"], given["correction"]
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
+    if isinstance(dim, bool):
+        passed = call[1][2:]
+        dim, unbiased, keepdim = None, dim, passed[0] if passed else keepdim
     if correction is None:
-        correction = 1 if "correction" in kwargs or given["unbiased"] else 0
-    along = Along.of(func, x, given["dim"])
+        correction = 1 if "correction" in call[2] or unbiased else 0
+    along = Along.of(site, x, dim)
     dtype, dims = along.local.dtype, along.dims
     if correction >= along.count:
         # Infinite, or not a number, and so are gradients, as torch has it.
         along.local, along.layout = with_whole(along.site, x, dims)
-        y = func(along.local, given["dim"], correction=correction, keepdim=True)
+        y = func(along.local, dim, correction=correction, keepdim=True)
         return mapped(lambda each: along.result(each, keepdim), y)
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count
@@ -168,19 +170,24 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
 
 @rule("norm", "vector_norm")
 @refusing
-def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def vector_norm(
+    call: Call,
+    site: Site,
+    x: SplitTensor,
+    ord: Any,
+    dim: Any,
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> Any:
     """Norm of the norms of the ranks; of order inf the largest, 0 a count."""
-    given = arguments(func, args, kwargs, ord=2, dim=None, keepdim=False, dtype=None)
-    x, order, keepdim, dtype = (given[name] for name in ("input", "ord", "keepdim", "dtype"))
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
     x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
-    order, found = float(order), x.dtype.to_real()
+    order, found = float(ord), x.dtype.to_real()
     if abs(order) == torch.inf:
-        dims = given["dim"] if given["dim"] is not None else tuple(range(x.dim()))
+        dims = dim if dim is not None else tuple(range(x.dim()))
         size = composed(torch.abs, x)
         return composed(torch.amax if order > 0 else torch.amin, size, dims, keepdim)
-    along = Along.of(func, x, given["dim"])
+    along = Along.of(site, x, dim)
     wide = sum_dtype(found)
     along.local = along.local.to(sum_dtype(x.dtype))
     if order == 0:
@@ -191,52 +198,33 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
 @refusing
-def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_any_cut
+def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
     """Vector norms of any order, Frobenius norms and largest sums; singular values of whole matrices."""
-    split = [x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)]
-    if not any(x.is_split for x in split):
-        return on_copies(func, args, kwargs)
+    func, *_ = call
     vector_norm = torch.linalg.vector_norm
     if func.__name__ == "dist":
-        given = arguments(func, args, kwargs, other=None, p=2)
-        return composed(vector_norm, composed(torch.sub, given["input"], given["other"]), given["p"])
+        return composed(vector_norm, composed(torch.sub, x, given["other"]), given["p"])
+    dim, keepdim, dtype = given["dim"], given["keepdim"], given["dtype"]
     if func in (torch.norm, torch.Tensor.norm):
-        extra = {"out": None} if func is torch.norm else {}
-        given = arguments(func, args, kwargs, p="fro", dim=None, keepdim=False, **extra, dtype=None)
         order = 2 if given["p"] in ("fro", None) else given["p"]
-        return composed(
-            _norm_of_matrices if isinstance(order, str) else vector_norm,
-            given["input"],
-            order,
-            given["dim"],
-            given["keepdim"],
-            dtype=given["dtype"],
-        )
-    is_matrix = func is torch.linalg.matrix_norm
-    start = {"ord": "fro", "dim": (-2, -1)} if is_matrix else {"ord": None, "dim": None}
-    given = arguments(func, args, kwargs, **start, keepdim=False, dtype=None)
-    x, order, dim = given["input"], given["ord"], given["dim"]
+        by = _norm_of_matrices if isinstance(order, str) else vector_norm
+        return composed(by, x, order, dim, keepdim, dtype=dtype)
+    order = given["ord"]
     if dim is None and order is not None:
         dim = tuple(range(x.dim()))
     as_vector = order is None or not (isinstance(dim, (tuple, list)) and len(dim) == 2)
     if as_vector or order == "fro":
-        return composed(
-            vector_norm,
-            x,
-            2 if order in (None, "fro") else order,
-            dim,
-            given["keepdim"],
-            dtype=given["dtype"],
-        )
+        return composed(vector_norm, x, 2 if order in (None, "fro") else order, dim, keepdim, dtype=dtype)
     if order in ("nuc", 2, -2):
-        return composed(_norm_of_matrices, x, order, dim, given["keepdim"], given["dtype"])
-    x = x if given["dtype"] is None else composed(torch.Tensor.to, x, given["dtype"])
+        return composed(_norm_of_matrices, x, order, dim, keepdim, dtype)
+    x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
     first, second = (positive(d, x.dim()) for d in dim)
     if abs(order) != 1:
         first, second = second, first
-    sums = composed(torch.sum, composed(torch.abs, x), first, given["keepdim"])
-    second -= not given["keepdim"] and second > first
-    return composed(torch.amax if order > 0 else torch.amin, sums, second, given["keepdim"])
+    sums = composed(torch.sum, composed(torch.abs, x), first, keepdim)
+    second -= not keepdim and second > first
+    return composed(torch.amax if order > 0 else torch.amin, sums, second, keepdim)
 
 
 def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
@@ -253,12 +241,10 @@ def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -
 @refusing
 def comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of the blocks; true on all ranks if it is on every one."""
-    given = arguments(func, args, kwargs, other=None, rtol=1e-05, atol=1e-08, equal_nan=False)
-    x, y = given.pop("input"), given.pop("other")
-    if func.__name__ == "equal":
-        if tuple(x.shape) != tuple(y.shape):
-            return False
-        given = {}
+    (x, *_), given = args, named(func, args, kwargs)
+    y = given.pop("other")
+    if func.__name__ == "equal" and tuple(x.shape) != tuple(y.shape):
+        return False
     both = [x, y]
     result = common_layout(func, both)
     site = site_of(machine_of(x if isinstance(x, SplitTensor) else y), func)
@@ -267,3 +253,63 @@ def comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     ]
     alike = torch.tensor([bool(func(*blocks, **given))])
     return bool(reduced(site, alike, result.partition.ranks, "min"))
+
+
+class _Softmax(OperatorFunction):
+    # Softmax, or its logarithm, over one dimension that is cut.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, along: Along, log: bool) -> torch.Tensor:
+        (d,) = along.dims
+        if x.shape[d]:
+            most = x.amax(d, True)
+            # Of a row of -inf nothing is left, as in torch.
+            local = torch.cat([most, (x - most).exp().sum(d, keepdim=True)], d)
+        else:
+            local = x
+        pairs = along.together(local, "maxima and sums", 2).unflatten(d, (-1, 2))
+        tops, sums = pairs.unbind(d + 1)
+        most = tops.amax(d, True)
+        # What is -inf on one rank is nothing beside the others.
+        total = torch.where(tops == -torch.inf, 0, sums * (tops - most).exp()).sum(d, keepdim=True)
+        total = torch.where(most == -torch.inf, torch.nan, total)
+        y: torch.Tensor = x - most - total.log() if log else (x - most).exp() / total
+        ctx.save_for_backward(y)
+        ctx.site, ctx.ranks, ctx.dims, ctx.log = along.site, along.ranks, along.dims, log
+        ctx.machine = along.site.machine
+        return y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (y,) = ctx.saved_tensors
+        weighted = gradient if ctx.log else gradient * y
+        total = weighted.sum(ctx.dims, keepdim=True)
+        total = reduced(ctx.site, total, ctx.ranks, what="gradient, sums")
+        return (gradient - y.exp() * total if ctx.log else weighted - y * total), None, None
+
+
+@rule("reduction", "softmax", "log_softmax", "softmin")
+@refusing
+@of_cut(empty=False)
+def softmax(
+    call: Call,
+    site: Site,
+    x: SplitTensor,
+    dim: int | None,
+    dtype: torch.dtype | None,
+    _stacklevel: int = 0,
+) -> Any:
+    """Over a split dimension with the largest elements and sums of all ranks, in one message."""
+    func, *_ = call
+    # What torch chooses where a user does not.
+    dim = dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
+    if func is F.softmin:
+        return composed(torch.softmax, composed(torch.neg, x), dim, dtype=dtype)
+    along = Along.of(site, x, dim)
+    if not along.cut:
+        return SplitTensor(func(*(along.local, along.dims[0]), dtype=dtype), along.layout)
+    log = func.__name__.endswith("log_softmax")
+    local = along.local if dtype is None else along.local.to(dtype)
+    wide, along.local = local.to(sum_dtype(local.dtype)), local.detach()
+    y: torch.Tensor = _Softmax.apply(wide, along, log)
+    return SplitTensor(y.to(local.dtype), along.layout)

@@ -23,3 +23,14 @@ def test_pixels(P_world):
 def test_pixels_of_nothing_stay(P_world):
     # Torch itself cannot differentiate it.
     check(P_world, lambda x: F.pixel_unshuffle(x[:, :, :0], 2), [numbers(3, 2, 1, 2)], gradients=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_diagonals(P_world):
+    check(P_world, torch.diag, [numbers(4, 7)])
+    check(P_world, lambda x: torch.diag(x, 2), [numbers(7, 4)])
+    check(P_world, lambda x: torch.diag(x, -1), [numbers(5)])
+    check(P_world, torch.diagflat, [numbers(3, 2)])
+    check(P_world, torch.diag_embed, [numbers(3, 5)])
+    check(P_world, lambda x: torch.diag_embed(x, 1, dim1=0, dim2=2), [numbers(3, 5)])

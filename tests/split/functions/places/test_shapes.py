@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.split import layout as lay
 from tests.split.against_whole import block, check
 
 
@@ -129,7 +128,7 @@ def test_a_leading_cut_stays_without_movement(P_world):
     )
     tokens = x.flatten(2).transpose(1, 2)
     assert tokens.decomposition.splits[1].lengths == (49,) * P_world.size
-    assert lay.cut_dims(tokens.decomposition) == (1,)
+    assert tokens.decomposition.cut_dims == (1,)
     cut = x.permute(0, 2, 3, 1).view(1, P_world.size, 7, 1, 7, 3)
     assert cut.to_local().data_ptr() == x.to_local().data_ptr()
 
@@ -194,3 +193,9 @@ def test_grids_of_coordinates(P_world):
     x = block(P_world.create_cartesian_topology_partition((P_world.size,)), operands[0])
     with pytest.raises(RuntimeError, match="same dtype"):
         torch.meshgrid(x, torch.tensor(3), indexing="ij")
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_several_tensors_get_more_dimensions(P_world):
+    check(P_world, torch.atleast_3d, [torch.randn(5, 3), torch.randn(4, 2)], gradients=False)

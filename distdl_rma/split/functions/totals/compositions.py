@@ -1,0 +1,172 @@
+"""Distances of vectors, losses of them, and differences of neighbours, mostly made of other functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.totals.losses import finished
+from distdl_rma.split.operands import as_part, composition, of_any_cut, of_cut
+from distdl_rma.split.reducing import positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, composed, refused
+
+
+@rule("norm", F.cosine_similarity)
+@refusing
+@composition
+def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
+    """Norms and a sum, over the ranks where the dimension is split."""
+    # As torch does: integers become the type of both, other types meet in the product only.
+    both = torch.result_type(x1, x2)
+    if not both.is_floating_point:
+        raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {both}")
+    x1, x2 = (x if x.is_floating_point() else x.to(both) for x in (x1, x2))
+    x1, x2 = torch.broadcast_tensors(x1, x2)
+
+    def length(x: Any) -> Any:
+        found = torch.linalg.vector_norm(x, 2, dim, True)
+        return found + (eps - found.detach()).clamp(min=0)
+
+    return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
+
+
+@rule("norm", F.pairwise_distance)
+@refusing
+@composition
+def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:
+    """Norms of differences, over the ranks where the last dimension is split."""
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+def _word(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+    if size_average is None and reduce is None:
+        return reduction
+    return "none" if reduce is False else "sum" if size_average is False else "mean"
+
+
+@rule("loss", F.cosine_embedding_loss)
+@refusing
+@composition
+def cosine_embedding_loss(
+    input1: Any,
+    input2: Any,
+    target: Any,
+    margin: float,
+    size_average: bool | None,
+    reduce: bool | None,
+    reduction: str,
+) -> Any:
+    """Sums over the vectors, then as losses of single elements."""
+    d = target.dim()
+    squares = [(x * x).sum(d) + 1e-12 for x in (input1, input2)]
+    cosine = (input1 * input2).sum(d) / (squares[0] * squares[1]).sqrt()
+    y = torch.where(target == 1, 1 - cosine, 0) + torch.where(target == -1, (cosine - margin).clamp(min=0), 0)
+    return finished(y, _word(reduction, size_average, reduce))
+
+
+@rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
+@refusing
+@composition
+def triplet_margin_loss(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float,
+    swap: bool,
+    reduction: str,
+    distance_function: Callable[[Any, Any], Any] | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    **norm: Any,
+) -> Any:
+    """Distances, then as losses of single elements."""
+    if not anchor.dim() == positive.dim() == negative.dim():
+        raise ShapeError("triplet_margin_loss: anchor, positive and negative must have as many dimensions")
+    distance: Any = distance_function or partial(F.pairwise_distance, **norm)
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return finished((margin + near - far).clamp(min=0), _word(reduction, size_average, reduce))
+
+
+@rule("contraction", torch.cdist)
+@refusing
+@of_any_cut
+def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str) -> Any:
+    """Rows of the first stay split, every rank gets all of those of the second that they meet."""
+    func, *_ = call
+    if not isinstance(x1, SplitTensor) or tuple(x1.shape[:-2]) != tuple(x2.shape[:-2]):
+        raise refused(func, "the first tensor must be split, and both must have the same batch dimensions")
+    last = x1.dim() - 1
+    mine, layout = with_whole(site, x1, (last,), "vectors made whole")
+    result = lay.with_splits(layout, {last: Balanced(x2.shape[-2], 1)})
+    part = lay.whole(layout, (last - 1,))
+    part = lay.with_splits(part, {last - 1: Balanced(x2.shape[-2], 1), last: Balanced(x2.shape[-1], 1)})
+    theirs = as_part(site, x2, part, result, 1)
+    return SplitTensor(func(mine, theirs, p=p, compute_mode=compute_mode), result)
+
+
+@rule("window", torch.gradient)
+@refusing
+@of_cut()
+def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
+    """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
+    spacing, count = 1 if spacing is None else spacing, len(x._layout.shape)
+    dims = range(count) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
+    steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
+    if any(isinstance(h, torch.Tensor) and h.dim() for h in steps):
+        raise refused(call[0], "it is given coordinates; spacing is to be numbers")
+    return tuple(composed(_along, x, d % count, h, edge_order) for d, h in zip(dims, steps, strict=True))
+
+
+def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
+    n = x.shape[dim]
+    at = [x.narrow(dim, each, 1) for each in (0, 1, n - 2, n - 1)]
+    first, last = at[1] - at[0], at[3] - at[2]
+    if order == 2:
+        first = (4 * at[1] - 3 * at[0] - x.narrow(dim, 2, 1)) / 2
+        last = (3 * at[3] - 4 * at[2] + x.narrow(dim, n - 3, 1)) / 2
+    inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
+    found: torch.Tensor = torch.cat([first, inner, last], dim) / h
+    return found
+
+
+@rule("reduction", "trapezoid", "trapz")
+@composition
+def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
+    """Sums over the ranks of the means of neighbours."""
+    n = y.shape[dim]
+    if not n:
+        return y.sum(dim)
+    if x is None:
+        return (y.sum(dim) * 2 - y.select(dim, 0) - y.select(dim, n - 1)) * (dx / 2)
+    return _twice_areas(y, x, dx, dim).sum(dim) / 2
+
+
+@rule("reduction", "cumulative_trapezoid")
+@refusing
+@composition
+def cumulative_trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
+    """Running sums of the means of neighbours, over the ranks."""
+    return _twice_areas(y, x, dx, dim).cumsum(dim) / 2
+
+
+def _twice_areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
+    n = y.shape[dim]
+    both = y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)
+    if x is None:
+        return both * dx
+    # Dimensions go together from the last one on; a vector lies along the one that is summed.
+    at = positive(dim, y.dim()) - y.dim()
+    x = x.reshape(-1, *(1,) * (-1 - at)) if x.dim() == 1 else x
+    return both * (x.narrow(at, 1, x.shape[at] - 1) - x.narrow(at, 0, x.shape[at] - 1))
