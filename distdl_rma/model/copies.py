@@ -11,9 +11,9 @@ from zlib import crc32
 import torch
 from torch import nn
 
+from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import as_words, is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.calls.arguments import hold
 from distdl_rma.sync.claims import claims_of, under

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distdl_rma.dtypes import DTYPES
+from distdl_rma.dtypes import DTYPES, is_in_memory
 from distdl_rma.errors import (
     ArgumentError,
     ConfigurationError,
@@ -34,7 +34,6 @@ from distdl_rma.model.calls import Calls, Drawn, modes
 from distdl_rma.model.entering import Enter
 from distdl_rma.model.start import warn_of_start
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, synchronise, tracer, uncompiled
-from distdl_rma.ops.core.tensors import is_in_memory
 from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.arguments import hold

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from distdl_rma.dtypes import word_dtype
+from distdl_rma.dtypes import as_words, word_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Listed, meeting
@@ -16,7 +16,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
-from distdl_rma.ops.core.tensors import as_tensor, as_words
+from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.assembly import Assembly
 from distdl_rma.segments.collectives.broadcast import Bcast

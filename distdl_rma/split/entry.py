@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.dtypes import DTYPES
+from distdl_rma.dtypes import DTYPES, as_words
 from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import MAX_DIMS, as_words
+from distdl_rma.ops.core.tensors import MAX_DIMS
 from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of

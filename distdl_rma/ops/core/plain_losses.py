@@ -22,9 +22,9 @@ from zlib import crc32
 
 import torch
 
+from distdl_rma.dtypes import as_words
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import as_words
 
 # Whether the backward that runs comes by a node; torch's hooks of several gradients ask that too.
 _is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node

@@ -7,7 +7,7 @@ from zlib import crc32
 
 import torch
 
-from distdl_rma.dtypes import sum_dtype
+from distdl_rma.dtypes import as_words, sum_dtype
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
@@ -15,7 +15,6 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite, Movement
-from distdl_rma.ops.core.tensors import as_words
 from distdl_rma.ops.loss.global_loss import (
     GlobalLoss,
     LossOptions,
