@@ -10,7 +10,7 @@ from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.engine.node_layout import NodeLayout
 from distdl_rma.segments.collectives.engine.stepped_algorithm import number_of_pieces, slices
-from distdl_rma.segments.collectives.vote import WORDS, vote_turns
+from distdl_rma.segments.collectives.equality_check import WORDS, vote_turns
 from distdl_rma.segments.counters import Counters
 
 

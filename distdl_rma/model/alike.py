@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from distdl_rma.checks.arguments import sample
+from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.gradient_origin import GradientCheck, first_apart
 from distdl_rma.machine import Machine
 from distdl_rma.model.calls import Calls
-from distdl_rma.model.copies import Copies
-from distdl_rma.ops.core.plain_losses import AlikeGradients, first_apart
-from distdl_rma.segments.collectives.assembly import gather_words
-from distdl_rma.split.calls.arguments import sample
-from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.model.replicas import ReplicaSampler
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.site import Trail
 from distdl_rma.split.entry import alike_on_all_ranks
 
@@ -30,7 +30,7 @@ class Alike:
         self, machine: Machine, model: Callable[[], nn.Module | None], name: str, held: bool
     ) -> None:
         self._machine, self._model, self._name, self._held = machine, model, name, held
-        self._copies: dict[tuple[int, ...], Copies] = {}
+        self._copies: dict[tuple[int, ...], ReplicaSampler] = {}
         self._seen: set[object] = set()
         # Of calls on some ranks, which may be fewer than those on others.
         self._numbers: Counter[tuple[int, ...]] = Counter()
@@ -42,8 +42,8 @@ class Alike:
         self._numbers[calls.ranks] += 1
         copies = self._copies_of(calls)
         held = 0 if copies is None else copies.word()
-        begun = LINEAGE.looked_at(self._machine, calls.ranks)
-        gradients = AlikeGradients.of(self._machine, calls.ranks).number
+        begun = LOSS_ORIGIN.looked_at(self._machine, calls.ranks)
+        gradients = GradientCheck.of(self._machine, calls.ranks).number
         return hash((held, begun, gradients, *[sample(x, self._numbers[calls.ranks]) for x in inputs]))
 
     def watch(self, calls: Calls, trail: Trail) -> None:
@@ -76,7 +76,7 @@ class Alike:
         self._copies.clear()
 
     def _gradients_differ(self, calls: Calls) -> str:
-        gradients = AlikeGradients.of(self._machine, calls.ranks)
+        gradients = GradientCheck.of(self._machine, calls.ranks)
         title = f"calls of {self._name} (gradients)"
         said = gather_words(self._machine.segments, [*gradients.last], title, calls.ranks)
         # Also where they only are rounded otherwise.
@@ -92,8 +92,10 @@ class Alike:
     def _compare(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> None:
         alike_on_all_ranks(self._machine, calls.ranks, inputs, "an input of a distributed model")
 
-    def _copies_of(self, calls: Calls) -> Copies | None:
+    def _copies_of(self, calls: Calls) -> ReplicaSampler | None:
         found = self._copies.get(calls.ranks)
         if found is None and self._held:
-            found = self._copies[calls.ranks] = Copies(self._model, self._machine, calls.ranks, self._name)
+            found = self._copies[calls.ranks] = ReplicaSampler(
+                self._model, self._machine, calls.ranks, self._name
+            )
         return found

@@ -9,6 +9,8 @@ from zlib import crc32
 
 import torch
 
+from distdl_rma.checks.arguments import are_apart, values_of
+from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.errors import (
     ClosedError,
     DistdlError,
@@ -19,9 +21,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.assembly import Assembly, gather_words
-from distdl_rma.split.calls.arguments import are_apart, values_of
-from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 
 _BEGUN, _ENDED, _RAISED = range(3)
 # So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
@@ -96,7 +96,7 @@ class Calls:
 
     def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
         self._machine, self.ranks, self._name = machine, tuple(ranks), name
-        self._assembly, self._title = Assembly.of(machine.segments, self.ranks), f"calls of {name}"
+        self._assembly, self._title = Consensus.of(machine.segments, self.ranks), f"calls of {name}"
         self._code = fingerprint(self._title)
         self._open = False
 
@@ -168,10 +168,10 @@ class Calls:
 
     def backwards_differ(self) -> str:
         """How the ranks came to where their last backward began, if not alike; collective, blocking."""
-        number = LINEAGE.number(self._machine, self.ranks)
+        number = LOSS_ORIGIN.number(self._machine, self.ranks)
         if len({*self._all_of(number, "backwards").values()}) == 1:
             return ""
-        mine = LINEAGE.described(self._machine, self.ranks)
+        mine = LOSS_ORIGIN.described(self._machine, self.ranks)
         ways = self._all_of(mine, "losses").values()
         at = next((at for at, calls in enumerate(zip_longest(*ways)) if len({*calls}) > 1), None)
         if at is None:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from distdl_rma.checks.arguments import hold
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.dtypes import DTYPES, is_in_memory
 from distdl_rma.errors import (
     ArgumentError,
@@ -34,10 +36,8 @@ from distdl_rma.model.calls import Calls, Drawn, modes
 from distdl_rma.model.entering import Enter
 from distdl_rma.model.start import warn_of_start
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, synchronise, tracer, uncompiled
-from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.calls import site
-from distdl_rma.split.calls.arguments import hold
-from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.site import TRAILS, Trail, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
@@ -70,7 +70,7 @@ class Distributed:
         self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
         self._checks = self._follows = check_copies
         if check_copies:
-            LINEAGE.begin(machine)
+            LOSS_ORIGIN.begin(machine)
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -129,7 +129,7 @@ class Distributed:
         vars(twin).update(vars(self))
         # It compares them as well, also when the model is closed; where only some ranks have a copy, the next
         # model begins anew.
-        LINEAGE.on += twin._follows
+        LOSS_ORIGIN.on += twin._follows
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._root = copy.deepcopy(self._root, memo)
@@ -189,7 +189,7 @@ class Distributed:
         if self._sync is not None:
             self._sync.close()
         if self._handles and self._follows:
-            LINEAGE.on -= 1
+            LOSS_ORIGIN.on -= 1
         for handle in (*self._handles, *self._of_parts):
             handle.remove()
         self._handles, self._of_parts, self._calls = [], [], {}

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from distdl_rma.checks.consensus import Consensus
 from distdl_rma.dtypes import as_words, word_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
@@ -18,7 +19,6 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allgather import Allgather
-from distdl_rma.segments.collectives.assembly import Assembly
 from distdl_rma.segments.collectives.broadcast import Bcast
 
 # Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.
@@ -58,7 +58,7 @@ def _are_alike(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.T
     for vector in vectors:
         digest.update(vector.numpy().data)
     first, second = (int(word) for word in np.frombuffer(digest.digest(), np.int64))
-    assembly = Assembly.of(machine.segments, ranks)
+    assembly = Consensus.of(machine.segments, ranks)
     assembly.start(title, fingerprint(title), first, second, 0)
     return assembly.wait()
 

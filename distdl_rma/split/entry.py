@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.dtypes import DTYPES, as_words
 from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
@@ -17,7 +18,6 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import MAX_DIMS
-from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of
 
@@ -25,7 +25,7 @@ from distdl_rma.split.calls.site import THREAD, site_of
 class _Told:
     # Rows of all ranks at a site, which they tell each other where one of them is not that of the last call.
     def __init__(self, machine: Machine, partition: Partition, name: str) -> None:
-        self._assembly = Assembly.of(machine.segments, partition.ranks)
+        self._assembly = Consensus.of(machine.segments, partition.ranks)
         self._title = f"{name} (shapes)"
         self._code, self._size = fingerprint(self._title), partition.size
         self._row = b""

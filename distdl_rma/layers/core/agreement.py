@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl_rma.checks.consensus import Consensus
+from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
 from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import (
     DistdlError,
@@ -26,13 +28,11 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.call_memory import UNKNOWN, CallMemory, digest
 from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange
 from distdl_rma.layers.core.static_shapes import Promise, promise_on
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import MAX_DIMS, trouble_with
-from distdl_rma.segments.collectives.assembly import Assembly
 
 _DTYPE_CODES = list(DTYPES)
 _NO_DTYPE = -1
@@ -242,10 +242,10 @@ class ShapeAgreement(Generic[P]):
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
         self._errors = ErrorExchange(self._machine, self._ranks, self._name)
-        self._assembly: Assembly | None = None
+        self._assembly: Consensus | None = None
         # What this rank says of the layer, once it has met the others.
         self._title, self._code, self._epoch = "", 0, 0
-        self._memory: CallMemory[P] = CallMemory()
+        self._memory: PlanCache[P, GradientNeeds] = PlanCache()
         # Plan of the last call, and what fitted it of this rank's facts.
         self.last: P | None = None
         self._last_key: object = None
@@ -308,11 +308,11 @@ class ShapeAgreement(Generic[P]):
         self.guess = self._memory[self._proposal].plan
         return True
 
-    def _meet(self) -> Assembly:
+    def _meet(self) -> Consensus:
         self._title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
         self._code = fingerprint(self._title)
         with self._telling():
-            assembly = Assembly.of(self._machine.segments, self._ranks)
+            assembly = Consensus.of(self._machine.segments, self._ranks)
             assembly.connect()
         return assembly
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
@@ -21,7 +22,6 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
@@ -101,7 +101,7 @@ class LossSums:
         # Of ranks with a problem nobody knows the number, and all hear of it anyway.
         if len(among) < 2:
             return False
-        assembly = Assembly.of(self._segments, among)
+        assembly = Consensus.of(self._segments, among)
         assembly.start(self._title, self._code, number, has_problem, 0)
         return not assembly.wait() and not assembly.largest[1]
 

@@ -16,10 +16,10 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 
+from distdl_rma.checks.arguments import TENSORS, all_of, number_of, said_in, some_of, spoken
 from distdl_rma.dtypes import is_in_memory
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.split.calls.arguments import TENSORS, all_of, number_of, said_in, some_of, spoken
 from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")

@@ -240,7 +240,7 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor | None:
     return None if RUNNING.behind is None else RUNNING.behind[id(parameter)]
 
 
-class AlikeGradients:
+class GradientCheck:
     """Gradients of plain losses that some ranks are to have alike: a number of all, elements of the last.
 
     They are not, where a rank computes a plain loss of data of its own. Local.
@@ -252,9 +252,9 @@ class AlikeGradients:
         self.last: deque[tuple[str, list[float]]] = deque(maxlen=_KEPT)
 
     @classmethod
-    def of(cls, machine: Machine, ranks: Sequence[int]) -> AlikeGradients:
+    def of(cls, machine: Machine, ranks: Sequence[int]) -> GradientCheck:
         """Those of some ranks of a machine."""
-        found: AlikeGradients = machine.kept.setdefault(f"gradients of {ranks}", cls())
+        found: GradientCheck = machine.kept.setdefault(f"gradients of {ranks}", cls())
         return found
 
     def note(self, what: str, gradient: torch.Tensor) -> None:

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import torch
 
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm.base import DistributedNorm
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.sync.claims import Claim
 
 # What JSON can carry: of a claim, see ``statement``.

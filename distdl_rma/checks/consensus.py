@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.allgather import Allgather
-from distdl_rma.segments.collectives.vote import Vote
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
+from distdl_rma.segments.collectives.settling import CONSENSUS
 from distdl_rma.segments.manager import SegmentManager
 
 # Bytes of each rank that travel at a time, and of all of them together.
@@ -22,7 +23,7 @@ _LEAST_NBYTES = 64
 _TITLE_NBYTES, _CODE = 192, 14
 
 
-class Assembly:
+class Consensus:
     """One of each list of ranks of a machine, for all that these have to agree on; blocking, small.
 
     In the usual case, all being alike, that costs O(log P) messages of a few words. All texts go to all ranks
@@ -33,7 +34,7 @@ class Assembly:
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int]) -> None:
         self._manager, self.ranks = manager, tuple(ranks)
-        self._vote = Vote(manager, ranks, "agreement")
+        self._vote = EqualityCheck(manager, ranks, "agreement")
         self.missing = self._vote.missing
         self._title, self._code = "", 0
         self._pass_nbytes = max(_LEAST_NBYTES, min(_PASS_NBYTES, _ALL_NBYTES // len(self.ranks)))
@@ -46,11 +47,11 @@ class Assembly:
         self._refusing = False
 
     @classmethod
-    def of(cls, manager: SegmentManager, ranks: Sequence[int]) -> Assembly:
+    def of(cls, manager: SegmentManager, ranks: Sequence[int]) -> Consensus:
         """The one of these ranks, in this order."""
-        key = Assembly, tuple(ranks)
+        key = CONSENSUS, tuple(ranks)
         found = manager.kept.get(key)
-        if not isinstance(found, Assembly):
+        if not isinstance(found, Consensus):
             found = manager.kept[key] = cls(manager, ranks)
         return found
 
@@ -154,7 +155,7 @@ def gather_words(
     messages, alike on all ranks. Only a digest travels where all say the same.
     """
     ranks = manager.ranks if ranks is None else tuple(ranks)
-    texts = Assembly.of(manager, ranks).gather(name, json.dumps(words).encode())
+    texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
     # Most ranks say what others say too.
     said = {text: json.loads(text) for text in set(texts)}
     return {rank: said[text] for rank, text in zip(ranks, texts, strict=True)}

@@ -40,7 +40,7 @@ class _Turn(NamedTuple):
     heard: tuple[tuple[int, int], ...]
 
 
-class Vote(Scripted):
+class EqualityCheck(Scripted):
     """Four words of every rank: are they alike everywhere, and if not, what is the smallest and the largest.
 
     On a node every rank stores its words in a line of one board, in the memory of the node's first rank, and

@@ -15,9 +15,9 @@ from zlib import crc32
 
 import torch
 
+from distdl_rma.checks.arguments import TENSORS, number_of, plainly, sample, spoken
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
-from distdl_rma.split.calls.arguments import TENSORS, number_of, plainly, sample, spoken
 from distdl_rma.split.calls.table import name_of
 
 # What asks, or what its user knows.
@@ -44,7 +44,7 @@ class _Names(dict[Any, int]):
         return found
 
 
-class Lineage:
+class LossOrigin:
     """Follows the functions of split tensors outside of models; one of a process."""
 
     def __init__(self) -> None:
@@ -180,4 +180,4 @@ def _large(told: Any) -> Iterator[int]:
             yield one
 
 
-LINEAGE = Lineage()
+LOSS_ORIGIN = LossOrigin()

@@ -11,11 +11,11 @@ from zlib import crc32
 import torch
 from torch import nn
 
+from distdl_rma.checks.arguments import hold
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.assembly import gather_words
-from distdl_rma.split.calls.arguments import hold
 from distdl_rma.sync.claims import claims_of, under
 
 # Tensors of which one call compares a word each, and in how many calls every byte is compared.
@@ -57,7 +57,7 @@ class _Group:
         return hash(tuple([words[at % length] for words, length in self._words]))
 
 
-class Copies:
+class ReplicaSampler:
     """What ranks hold alike of a model: parameters and buffers of which each of them has a copy.
 
     ``word()`` is a number that a call of the model compares with those of the other ranks. It is of
