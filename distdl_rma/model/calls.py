@@ -19,7 +19,6 @@ from distdl_rma.errors import (
     PeerFailedError,
     SegmentError,
 )
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 
@@ -96,8 +95,7 @@ class Calls:
 
     def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
         self._machine, self.ranks, self._name = machine, tuple(ranks), name
-        self._assembly, self._title = Consensus.of(machine.segments, self.ranks), f"calls of {name}"
-        self._code = fingerprint(self._title)
+        self._consensus, self._title = Consensus.of(machine.segments, self.ranks), f"calls of {name}"
         self._open = False
 
     def begin(
@@ -116,7 +114,7 @@ class Calls:
         self._open = True
         if not alike:
             self._open = False
-            (*smallest, _), (*largest, _) = self._assembly.smallest, self._assembly.largest
+            (*smallest, _), (*largest, _) = self._consensus.smallest, self._consensus.largest
             if smallest == largest:
                 if problem := difference():
                     raise MismatchError(problem)
@@ -132,9 +130,9 @@ class Calls:
         self._open = False
         if self._are_alike(_ENDED, trail.number, trail.number_of_plain):
             return
-        if self._assembly.largest[0] == _RAISED:
+        if self._consensus.largest[0] == _RAISED:
             # Its notice is on the way.
-            self._machine.segments.waiter.until(lambda: False, self._assembly.missing, 10 * _GRACE_SECONDS)
+            self._machine.segments.waiter.until(lambda: False, self._consensus.missing, 10 * _GRACE_SECONDS)
         if problem := self._parting(trail):
             raise MismatchError(problem)
 
@@ -163,8 +161,7 @@ class Calls:
         self._open = False
 
     def _are_alike(self, phase: int, word: int, number: int, timeout: float | None = None) -> bool:
-        self._assembly.start(self._title, self._code, phase, word, number)
-        return self._assembly.wait(timeout)
+        return self._consensus.alike(self._title, phase, word, number, timeout=timeout)
 
     def backwards_differ(self) -> str:
         """How the ranks came to where their last backward began, if not alike; collective, blocking."""

@@ -58,9 +58,7 @@ def _are_alike(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.T
     for vector in vectors:
         digest.update(vector.numpy().data)
     first, second = (int(word) for word in np.frombuffer(digest.digest(), np.int64))
-    assembly = Consensus.of(machine.segments, ranks)
-    assembly.start(title, fingerprint(title), first, second, 0)
-    return assembly.wait()
+    return Consensus.of(machine.segments, ranks).alike(title, first, second, 0)
 
 
 def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], name: str) -> None:

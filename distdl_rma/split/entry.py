@@ -25,20 +25,19 @@ from distdl_rma.split.calls.site import THREAD, site_of
 class _Told:
     # Rows of all ranks at a site, which they tell each other where one of them is not that of the last call.
     def __init__(self, machine: Machine, partition: Partition, name: str) -> None:
-        self._assembly = Consensus.of(machine.segments, partition.ranks)
+        self._consensus = Consensus.of(machine.segments, partition.ranks)
         self._title = f"{name} (shapes)"
-        self._code, self._size = fingerprint(self._title), partition.size
+        self._size = partition.size
         self._row = b""
         self._layout: Decomposition | None = None
 
     def by_all(self, row: bytes) -> list[list[int]] | None:
         """Rows of all ranks; None if they are those that the layout kept is of."""
         known = row == self._row
-        self._assembly.start(self._title, self._code, known, 0 if known else fingerprint(row), 0)
-        alike = self._assembly.wait()
+        alike = self._consensus.alike(self._title, known, 0 if known else fingerprint(row), 0)
         if alike and known:
             return None
-        rows = [row] * self._size if alike else self._assembly.texts(row, len(row))
+        rows = [row] * self._size if alike else self._consensus.rows(row, len(row))
         return [np.frombuffer(each, np.int64).tolist() for each in rows]
 
     def keep(self, row: bytes, layout: Decomposition) -> Decomposition:

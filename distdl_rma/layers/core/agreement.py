@@ -242,9 +242,9 @@ class ShapeAgreement(Generic[P]):
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
         self._errors = ErrorExchange(self._machine, self._ranks, self._name)
-        self._assembly: Consensus | None = None
+        self._consensus: Consensus | None = None
         # What this rank says of the layer, once it has met the others.
-        self._title, self._code, self._epoch = "", 0, 0
+        self._title, self._epoch = "", 0
         self._memory: PlanCache[P, GradientNeeds] = PlanCache()
         # Plan of the last call, and what fitted it of this rank's facts.
         self.last: P | None = None
@@ -275,12 +275,10 @@ class ShapeAgreement(Generic[P]):
             return
         proposal = self._proposal = self._memory.proposal(row)
         if len(self._ranks) > 1:
-            if self._assembly is None:
-                self._assembly = self._meet()
+            if self._consensus is None:
+                self._consensus = self._meet()
             # What is new says what it is: all may say the same.
-            self._epoch = self._assembly.start(
-                self._title, self._code, proposal, 0 if proposal else fingerprint(row), 0
-            )
+            self._epoch = self._consensus.start(self._title, proposal, 0 if proposal else fingerprint(row), 0)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._memory[proposal].plan is not self.last:
             # Where all ranks propose it, none has started on the last one.
@@ -310,11 +308,10 @@ class ShapeAgreement(Generic[P]):
 
     def _meet(self) -> Consensus:
         self._title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
-        self._code = fingerprint(self._title)
         with self._telling():
-            assembly = Consensus.of(self._machine.segments, self._ranks)
-            assembly.connect()
-        return assembly
+            consensus = Consensus.of(self._machine.segments, self._ranks)
+            consensus.connect()
+        return consensus
 
     def settle(self) -> tuple[P, GradientNeeds]:
         """Plan that holds for this call, and what any rank needs the gradient of.
@@ -341,11 +338,11 @@ class ShapeAgreement(Generic[P]):
         return state.plan, state.needs
 
     def _all_say_the_same(self) -> bool:
-        if self._assembly is None:
+        if self._consensus is None:
             return True
         with self._machine.trace.span("agree", self._name):
             try:
-                return self._assembly.wait(epoch=self._epoch)
+                return self._consensus.wait(epoch=self._epoch)
             except MismatchError as error:
                 # Weights and a halo may be on their way already, to ranks that do not expect them.
                 self._astray = True
@@ -368,8 +365,8 @@ class ShapeAgreement(Generic[P]):
     def _heard(self, mine: InputFacts, row: bytes, alike: bool) -> int:
         # The number of what all ranks say now, which they tell each other unless it is the same.
         rows = [row] * len(self._ranks)
-        if self._assembly is not None and not alike:
-            rows = self._assembly.texts(row, len(row))
+        if self._consensus is not None and not alike:
+            rows = self._consensus.rows(row, len(row))
         # Most ranks say what others say too.
         decoded = {each: InputFacts.decode(np.frombuffer(each, np.int64).tolist()) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}

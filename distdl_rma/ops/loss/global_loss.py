@@ -70,7 +70,6 @@ class LossSums:
         self._sums = Allreduce(self._segments, P_x.ranks, _TOTALS, np.float64, name=title)
         weakref.finalize(self, self._sums.close)
         self._title = f"{site.name} (numbers)"
-        self._code = fingerprint(self._title)
 
     def of_all(
         self,
@@ -101,9 +100,8 @@ class LossSums:
         # Of ranks with a problem nobody knows the number, and all hear of it anyway.
         if len(among) < 2:
             return False
-        assembly = Consensus.of(self._segments, among)
-        assembly.start(self._title, self._code, number, has_problem, 0)
-        return not assembly.wait() and not assembly.largest[1]
+        consensus = Consensus.of(self._segments, among)
+        return not consensus.alike(self._title, number, has_problem, 0) and not consensus.largest[1]
 
 
 class GlobalLoss(Operation):

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from distdl_rma.errors import DistdlError, PeerFailedError
 from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.peer_watch import USABLE, cause_of, say_state
 
-# Key, with ranks, of what these compare with each other by a check of equality.
-CONSENSUS = "consensus"
 # So long a rank waits for the others to raise too: those that wait in vain notice after a second.
 GRACE_SECONDS = 5.0
 
@@ -44,9 +43,9 @@ def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     manager.forget_handshakes(others)
     # What is under way may go to memory that others will use again.
     manager.flush(others, GRACE_SECONDS)
-    for key in [key for key in manager.kept if isinstance(key, tuple) and key[0] == CONSENSUS]:
+    for key, kept in tuple(manager.kept.items()):
         # Some may have begun to say something to others that did not listen.
-        if {*key[1]} <= {*ranks}:
+        if isinstance(kept, EqualityCheck) and {*kept.ranks} <= {*ranks}:
             del manager.kept[key]
     barrier = manager.kept.get((Barrier, ranks))
     if not isinstance(barrier, Barrier):
