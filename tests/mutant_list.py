@@ -321,16 +321,16 @@ _ALIKE = [
     ),
     Mutant(
         "where backwards began is not compared",
-        "distdl_rma/model/alike.py",
-        "return hash((held, begun, gradients, *",
-        "return hash((held, gradients, *",
+        "distdl_rma/model/distribute.py",
+        "[Backwards.of(self.machine, ranks), GradientCheck",
+        "[GradientCheck",
         _NUMBERS,
     ),
     Mutant(
         "of inputs every call compares the same elements",
-        "distdl_rma/model/alike.py",
-        "*[sample(x, self._numbers[calls.ranks]) for x in inputs]",
-        "*[sample(x) for x in inputs]",
+        "distdl_rma/checks/calls.py",
+        "[sample(x, at) for x in inputs]",
+        "[sample(x) for x in inputs]",
         _COPIES,
     ),
     Mutant(
@@ -357,8 +357,8 @@ _ALIKE = [
     Mutant(
         "of several backwards the last one counts alone",
         "distdl_rma/split/calls/loss_origin.py",
-        "self.number = number_of(way, self.number)",
-        "self.number = number_of(way)",
+        "self._number = number_of(way, self._number)",
+        "self._number = number_of(way)",
         _NUMBERS,
     ),
 ]

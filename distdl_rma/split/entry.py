@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.checks.consensus import Consensus, gather_words
-from distdl_rma.dtypes import DTYPES, as_words
-from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.checks.consensus import Consensus
+from distdl_rma.dtypes import DTYPES
+from distdl_rma.errors import ArgumentError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
@@ -116,21 +116,6 @@ def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
             " others leave"
         )
     return Partition(ranks, shape, rank, machine)
-
-
-def alike_on_all_ranks(
-    machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
-) -> None:
-    """Refuse plain tensors that differ between some ranks of a machine; blocking, collective over these."""
-    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
-    for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
-        if theirs != mine:
-            shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-            raise MismatchError(
-                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}: a plain"
-                " tensor is the whole one, alike on all ranks; a block becomes a split tensor by"
-                " SplitTensor.from_local"
-            )
 
 
 def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:

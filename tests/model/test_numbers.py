@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MismatchError, distribute
 from distdl_rma.checks import arguments
+from distdl_rma.checks.calls import CallTrace
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.site import Trail
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -169,7 +169,7 @@ def test_plain_tensors_in_a_checkpoint_and_a_model_within_a_model(x, odd):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_what_a_model_holds_is_compared_by_it_alone(x, monkeypatch, norm, reduction):
     given = []
-    monkeypatch.setattr(Trail, "note_plain", lambda *args: given.append(args))
+    monkeypatch.setattr(CallTrace, "note_plain", lambda *args: given.append(args))
     torch.manual_seed(1)
     layers = nn.Conv2d(1, 2, 1), *copy.deepcopy(norm), nn.PReLU()
     model = distribute(nn.Sequential(*layers), {"H": -1}, reduction=reduction)

@@ -190,7 +190,8 @@ def test_parts_of_weights_are_nobody_elses(P_world):
     for _ in range(3):
         net(torch.ones(3, 6)).square().sum().backward()
         torch.optim.SGD(net.parameters(), lr=0.1).step()
-    found = ReplicaSampler(lambda: net, net.distributed.machine, P_f.ranks, "net")
+    found = ReplicaSampler(lambda: net, net.distributed.machine, P_f.ranks)
+    found.number()
     assert [each.name for each in found._held] == ["0.weight"]
     net.distributed.close()
 
