@@ -238,7 +238,7 @@ class Distributed:
             )
         while self._running:
             # Left by what no hook sees, as an interrupt.
-            self._leave_trail()
+            self._leave_trace()
         TRAILS.append(trace := CallTrace())
         self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
@@ -270,7 +270,7 @@ class Distributed:
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         if not self._running or thread_inside():
             return
-        calls, before, generator, trace = self._leave_trail()
+        calls, before, generator, trace = self._leave_trace()
         # This is also called when the forward raises.
         error = sys.exc_info()[1]
         if calls is None:
@@ -312,7 +312,7 @@ class Distributed:
         site.leave()
         self._root(model, ())
 
-    def _leave_trail(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, CallTrace]:
+    def _leave_trace(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, CallTrace]:
         return *self._running.pop(), TRAILS.pop() or CallTrace()
 
     def _calls_of(self, grid: Grid) -> Calls:
