@@ -1,4 +1,4 @@
-"""What came of the calls of a layer so far, by numbers that are the same on all its ranks."""
+"""What followed from what all ranks said in a call, by numbers that are equal on all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CallState(NamedTuple, Generic[P, N]):
 
 
 class PlanCache(Generic[P, N]):
-    """Plans by what all ranks of a layer said in a call, and which of them a rank may expect to come next.
+    """Plans by what all ranks said in a call at some place, and which of them a rank may expect next.
 
     All ranks add the same states, and come to them in the same order, so that they number and forget them
     alike. The plans that were used last are kept, and the rest given up.
@@ -44,7 +44,7 @@ class PlanCache(Generic[P, N]):
         return self._states[number]
 
     def proposal(self, row: bytes) -> int:
-        """Number of what may be said in a call in which this rank says ``row``."""
+        """Number of the combination that is expected when this rank says ``row``."""
         return self._by_last.get((self.number, row)) or self._by_row.get(row, UNKNOWN)
 
     def plan(self, key: bytes) -> P | None:
