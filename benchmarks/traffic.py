@@ -9,8 +9,8 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.between_nodes import number_of_pieces, slices
+from distdl_rma.segments.collectives.equality_check import WORDS, vote_turns
 from distdl_rma.segments.collectives.node_layout import NodeLayout
-from distdl_rma.segments.collectives.vote import WORDS, vote_turns
 from distdl_rma.trace import Counters
 
 

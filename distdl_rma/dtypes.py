@@ -1,4 +1,4 @@
-"""Types of elements: what ranks number them by, what numpy calls them, what they are summed in."""
+"""Types of elements: their numbers, numpy's names, the words that carry them, what they are summed in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distdl_rma.errors import UnsupportedError
 
@@ -69,3 +70,24 @@ def word_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
 def reduction_dtype(dtype: torch.dtype) -> str:
     """Name by which the reductions of the segments know a torch type."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has all its elements in this process's memory, as ``as_words`` takes them."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def as_words(tensor: torch.Tensor) -> NDArray[Any]:
+    """Bits of a CPU tensor as numpy words, in its shape; no copy, but of lazy conjugates or negatives."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
+    if plain.dtype.is_complex or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    word = WORDS[plain.dtype.itemsize][0]
+    try:
+        return (plain if plain.dtype == word else plain.view(word)).numpy()
+    except RuntimeError:
+        if not plain._is_zerotensor():
+            raise
+    # A gradient of zeros that torch has no memory for.
+    return as_words(torch.zeros(plain.shape, dtype=plain.dtype))

@@ -263,17 +263,17 @@ _CALLBACKS = [
     ),
     Mutant(
         "ranks that sum may say different things",
-        "distdl_rma/sync/consensus.py",
+        "distdl_rma/sync/claim_check.py",
         "            elif who_says[rank] != ranks:\n",
         "            elif who_says[rank] != who_says[rank]:\n",
-        _plain("sync/test_consensus.py"),
+        _plain("sync/test_claim_check.py"),
     ),
     Mutant(
         "a size that the user states wrongly passes",
-        "distdl_rma/sync/consensus.py",
+        "distdl_rma/sync/claim_check.py",
         "    if nbytes != held:\n",
         "    if nbytes < held:\n",
-        _plain("sync/test_consensus.py"),
+        _plain("sync/test_claim_check.py"),
     ),
     Mutant(
         "a gradient that did not come counts as the last one",
@@ -299,7 +299,7 @@ _CALLBACKS = [
 ]
 
 _COPIES, _JOINED = (
-    _on(2, "model/test_copies.py"),
+    _on(2, "model/test_replicas.py"),
     _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv.py"),
 )
 _NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/test_hierarchical.py")
@@ -307,58 +307,58 @@ _NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/test_hie
 _ALIKE = [
     Mutant(
         "what one rank alone writes to is seen once its turn has come",
-        "distdl_rma/model/copies.py",
+        "distdl_rma/model/replicas.py",
         "if self._fruitless < _FRUITLESS:",
         "if self._fruitless > _FRUITLESS:",
         _COPIES,
     ),
     Mutant(
         "of the tensor behind, bytes are compared from where the one before ended",
-        "distdl_rma/model/copies.py",
+        "distdl_rma/model/replicas.py",
         "self._at, self._offset = self._at + 1, 0\n",
         "self._at += 1\n",
         _COPIES,
     ),
     Mutant(
         "where backwards began is not compared",
-        "distdl_rma/model/alike.py",
-        "return hash((held, begun, gradients, *",
-        "return hash((held, gradients, *",
+        "distdl_rma/model/distribute.py",
+        "[Backwards.of(self.machine, ranks), GradientCheck",
+        "[GradientCheck",
         _NUMBERS,
     ),
     Mutant(
         "of inputs every call compares the same elements",
-        "distdl_rma/model/alike.py",
-        "*[sample(x, self._numbers[calls.ranks]) for x in inputs]",
-        "*[sample(x) for x in inputs]",
+        "distdl_rma/checks/calls.py",
+        "[sample(x, at) for x in inputs]",
+        "[sample(x) for x in inputs]",
         _COPIES,
     ),
     Mutant(
         "arrays of one shape are said alike",
-        "distdl_rma/split/calls/arguments.py",
+        "distdl_rma/checks/arguments.py",
         "number = 0 if argument.dtype.hasobject else crc32(argument.tobytes())",
         "number = 0",
-        _plain("split/calls/test_arguments.py"),
+        _plain("checks/test_arguments.py"),
     ),
     Mutant(
         "other calls sample the same elements",
-        "distdl_rma/split/calls/arguments.py",
+        "distdl_rma/checks/arguments.py",
         "flat[at % stride :: stride]",
         "flat[::stride]",
-        _plain("split/calls/test_arguments.py"),
+        _plain("checks/test_arguments.py"),
     ),
     Mutant(
         "-1 is said as -2 is",
-        "distdl_rma/split/calls/lineage.py",
+        "distdl_rma/split/calls/loss_origin.py",
         "argument if argument != -1 else _MINUS_ONE",
         "argument",
-        _plain("split/calls/test_lineage.py"),
+        _plain("split/calls/test_loss_origin.py"),
     ),
     Mutant(
         "of several backwards the last one counts alone",
-        "distdl_rma/split/calls/lineage.py",
-        "self.number = number_of(way, self.number)",
-        "self.number = number_of(way)",
+        "distdl_rma/split/calls/loss_origin.py",
+        "self._number = number_of(way, self._number)",
+        "self._number = number_of(way)",
         _NUMBERS,
     ),
 ]

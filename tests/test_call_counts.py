@@ -7,7 +7,7 @@ import time
 import pytest
 
 from distdl_rma import Machine
-from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from tests.call_counts import Calls, modules, most, of_a_model, of_a_module, profiles, steps
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
@@ -33,12 +33,12 @@ MOST_OF_MODULES = {
     "module: relu": (Calls(24, 31), Calls(0, 0)),
 }
 # Begin and end of a call, a convolution of 1x1, and what every backward takes.
-MOST_OF_A_MODEL = Calls(149, 139), Calls(76, 72)
+MOST_OF_A_MODEL = Calls(126, 134), Calls(75, 68)
 
 
 def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
     # Models of other tests are still there.
-    monkeypatch.setattr(LINEAGE, "on", 0)
+    monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
     for name, call in steps(Machine.of(P_world)):
         found = [most(profile) for profile in profiles(call)]
         within = [calls.within(limit) for calls, limit in zip(found, MOST[name], strict=True)]
@@ -47,7 +47,7 @@ def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
 
 def test_a_module_of_a_distributed_model_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
     # Models of other tests are still there.
-    monkeypatch.setattr(LINEAGE, "on", 0)
+    monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
     machine = Machine.of(P_world)
     counted = [(name, of_a_module(machine, make), MOST_OF_MODULES[name]) for name, make in modules()]
     for name, found, limits in (*counted, ("model", of_a_model(machine, []), MOST_OF_A_MODEL)):

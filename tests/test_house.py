@@ -20,6 +20,7 @@ FLOORS = [
     "split",
     "ops",
     "process_group",
+    "checks",
     "dtypes",
     "machine",
     "segments",

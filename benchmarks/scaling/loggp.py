@@ -9,7 +9,7 @@ from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, St
 from distdl_rma.geometry.exchange import by_peer
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.between_nodes import number_of_pieces
-from distdl_rma.segments.collectives.vote import vote_turns
+from distdl_rma.segments.collectives.equality_check import vote_turns
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from distdl_rma.checks.consensus import gather_words
+from distdl_rma.dtypes import as_words
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import as_words
-from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 
 # What is equal up to rounding: a power of the resolution of the type, relative to the largest element, or to

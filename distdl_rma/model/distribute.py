@@ -17,7 +17,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distdl_rma.dtypes import DTYPES
+from distdl_rma.checks.arguments import hold
+from distdl_rma.checks.calls import Calls, CallTrace, Check
+from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.gradient_origin import GradientCheck
+from distdl_rma.checks.random_state import RandomDraw
+from distdl_rma.dtypes import DTYPES, is_in_memory
 from distdl_rma.errors import (
     ArgumentError,
     ConfigurationError,
@@ -29,17 +34,13 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.model.alike import Alike
-from distdl_rma.model.calls import Calls, Drawn, modes
 from distdl_rma.model.entering import Enter
+from distdl_rma.model.replicas import ReplicaSampler
 from distdl_rma.model.start import warn_of_start
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, synchronise, tracer, uncompiled
-from distdl_rma.ops.core.tensors import is_in_memory
-from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.split.calls import site
-from distdl_rma.split.calls.arguments import hold
-from distdl_rma.split.calls.lineage import LINEAGE
-from distdl_rma.split.calls.site import TRAILS, Trail, thread_inside
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
+from distdl_rma.split.calls.site import TRAILS, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain import beside
@@ -71,7 +72,7 @@ class Distributed:
         self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
         self._checks = self._follows = check_copies
         if check_copies:
-            LINEAGE.begin(machine)
+            LOSS_ORIGIN.begin(machine)
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -94,8 +95,9 @@ class Distributed:
         self._watch: ModuleWatch | None = None
         # What has changed and its ``GradientSync`` was not told of yet.
         self._change = ""
-        self._alike = Alike(self.machine, self._model, self._name, self._synchronises)
         self._calls: dict[tuple[int, ...], Calls] = {}
+        # What compares parameters and buffers in them.
+        self._replicas: list[ReplicaSampler] = []
         # Of calls that run: who is told of their end, what was being handled when they began, and where the
         # generator was.
         self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
@@ -130,7 +132,7 @@ class Distributed:
         vars(twin).update(vars(self))
         # It compares them as well, also when the model is closed; where only some ranks have a copy, the next
         # model begins anew.
-        LINEAGE.on += twin._follows
+        LOSS_ORIGIN.on += twin._follows
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._root = copy.deepcopy(self._root, memo)
@@ -190,11 +192,12 @@ class Distributed:
         if self._sync is not None:
             self._sync.close()
         if self._handles and self._follows:
-            LINEAGE.on -= 1
+            LOSS_ORIGIN.on -= 1
         for handle in (*self._handles, *self._of_parts):
             handle.remove()
         self._handles, self._of_parts, self._calls = [], [], {}
-        self._alike.forget()
+        for replicas in self._replicas:
+            replicas.forget()
         model = self._model()
         if model is not None:
             for parameter in () if self._synchronises else model.parameters():
@@ -235,8 +238,8 @@ class Distributed:
             )
         while self._running:
             # Left by what no hook sees, as an interrupt.
-            self._leave_trail()
-        TRAILS.append(trail := Trail())
+            self._leave_trace()
+        TRAILS.append(trace := CallTrace())
         self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
@@ -249,18 +252,14 @@ class Distributed:
         facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
         # Plain ones are whole. Of sparse ones, and those of other devices, nothing is compared.
         alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x)]
-        sign = self._alike.sign(calls, alike) if self._checks else 0
-        difference = partial(self._alike.difference, calls, alike)
-        calls.begin(facts, partial(self._described, given, plain), sign, difference)
+        calls.begin(facts, partial(self._described, given, plain), alike, self._checks)
         if self._change and self._sync is not None:
             # All ranks have begun this call, and so have changed alike.
             self._sync.register(self._model())
         self._change = ""
-        if self._checks:
-            self._alike.watch(calls, trail)
         if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
-        self._alike.compare_new_inputs(calls, alike)
+        calls.go_on(trace if self._checks else None, alike)
         if not whole:
             if not split:
                 self._check_missed(given, args, kwargs)
@@ -271,7 +270,7 @@ class Distributed:
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         if not self._running or thread_inside():
             return
-        calls, before, generator, trail = self._leave_trail()
+        calls, before, generator, trace = self._leave_trace()
         # This is also called when the forward raises.
         error = sys.exc_info()[1]
         if calls is None:
@@ -279,12 +278,12 @@ class Distributed:
         if error is None or error is before:
             if not torch.equal(generator, torch.get_rng_state()):
                 # What is drawn for all of a tensor is drawn by all ranks.
-                trail.ends_with(Drawn(generator))
-            calls.end(trail)
+                trace.steps.append(RandomDraw(generator))
+            calls.end(trace)
         elif isinstance(error, ENOUGH):
             calls.abandon()
         else:
-            calls.failed(error, trail)
+            calls.failed(error, trace)
 
     def _check_missed(self, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> None:
         # Nothing is cut: what was meant to be?
@@ -306,20 +305,26 @@ class Distributed:
         if model is None or (self._watch is not None and not change):
             return
         self._look(model)
-        self._alike.forget()
+        for replicas in self._replicas:
+            replicas.forget()
         self._change = change
         # The outermost module began as it was.
         site.leave()
         self._root(model, ())
 
-    def _leave_trail(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, Trail]:
-        return *self._running.pop(), TRAILS.pop() or Trail()
+    def _leave_trace(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, CallTrace]:
+        return *self._running.pop(), TRAILS.pop() or CallTrace()
 
     def _calls_of(self, grid: Grid) -> Calls:
         ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks
         found = self._calls.get(ranks)
         if found is None:
-            found = self._calls[ranks] = Calls(self.machine, ranks, self._name)
+            checks: list[Check] = [Backwards.of(self.machine, ranks), GradientCheck.of(self.machine, ranks)]
+            if self._synchronises:
+                # Else whoever sums the gradients of replicas looks whether they are alike.
+                self._replicas.append(ReplicaSampler(self._model, self.machine, ranks))
+                checks.insert(0, self._replicas[-1])
+            found = self._calls[ranks] = Calls(self.machine, ranks, self._name, checks)
         return found
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
@@ -327,7 +332,7 @@ class Distributed:
 
     def _facts(self, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
         # What all ranks of a call have alike, in numbers.
-        facts = [*modes(), *[part.training for _, one in self._modules if (part := one()) is not None]]
+        facts = [*_modes(), *[part.training for _, one in self._modules if (part := one()) is not None]]
         for x in given:
             # Past the table of functions.
             block = x._local if isinstance(x, SplitTensor) else x
@@ -341,7 +346,7 @@ class Distributed:
 
     def _described(self, given: Sequence[torch.Tensor], plain: str) -> str:
         # The same in words.
-        grad, inference, autocast = modes()
+        grad, inference, autocast = _modes()
         parts = self._parts()
         mode = parts[0][1].training
         others = [path for path, module in parts if module.training != mode]
@@ -351,6 +356,16 @@ class Distributed:
         passed = ", ".join([*map(_said, given), *([plain] if plain != "[]" else [])]) or "no tensor"
         changed = f"; its {self._change} since the last call" if self._change else ""
         return f"passes {passed}, is in {'train' if mode else 'eval'}(){but}, {graph}{short}{changed}"
+
+
+def _modes() -> tuple[int, ...]:
+    # Modes of torch that are alike on all ranks.
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        int(torch.is_grad_enabled()),
+        int(torch.is_inference_mode_enabled()),
+        crc32(str(torch.get_autocast_dtype("cpu")).encode()) if autocast else 0,
+    )
 
 
 def _is_plain(x: Any) -> bool:

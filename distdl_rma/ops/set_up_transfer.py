@@ -8,7 +8,8 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from distdl_rma.dtypes import word_dtype
+from distdl_rma.checks.consensus import Consensus
+from distdl_rma.dtypes import as_words, word_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Listed, meeting
@@ -16,9 +17,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
-from distdl_rma.ops.core.tensors import as_tensor, as_words
+from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
-from distdl_rma.segments.collectives.assembly import Assembly
 
 # Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.
 PASS_NBYTES = 1 << 19
@@ -57,9 +57,7 @@ def _are_alike(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.T
     for vector in vectors:
         digest.update(vector.numpy().data)
     first, second = (int(word) for word in np.frombuffer(digest.digest(), np.int64))
-    assembly = Assembly.of(machine.segments, ranks)
-    assembly.start(title, fingerprint(title), first, second, 0)
-    return assembly.wait()
+    return Consensus.of(machine.segments, ranks).alike(title, first, second, 0)
 
 
 def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], name: str) -> None:

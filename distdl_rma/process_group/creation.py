@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import is_initialized
 from torch.distributed.constants import default_pg_timeout
 
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.machine import Machine, launched
 from distdl_rma.process_group.group import RmaProcessGroup
-from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import namespace
 

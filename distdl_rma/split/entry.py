@@ -10,48 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl_rma.checks.consensus import Consensus
+from distdl_rma.checks.plan_cache import PlanCache, digest
 from distdl_rma.dtypes import DTYPES
-from distdl_rma.errors import ArgumentError, MismatchError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import MAX_DIMS, as_words
-from distdl_rma.segments.collectives.assembly import Assembly, gather_words
+from distdl_rma.ops.core.tensors import MAX_DIMS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of
-
-
-class _Told:
-    # Rows of all ranks at a site, which they tell each other where one of them is not that of the last call.
-    def __init__(self, machine: Machine, partition: Partition, name: str) -> None:
-        self._assembly = Assembly.of(machine.segments, partition.ranks)
-        self._title = f"{name} (shapes)"
-        self._code, self._size = fingerprint(self._title), partition.size
-        self._row = b""
-        self._layout: Decomposition | None = None
-
-    def by_all(self, row: bytes) -> list[list[int]] | None:
-        """Rows of all ranks; None if they are those that the layout kept is of."""
-        known = row == self._row
-        self._assembly.start(self._title, self._code, known, 0 if known else fingerprint(row), 0)
-        alike = self._assembly.wait()
-        if alike and known:
-            return None
-        rows = [row] * self._size if alike else self._assembly.texts(row, len(row))
-        return [np.frombuffer(each, np.int64).tolist() for each in rows]
-
-    def keep(self, row: bytes, layout: Decomposition) -> Decomposition:
-        """Layout of what all ranks said, this one a row."""
-        self._row, self._layout = row, layout
-        return layout
-
-    @property
-    def layout(self) -> Decomposition:
-        """What was kept last."""
-        if self._layout is None:
-            raise ProtocolError(f"{self._title!r}: no layout is kept")
-        return self._layout
 
 
 def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") -> Decomposition:
@@ -62,18 +31,24 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
     machine = Machine.of(partition)
     THREAD.place = None
     site = site_of(machine, told_layout)
-    told = site.kept(partition, lambda: _Told(machine, partition, site.name))
+    cache: PlanCache[Decomposition, None] = site.kept(partition, PlanCache)
     row = np.zeros(3 + MAX_DIMS, np.int64)
     if problem:
         row[0] = -1
     else:
         row[:3] = DTYPES.index(local.dtype), local.requires_grad, local.dim()
         row[3 : 3 + local.dim()] = local.shape
-    found = told.by_all(row.tobytes())
-    if found is None:
-        return told.layout
+    said = row.tobytes()
+    number, consensus = cache.proposal(said), Consensus.of(machine.segments, partition.ranks)
+    alike = consensus.alike(f"{site.name} (shapes)", number, 0 if number else fingerprint(said), 0)
+    if alike and number:
+        if number != cache.number:
+            cache.come_to(number, said)
+        return cache[number].plan
+    rows = [said] * partition.size if alike else consensus.rows(said, len(said))
     if problem:
         raise ShapeError(f"SplitTensor.from_local: {problem}")
+    found = [np.frombuffer(each, np.int64).tolist() for each in rows]
     for rank, (dtype, *_) in zip(partition.ranks, found, strict=True):
         if dtype < 0:
             raise ShapeError(f"SplitTensor.from_local: rank {rank} passes what is no block")
@@ -84,7 +59,9 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
             f"SplitTensor.from_local: rank {one} passes {_said(first)} but rank {other} {_said(second)}"
         )
     shapes = {rank: tuple(each[3 : 3 + each[2]]) for rank, each in zip(partition.ranks, found, strict=True)}
-    return told.keep(row.tobytes(), lay.normal(Decomposition.from_local_shapes(partition, shapes)))
+    layout, key = lay.normal(Decomposition.from_local_shapes(partition, shapes)), digest(b"".join(rows))
+    cache.come_to(cache.number_of(layout, None, key, key), said)
+    return layout
 
 
 def _said(kind: tuple[int, ...]) -> str:
@@ -117,21 +94,6 @@ def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
             " others leave"
         )
     return Partition(ranks, shape, rank, machine)
-
-
-def alike_on_all_ranks(
-    machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
-) -> None:
-    """Refuse plain tensors that differ between some ranks of a machine; blocking, collective over these."""
-    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
-    for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
-        if theirs != mine:
-            shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-            raise MismatchError(
-                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}: a plain"
-                " tensor is the whole one, alike on all ranks; a block becomes a split tensor by"
-                " SplitTensor.from_local"
-            )
 
 
 def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from distdl_rma.checks.gradient_origin import ENDS_OF_BLOCKS, GradientCheck, come_by_whole
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
-from distdl_rma.ops.core.plain_losses import ENDS_OF_BLOCKS, AlikeGradients, come_by_whole
 from distdl_rma.split.calls.site import Site, site_of, summed_elsewhere
 from distdl_rma.split.moves import once, reduced
 
@@ -49,7 +49,7 @@ class _Gathered(OperatorFunction):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         if come_by_whole(ctx, is_synchronised):
             partition = ctx.partition
-            AlikeGradients.of(Machine.of(partition), partition.ranks).note("full_tensor()", gradient)
+            GradientCheck.of(Machine.of(partition), partition.ranks).note("full_tensor()", gradient)
         return _handed_on(ctx, gradient)
 
 

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from distdl_rma.checks.arguments import HELD, TENSORS, hold
+from distdl_rma.checks.gradient_origin import come_by_blocks, show_block, warn_of_mean
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
-from distdl_rma.ops.core.plain_losses import come_by_blocks, show_block, warn_of_mean
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import HELD, TENSORS, hold
 from distdl_rma.split.calls.autocast import castable, dtype_for
-from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.refusals import raise_as_torch
 from distdl_rma.split.calls.signatures import first_by_place
 from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
@@ -81,7 +81,7 @@ class SplitTensor(torch.Tensor):
     _layout: Decomposition
     _copy_of: tuple[torch.Tensor, int] | None
     _shown = False
-    # What it was computed by outside of models, see ``Lineage``.
+    # What it was computed by outside of models, see ``LossOrigin``.
     _way = 1 << 40
 
     @staticmethod
@@ -283,8 +283,8 @@ class SplitTensor(torch.Tensor):
                     found = handler(func, args, kwargs or {})
                     if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
                         _recompute_alike(found, args, kwargs)
-                if LINEAGE.on and not TRAILS:
-                    LINEAGE.follow(rule.kind, func, args, kwargs or _NOTHING, found)
+                if LOSS_ORIGIN.on and not TRAILS:
+                    LOSS_ORIGIN.follow(rule.kind, func, args, kwargs or _NOTHING, found)
                 return found
             except Exception as error:
                 if rule.kind not in _ONE_ALONE:

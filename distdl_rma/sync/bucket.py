@@ -13,6 +13,7 @@ import torch
 from torch.autograd import profiler
 
 from distdl_rma import errors
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.dtypes import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.parameters import Parameters
@@ -20,7 +21,6 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import synchronise
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.sync.claims import ParameterEntry, synchronised
 
 

@@ -23,8 +23,8 @@ from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, ma
 from distdl_rma.sync.claims import GRADIENT_SYNC, Owner, synchronised
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.parameter_hooks import contribution, keep_back, run_first, run_kept_back
-from distdl_rma.sync.plain_modules import warn_of_pitfalls
 from distdl_rma.sync.registry import Registry, SyncOptions
+from distdl_rma.sync.warnings import warn_of_pitfalls
 
 
 class GradientSync(Uncopyable):

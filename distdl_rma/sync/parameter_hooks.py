@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from distdl_rma.checks.gradient_origin import RUNNING, GradientCheck, all_alike, own_part
 from distdl_rma.dtypes import reduction_dtype, sum_dtype
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.plain_losses import RUNNING, AlikeGradients, all_alike, own_part
 from distdl_rma.ops.core.tensors import as_array, as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.bucket import GradientSlot
@@ -68,7 +68,7 @@ def contribution(
     if not RUNNING.depth:
         alike = all_alike(parameter)
         if alike:
-            AlikeGradients.of(machine, alike_on).note(slot.name, computed)
+            GradientCheck.of(machine, alike_on).note(slot.name, computed)
         if not slot.speaks:
             found = torch.zeros_like(computed) if alike else own_part(parameter)
     if len(parameter._backward_hooks) > 1:

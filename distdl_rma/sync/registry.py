@@ -15,15 +15,15 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distdl_rma.checks.random_state import generator_state
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.layers.core.callbacks import answer
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
+from distdl_rma.sync.claim_check import Words, agree, statement
 from distdl_rma.sync.claims import Claim, Owner, claims_of, synchronised, under
-from distdl_rma.sync.consensus import Words, agree, statement
-from distdl_rma.sync.plain_modules import generator_state
 
 REDUCTIONS = "sum", "mean"
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)

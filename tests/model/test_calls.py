@@ -16,10 +16,8 @@ from distdl_rma import (
     distribute,
     shard,
 )
-from distdl_rma.model.calls import Calls
 from distdl_rma.segments.waiting.liveness import LOST
 from distdl_rma.split import SplitTensor
-from distdl_rma.split.calls.site import Trail
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -161,17 +159,6 @@ def test_a_second_thread_in_a_call_is_refused_and_leaves_the_first_alone(model, 
     thread.start()
     thread.join()
     still_works(model, x)
-
-
-def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm, odd):
-    from distdl_rma import Machine
-
-    calls = Calls(Machine.of(P_world), P_world.ranks, "Some model")
-    others = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2, 3"}[comm.size]
-    with pytest.raises(MismatchError, match=rf"{others}: is even; rank 1: is odd"):
-        calls.begin((odd,), lambda: "is odd" if odd else "is even")
-    calls.begin((), str)
-    calls.end(Trail())
 
 
 @pytest.mark.timeout(120)

@@ -11,9 +11,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MismatchError, distribute
-from distdl_rma.split.calls import arguments
-from distdl_rma.split.calls.lineage import LINEAGE
-from distdl_rma.split.calls.site import Trail
+from distdl_rma.checks import arguments
+from distdl_rma.checks.calls import CallTrace
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -169,7 +169,7 @@ def test_plain_tensors_in_a_checkpoint_and_a_model_within_a_model(x, odd):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_what_a_model_holds_is_compared_by_it_alone(x, monkeypatch, norm, reduction):
     given = []
-    monkeypatch.setattr(Trail, "note_plain", lambda *args: given.append(args))
+    monkeypatch.setattr(CallTrace, "note_plain", lambda *args: given.append(args))
     torch.manual_seed(1)
     layers = nn.Conv2d(1, 2, 1), *copy.deepcopy(norm), nn.PReLU()
     model = distribute(nn.Sequential(*layers), {"H": -1}, reduction=reduction)
@@ -250,7 +250,7 @@ def test_losses_with_arrays_and_what_is_no_number(model, x):
 
 
 def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, odd, monkeypatch):
-    monkeypatch.setattr(LINEAGE, "on", 0)
+    monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
     first, other = distribute(Net(), {"H": -1}), distribute(Net(), {"H": -1}, check_copies=False)
     loss = other(x).sum()
     if odd:
@@ -263,11 +263,11 @@ def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, 
     with last.distributed.unchecked():
         last.distributed.close()
     other.distributed.close()
-    assert LINEAGE.on == 0
+    assert LOSS_ORIGIN.on == 0
 
 
 def test_a_copy_follows_backwards_when_its_model_is_closed(P_world, x, odd, monkeypatch):
-    monkeypatch.setattr(LINEAGE, "on", 0)
+    monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
     model = distribute(Net(), {"H": -1})
     twin = copy.deepcopy(model)
     loss = twin(x).sum()
@@ -278,7 +278,7 @@ def test_a_copy_follows_backwards_when_its_model_is_closed(P_world, x, odd, monk
         model.distributed.close()
     twin(x).sum().backward()
     twin.distributed.close()
-    assert LINEAGE.on == 0
+    assert LOSS_ORIGIN.on == 0
 
 
 def test_a_rank_that_has_met_many_tuples_says_the_same(model, x, odd, monkeypatch):

@@ -1,10 +1,9 @@
-"""Grids as users write them, and tensors that are to be alike."""
+"""Grids as users write them."""
 
 import pytest
-import torch
 
-from distdl_rma import ArgumentError, Machine, MismatchError, PartitionError
-from distdl_rma.split.entry import alike_on_all_ranks, grid_for
+from distdl_rma import ArgumentError, Machine, PartitionError
+from distdl_rma.split.entry import grid_for
 
 
 @pytest.mark.mpi
@@ -60,12 +59,3 @@ def test_a_grid_of_another_number_of_ranks_or_dimensions(P_world):
         assert repr(grid) in str(error.value)
     with pytest.raises(PartitionError, match="the tensor has 4"):
         grid_for(P_world, Machine.of(P_world), 4)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
-def test_tensors_that_differ_are_refused(P_world):
-    machine, x = Machine.of(P_world), torch.arange(4.0)
-    alike_on_all_ranks(machine, P_world.ranks, [x], "x")
-    with pytest.raises(MismatchError, match="x differs between rank"):
-        alike_on_all_ranks(machine, P_world.ranks, [x + (P_world.rank == 1)], "x")

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl_rma.checks.consensus import Consensus
+from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
 from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import (
     DistdlError,
@@ -26,13 +28,11 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.call_memory import UNKNOWN, CallMemory, digest
 from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange
 from distdl_rma.layers.core.static_shapes import Promise, promise_on
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import MAX_DIMS, trouble_with
-from distdl_rma.segments.collectives.assembly import Assembly
 
 _DTYPE_CODES = list(DTYPES)
 _NO_DTYPE = -1
@@ -242,10 +242,10 @@ class ShapeAgreement(Generic[P]):
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
         self._errors = ErrorExchange(self._machine, self._ranks, self._name)
-        self._assembly: Assembly | None = None
+        self._consensus: Consensus | None = None
         # What this rank says of the layer, once it has met the others.
-        self._title, self._code, self._epoch = "", 0, 0
-        self._memory: CallMemory[P] = CallMemory()
+        self._title, self._epoch = "", 0
+        self._memory: PlanCache[P, GradientNeeds] = PlanCache()
         # Plan of the last call, and what fitted it of this rank's facts.
         self.last: P | None = None
         self._last_key: object = None
@@ -275,12 +275,10 @@ class ShapeAgreement(Generic[P]):
             return
         proposal = self._proposal = self._memory.proposal(row)
         if len(self._ranks) > 1:
-            if self._assembly is None:
-                self._assembly = self._meet()
+            if self._consensus is None:
+                self._consensus = self._meet()
             # What is new says what it is: all may say the same.
-            self._epoch = self._assembly.start(
-                self._title, self._code, proposal, 0 if proposal else fingerprint(row), 0
-            )
+            self._epoch = self._consensus.start(self._title, proposal, 0 if proposal else fingerprint(row), 0)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._memory[proposal].plan is not self.last:
             # Where all ranks propose it, none has started on the last one.
@@ -308,13 +306,12 @@ class ShapeAgreement(Generic[P]):
         self.guess = self._memory[self._proposal].plan
         return True
 
-    def _meet(self) -> Assembly:
+    def _meet(self) -> Consensus:
         self._title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
-        self._code = fingerprint(self._title)
         with self._telling():
-            assembly = Assembly.of(self._machine.segments, self._ranks)
-            assembly.connect()
-        return assembly
+            consensus = Consensus.of(self._machine.segments, self._ranks)
+            consensus.connect()
+        return consensus
 
     def settle(self) -> tuple[P, GradientNeeds]:
         """Plan that holds for this call, and what any rank needs the gradient of.
@@ -341,11 +338,11 @@ class ShapeAgreement(Generic[P]):
         return state.plan, state.needs
 
     def _all_say_the_same(self) -> bool:
-        if self._assembly is None:
+        if self._consensus is None:
             return True
         with self._machine.trace.span("agree", self._name):
             try:
-                return self._assembly.wait(epoch=self._epoch)
+                return self._consensus.wait(epoch=self._epoch)
             except MismatchError as error:
                 # Weights and a halo may be on their way already, to ranks that do not expect them.
                 self._astray = True
@@ -368,8 +365,8 @@ class ShapeAgreement(Generic[P]):
     def _heard(self, mine: InputFacts, row: bytes, alike: bool) -> int:
         # The number of what all ranks say now, which they tell each other unless it is the same.
         rows = [row] * len(self._ranks)
-        if self._assembly is not None and not alike:
-            rows = self._assembly.texts(row, len(row))
+        if self._consensus is not None and not alike:
+            rows = self._consensus.rows(row, len(row))
         # Most ranks say what others say too.
         decoded = {each: InputFacts.decode(np.frombuffer(each, np.int64).tolist()) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}

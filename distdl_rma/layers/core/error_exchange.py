@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma import errors
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import DistdlError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
@@ -18,7 +19,6 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor
-from distdl_rma.segments.collectives.assembly import gather_words
 
 _PROBLEM_NBYTES, _OUTCOME_NBYTES = 512, 1024
 _PROBLEM, _FACTS = "!", "="

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.assembly import gather_words
 
 _KEY = "static shapes"
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import numpy as np
 import torch
 
+from distdl_rma.checks.consensus import gather_words
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
@@ -23,7 +24,6 @@ from distdl_rma.ops.core.autograd import OperatorFunction, anchored, tells_peers
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.collectives.assembly import gather_words
 
 _LEGACY = ("size_average", "reduce")
 # How torch complains of a tensor that does not fit; all ranks hear of it.

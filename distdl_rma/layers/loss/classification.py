@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.dtypes import sum_dtype
+from distdl_rma.dtypes import as_words, sum_dtype
 from distdl_rma.errors import PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -21,7 +21,6 @@ from distdl_rma.layers.core.callbacks import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
-from distdl_rma.ops.core.tensors import as_words
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.totals.losses import class_terms
 from distdl_rma.split.reducing import parts_and_all

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distdl_rma.dtypes import sum_dtype
+from distdl_rma.dtypes import as_words, sum_dtype
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
@@ -31,7 +31,7 @@ from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
 from distdl_rma.ops.core.result_memory import result
 from distdl_rma.ops.core.staged import Moves, movement_or_none
-from distdl_rma.ops.core.tensors import as_tensor, as_words, no_autocast
+from distdl_rma.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.ops.window_gather import WindowGather
 
 # Puts the gradient of "weight" or "bias" where it is wanted, and returns it.

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from distdl_rma.dtypes import as_words
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convolution_adjoint
@@ -15,7 +16,7 @@ from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Slices
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES, result
-from distdl_rma.ops.core.tensors import as_tensor, as_words
+from distdl_rma.ops.core.tensors import as_tensor
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 import torch.utils.checkpoint
 from torch._compile import _disable_dynamo
 
+from distdl_rma.checks.gradient_origin import RUNNING, number_of_backward
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.plain_losses import RUNNING, number_of_backward
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 
 # Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.

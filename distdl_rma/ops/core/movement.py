@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl_rma.dtypes import sum_dtype, word_dtype
+from distdl_rma.dtypes import as_words, sum_dtype, word_dtype
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
@@ -19,7 +19,7 @@ from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.result_memory import landing, result
-from distdl_rma.ops.core.tensors import as_tensor, as_words
+from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
 

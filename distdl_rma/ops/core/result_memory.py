@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.dtypes import NUMPY
-from distdl_rma.ops.core.tensors import as_words
+from distdl_rma.dtypes import NUMPY, as_words
 from distdl_rma.segments.transport.heap import Arena, Landing, own_arena
 
 # Smaller results come from torch, whose allocator has touched such memory before.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.dtypes import DTYPES, WORDS
+from distdl_rma.dtypes import DTYPES
 
 # Dimensions of a tensor that ranks can tell each other of.
 MAX_DIMS = 8
@@ -38,27 +38,6 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Te
     """Tensor view of an array, for instance of a segment buffer, as a type of the same size; no copy."""
     tensor = torch.from_numpy(array)
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
-
-
-def is_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has all its elements in this process's memory, as ``as_words`` takes them."""
-    return tensor.layout == torch.strided and tensor.device.type == "cpu"
-
-
-def as_words(tensor: torch.Tensor) -> NDArray[Any]:
-    """Bits of a CPU tensor as numpy words, in its shape; no copy, but of lazy conjugates or negatives."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
-    if plain.dtype.is_complex or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    word = WORDS[plain.dtype.itemsize][0]
-    try:
-        return (plain if plain.dtype == word else plain.view(word)).numpy()
-    except RuntimeError:
-        if not plain._is_zerotensor():
-            raise
-    # A gradient of zeros that torch has no memory for.
-    return as_words(torch.zeros(plain.shape, dtype=plain.dtype))
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distdl_rma.errors import DistdlError, PeerFailedError
-from distdl_rma.segments.collectives.assembly import Assembly
 from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.liveness import USABLE, cause_of, say_state
 
@@ -45,7 +45,7 @@ def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     manager.flush(others, GRACE_SECONDS)
     for key, kept in tuple(manager.kept.items()):
         # Some ranks may have begun an epoch that others have not.
-        if isinstance(kept, Assembly) and {*kept.ranks} <= {*ranks}:
+        if isinstance(kept, EqualityCheck) and {*kept.ranks} <= {*ranks}:
             del manager.kept[key]
     barrier = manager.kept.get((Barrier, ranks))
     if not isinstance(barrier, Barrier):

@@ -11,15 +11,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet, finalize, ref
 
 import torch
 
+from distdl_rma.checks.arguments import TENSORS, said_in
+from distdl_rma.checks.calls import CallTrace
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import is_in_memory
-from distdl_rma.split.calls.arguments import TENSORS, all_of, number_of, said_in, some_of, spoken
 from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")
@@ -28,9 +28,6 @@ _KEPT = 16
 # What asks rather than computes, which one rank may do alone.
 _ASKING = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
-# These use the shape or type of a plain tensor alone, and those overwrite elements of the first argument.
-_UNREAD = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to", "resize_as_"})
-_OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "index_put_", "masked_scatter_"})
 _ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 
 
@@ -282,83 +279,8 @@ class Step:
         )
 
 
-class Called(NamedTuple):
-    """A step, and what else it was told than tensors."""
-
-    step: Any
-    said: list[Any]
-
-    @property
-    def word(self) -> int:
-        """A number, alike on ranks that do the same."""
-        return number_of(self.said, self.step.word)
-
-    @property
-    def described(self) -> str:
-        """For messages."""
-        described: str = self.step.described
-        return described + spoken(self.said)
-
-
-class Trail:
-    """The way of a rank through a model: the functions that it calls, and the numbers that it passes them."""
-
-    def __init__(self) -> None:
-        self.steps: list[Any] = []
-        # The number of each step that was told something, and what.
-        self.said: list[Any] = []
-        # Plain tensors: the number of the step that was given one, its type and shape, and elements with
-        # their type: of all of them in the first call with such a tensor, later of others in each call.
-        self.plain: list[tuple[int, str, tuple[int, ...], str, bytes]] = []
-        self._at = 0
-        self._met: set[Any] | None = None
-        self.graph = torch.is_grad_enabled()
-        self.thread = threading.get_ident()
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def ends_with(self, word: Any) -> None:
-        """Add what is no call: anything with ``word`` and ``described``."""
-        self.steps.append(word)
-
-    @property
-    def number(self) -> int:
-        """Of all of it, alike on ranks that went the same way."""
-        return hash((number_of(self.said), *[step.word for step in self.steps]))
-
-    @property
-    def number_of_plain(self) -> int:
-        """Of the plain tensors that functions were given, alike on ranks where these are."""
-        return number_of(self.plain) if self.plain else 0
-
-    def watch(self, at: int, met: set[Any]) -> None:
-        """Note plain tensors from now on, in the call of this number; ``met`` are kinds of earlier ones."""
-        self._at, self._met = at, met
-
-    def note_plain(self, function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
-        """Note what is compared of plain tensors that the last step was given."""
-        name = getattr(function, "__name__", "")
-        if self._met is None or name in _UNREAD:
-            return
-        for at, x in enumerate(given):
-            if not is_in_memory(x) or (args and x is args[0] and name in _OVERWRITE):
-                continue
-            dtype, shape = str(x.dtype), tuple(x.shape)
-            kind = self.steps[-1].word, at, dtype, shape
-            found = (dtype, some_of(x, self._at)) if kind in self._met else all_of(x)
-            self._met.add(kind)
-            self.plain += ((len(self.steps), dtype, shape, *found),)
-
-    @property
-    def calls(self) -> list[Called]:
-        """Each call with what it was told."""
-        said = dict(zip(self.said[::2], self.said[1::2], strict=True))
-        return [Called(step, said.get(at, [])) for at, step in enumerate(self.steps, 1)]
-
-
 # Where calls are noted, the last one counts; None while a rule calls functions itself.
-TRAILS: list[Trail | None] = []
+TRAILS: list[CallTrace | None] = []
 _STEPS: dict[tuple[Any, str, Place], Step] = {}
 
 

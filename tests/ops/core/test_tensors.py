@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from distdl_rma import zero_volume_tensor
-from distdl_rma.dtypes import DTYPES, word_dtype
-from distdl_rma.ops.core.tensors import MAX_DIMS, as_tensor, as_words, autocast, trouble_with
+from distdl_rma.dtypes import DTYPES, as_words, word_dtype
+from distdl_rma.ops.core.tensors import MAX_DIMS, as_tensor, autocast, trouble_with
 
 # torch says of one of its types that it is an experiment.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

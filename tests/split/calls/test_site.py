@@ -3,7 +3,8 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.split.calls.site import TRAILS, Place, Site, Step, Trail, enter, leave, note
+from distdl_rma.checks.calls import CallTrace
+from distdl_rma.split.calls.site import TRAILS, Place, Site, Step, enter, leave, note
 
 
 def called(function, kind="pointwise"):
@@ -14,7 +15,7 @@ def called(function, kind="pointwise"):
 
 
 def test_calls_are_noted_with_their_places():
-    TRAILS.append(Trail())
+    TRAILS.append(CallTrace())
     called(torch.relu)
     called(torch.Tensor.size, "query")
     TRAILS.append(None)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from distdl_rma.checks.gradient_origin import from_split_tensor
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import asking
-from distdl_rma.ops.core.plain_losses import from_split_tensor
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.lineage import LINEAGE
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
@@ -117,7 +117,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Backward of a loss that all ranks hold alike, or of a split tensor from a gradient cut alike."""
     x, given = args[0], named(func, args, kwargs)
     gradient = _cut_alike(given.pop("gradient"), x)
-    LINEAGE.begins_backward([x])
+    LOSS_ORIGIN.begins_backward([x])
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
     with from_split_tensor():
         composed(func, local_of(into_graph(x)), gradient, **given)
@@ -137,7 +137,7 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     _check_reached(func, ends)
     # Before the graph is gone that tells.
     later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
-    LINEAGE.begins_backward(outputs)
+    LOSS_ORIGIN.begins_backward(outputs)
     with asking(partition.ranks):
         found = composed(func, ends, roots, grad_outputs=given, **kwargs)
 
@@ -163,7 +163,7 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_alike(g, y) for g, y in zip(given, ends, strict=True)]
     inputs = None if inputs is None else mapped(_block_of, list(inputs))
-    LINEAGE.begins_backward(tensors_in(ends))
+    LOSS_ORIGIN.begins_backward(tensors_in(ends))
     roots = _roots(ends, partition)
     if inputs is not None:
         _check_reached(func, roots)

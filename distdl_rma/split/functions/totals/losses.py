@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.checks.arguments import WORDS
+from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.ops.core.plain_losses import warn_user
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import WORDS
 from distdl_rma.split.calls.refusals import Warned, asking_torch, raise_as_torch, refusing
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule

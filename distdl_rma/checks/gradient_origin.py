@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -22,9 +22,9 @@ from zlib import crc32
 
 import torch
 
+from distdl_rma.dtypes import as_words
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import as_words
 
 # Whether the backward that runs comes by a node; torch's hooks of several gradients ask that too.
 _is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
@@ -51,7 +51,7 @@ RUNNING = _Backward()
 _SHOWN = "distdl_rma block"
 # Of so many gradients so many elements are kept, and by so much of the largest they may differ.
 _KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
-_ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
+_ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _MEAN = (
     "a backward begins at a mean over this rank's part of a split tensor, as F.mse_loss(y.to_local(), mine)"
     " is: gradients are summed over the ranks, so they become as many times too large. Take the loss of the"
@@ -240,35 +240,54 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor | None:
     return None if RUNNING.behind is None else RUNNING.behind[id(parameter)]
 
 
-class AlikeGradients:
-    """Gradients of plain losses that some ranks are to have alike: a number of all, elements of the last.
+class GradientCheck:
+    """Gradients of plain losses that are equal on some ranks: a number of all, elements of the last.
 
     They are not, where a rank computes a plain loss of data of its own. Local.
     """
 
+    what = "gradients"
+
     def __init__(self) -> None:
-        self.number = 0
+        self._number = 0
         # What each is of, and elements of it.
         self.last: deque[tuple[str, list[float]]] = deque(maxlen=_KEPT)
 
     @classmethod
-    def of(cls, machine: Machine, ranks: Sequence[int]) -> AlikeGradients:
+    def of(cls, machine: Machine, ranks: Sequence[int]) -> GradientCheck:
         """Those of some ranks of a machine."""
-        found: AlikeGradients = machine.kept.setdefault(f"gradients of {ranks}", cls())
+        kept: dict[tuple[int, ...], GradientCheck] = machine.kept.setdefault("gradients", {})
+        found = kept.get(ranks := tuple(ranks))
+        if found is None:
+            found = kept[ranks] = cls()
         return found
+
+    def number(self) -> int:
+        """Of all that were noted, bit for bit."""
+        return self._number
+
+    def words(self) -> list[Any]:
+        """Elements of the last, each with what it is of."""
+        return [*self.last]
+
+    def problem(self, said: Mapping[int, Any]) -> str:
+        """Which of them differs by more than rounding, and why that may be; begins anew."""
+        self._number = 0
+        self.last.clear()
+        what = first_apart([*said.values()])
+        return what and (
+            f"in a backward before this call the gradient of {what!r} was not alike on all"
+            " ranks. It came from a loss of plain tensors, which all ranks have alike: from other data,"
+            " or from to_local() of a tensor that is in no graph; use the split tensor itself there"
+        )
 
     def note(self, what: str, gradient: torch.Tensor) -> None:
         """Add one that comes in the running backward."""
         flat = gradient.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)][: 2 * _SAMPLED]
         values = (torch.view_as_real(some).reshape(-1) if some.is_complex() else some).tolist()
-        self.number = crc32(as_words(some.contiguous()).tobytes(), self.number)
+        self._number = crc32(as_words(some.contiguous()).tobytes(), self._number)
         self.last.append((what, values))
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.number = 0
-        self.last.clear()
 
 
 def first_apart(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> str:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from distdl_rma.split.calls.lineage import Lineage
+from distdl_rma.split.calls.loss_origin import LossOrigin
 
 
 @pytest.fixture
 def way():
-    lineage = Lineage()
+    lineage = LossOrigin()
 
     def way(function, *args, kind="pointwise", **kwargs):
         result = torch.zeros(2)
@@ -56,6 +56,6 @@ def test_what_only_asks_is_not_followed(way):
 
 
 def test_several_results_have_numbers_of_their_own():
-    lineage, parts = Lineage(), [torch.zeros(1), torch.zeros(1)]
+    lineage, parts = LossOrigin(), [torch.zeros(1), torch.zeros(1)]
     lineage.follow("movement", torch.chunk, (torch.zeros(2), 2), {}, parts)
     assert parts[0]._way != parts[1]._way

@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
 from distdl_rma.geometry.box import LEADING
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 
@@ -24,11 +22,6 @@ _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
     padding._ReplicationPadNd,
     padding._CircularPadNd,
 )
-
-
-def generator_state() -> list[int]:
-    """Seed of torch's generator of random numbers, and a number that tells states apart; local."""
-    return [torch.initial_seed(), fingerprint(torch.get_rng_state().numpy().tobytes())]
 
 
 def warn_of_pitfalls(

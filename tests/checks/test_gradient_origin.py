@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from distdl_rma import UnsupportedError
-from distdl_rma.ops.core import plain_losses
-from distdl_rma.ops.core.plain_losses import AlikeGradients, first_apart
+from distdl_rma.checks import gradient_origin
+from distdl_rma.checks.gradient_origin import GradientCheck, first_apart
 
 
 @pytest.fixture
 def shown(monkeypatch):
-    monkeypatch.setattr(plain_losses._Backward, "shown", True)
+    monkeypatch.setattr(gradient_origin._Backward, "shown", True)
 
 
 def loss_of(x, seen):
     def look(gradient):
         try:
-            seen.append(plain_losses._is_own())
+            seen.append(gradient_origin._is_own())
         except UnsupportedError as error:
             seen.append(str(error))
 
@@ -44,33 +44,33 @@ def test_it_is_known_where_a_backward_began(shown):
     )
     assert [begun(each) for each in known] == [[False]] * len(known)
     assert "neither by backward()" in begun(by_engine)[0]
-    for code, name in plain_losses._ENTRIES.items():
+    for code, name in gradient_origin._ENTRIES.items():
         assert name in code.co_varnames
 
 
 def test_where_no_block_was_shown_nobody_asks():
-    if not plain_losses._Backward.shown:
+    if not gradient_origin._Backward.shown:
         assert begun(by_engine) == [False]
 
 
 def test_gradients_that_are_rounded_otherwise_are_alike():
-    one, other = AlikeGradients(), AlikeGradients()
+    one, other = GradientCheck(), GradientCheck()
     for each, factor in ((one, 1.0), (other, 1.0 + 1e-7)):
         each.note("a", torch.linspace(-3, 3, 100).double() * factor)
         each.note("b", torch.full((3,), 1e-12 * factor))
-    assert one.number != other.number
+    assert one.number() != other.number()
     assert first_apart([[*one.last], [*other.last]]) == ""
     other.note("c", torch.ones(2))
     assert first_apart([[*one.last], [*other.last]]) == "c"
     one.note("c", torch.ones(2, dtype=torch.complex64) * 1j)
     assert first_apart([[*one.last], [*other.last]]) == "c"
-    one.forget()
-    assert one.number == 0 and not one.last
+    assert "gradient of 'c'" in one.problem({0: [*one.last], 1: [*other.last]})
+    assert one.number() == 0 and not one.last
 
 
 def test_gradients_that_overflow_on_one_rank_are_not_alike():
     def apart(*values):
-        noted = [AlikeGradients() for _ in values]
+        noted = [GradientCheck() for _ in values]
         for each, value in zip(noted, values, strict=True):
             each.note("a", torch.tensor([1.0, value]))
         return first_apart([[*each.last] for each in noted])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distdl_rma.layers.core.call_memory import UNKNOWN, CallMemory, digest
+from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
 from distdl_rma.ops.core.autograd import GradientNeeds
 
 NEEDS = GradientNeeds(True, True)
@@ -17,12 +17,12 @@ def call(memory, plan, said=None, row=None):
 
 
 def test_nothing_is_proposed_or_known_before_the_first_call():
-    memory = CallMemory()
+    memory = PlanCache()
     assert memory.number == UNKNOWN == memory.proposal(b"a") and memory.plan(digest(b"a")) is None
 
 
 def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
-    memory = CallMemory()
+    memory = PlanCache()
     first, second = call(memory, "a"), call(memory, "b")
     assert UNKNOWN not in (first, second) and first != second
     assert call(memory, "a") == first == memory.number
@@ -31,14 +31,14 @@ def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
 
 
 def test_states_of_one_plan_have_numbers_of_their_own():
-    memory = CallMemory()
+    memory = PlanCache()
     training, evaluation = call(memory, "a", "training"), call(memory, "a", "evaluation")
     assert training != evaluation and memory[training].plan == memory[evaluation].plan == "a"
 
 
 def test_the_call_before_tells_apart_what_this_rank_says_alike():
     # The rank says "mine" in both: which of the two comes next depends on what was.
-    memory = CallMemory()
+    memory = PlanCache()
     for _ in range(2):
         one = call(memory, "a", "one", "mine")
         other = call(memory, "a", "other", "mine")
@@ -52,7 +52,7 @@ def test_the_call_before_tells_apart_what_this_rank_says_alike():
 
 @pytest.mark.parametrize("used_again", [False, True])
 def test_of_many_plans_the_ones_used_last_are_kept(used_again):
-    memory = CallMemory()
+    memory = PlanCache()
     first = call(memory, "0")
     for other in range(1, 16):
         call(memory, str(other))
@@ -68,7 +68,7 @@ def test_of_many_plans_the_ones_used_last_are_kept(used_again):
 
 
 def test_of_many_states_of_a_plan_the_ones_used_last_are_kept_and_the_plan_with_them():
-    memory = CallMemory()
+    memory = PlanCache()
     numbers = [call(memory, "a", f"said {step}", f"row {step}") for step in range(40)]
     assert memory.proposal(b"row 0") == UNKNOWN and memory.plan(digest(b"a")) == "a"
     with pytest.raises(KeyError):
@@ -77,7 +77,7 @@ def test_of_many_states_of_a_plan_the_ones_used_last_are_kept_and_the_plan_with_
 
 
 def test_ranks_that_say_other_things_number_and_forget_alike():
-    memories = [CallMemory() for _ in range(3)]
+    memories = [PlanCache() for _ in range(3)]
     for step in range(100):
         case = step * step % 37
         numbers = {

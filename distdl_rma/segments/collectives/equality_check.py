@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.trees import dissemination
 from distdl_rma.segments.collectives.node_layout import NodeLayout
@@ -40,7 +40,7 @@ class _Turn(NamedTuple):
     heard: tuple[tuple[int, int], ...]
 
 
-class Vote(Scripted):
+class EqualityCheck(Scripted):
     """Four words of every rank: are they alike everywhere, and if not, what is the smallest and the largest.
 
     On a node every rank stores its words in a line of one board, in the memory of the node's first rank, and
@@ -56,7 +56,7 @@ class Vote(Scripted):
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
         super().__init__(manager)
-        self._manager, self.name = manager, name
+        self._manager, self.name, self.ranks = manager, name, tuple(ranks)
         self._layout = layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self._leader, self._number = layout.here[0], len(layout.here)
         self._leads = layout.me == self._leader
@@ -128,12 +128,14 @@ class Vote(Scripted):
         same again, after a timeout of ``wait``, goes on with that epoch. Another one that was not waited for,
         as of a call that all ranks refused in between, is waited for now, and whoever started it is refused.
         """
-        self._check()
+        if self._closed or self.broken or self._manager.closed:
+            raise self._unusable()
         if self.epoch != self._waited:
             if self._late and (name, words) == (self._for, self._said):
                 return self.epoch
             self._finish(self.epoch, None)
-        self.connect()
+        if not self._tables:
+            self.connect()
         self._for, self._said, self._late = name, words, False
         self.epoch = epoch = self.epoch + 1
         line, words_of_line = self._mine[epoch & 1]
@@ -155,16 +157,20 @@ class Vote(Scripted):
         ``epoch`` is what ``start`` returned, the last one if None. ``ProtocolError`` if another one was
         started since then, whose answer is not this one's.
         """
-        self._check()
-        epoch, self._late = self._last(epoch), True
-        self._finish(epoch, timeout)
-        self._late = False
-        return self._extent is None
-
-    def _last(self, epoch: int | None) -> int:
+        if self._closed or self.broken or self._manager.closed:
+            raise self._unusable()
         if epoch is not None and epoch != self.epoch:
             raise ProtocolError(f"{self.name!r}: epoch {epoch} was overtaken, by {self._for!r}")
-        return self.epoch
+        self._late = True
+        self._finish(self.epoch, timeout)
+        if self._extent is not None:
+            self._explain()
+        self._waited, self._late = self.epoch, False
+        return self._extent is None
+
+    def _explain(self) -> None:
+        # What ranks that differ do before the epoch is over.
+        pass
 
     def _finish(self, epoch: int, timeout: float | None) -> None:
         until, missing = self._manager.waiter.until, self.missing
@@ -177,7 +183,6 @@ class Vote(Scripted):
                 until(lambda: self._board_is_full(epoch), missing, timeout)
             self._acquire()
             self._extent = self._extent_here(epoch)
-        self._waited = epoch
 
     @property
     def smallest(self) -> tuple[int, ...]:
@@ -224,11 +229,10 @@ class Vote(Scripted):
                 self._marks = self._marks[:0]
         return over
 
-    def _check(self) -> None:
+    def _unusable(self) -> DistdlError:
         if self._closed or self._manager.closed:
-            raise ClosedError(f"vote {self.name!r}: already closed")
-        if self.broken:
-            raise ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self.broken}")
+            return ClosedError(f"vote {self.name!r}: already closed")
+        return ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self.broken}")
 
     def _board_is_full(self, epoch: int) -> bool:
         if self._number > _FEW:

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import torch
 
+from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.random_state import have_drifted
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm.base import DistributedNorm
 from distdl_rma.machine import Machine
-from distdl_rma.segments.collectives.assembly import gather_words
 from distdl_rma.sync.claims import Claim
 
 # What JSON can carry: of a claim, see ``statement``.
@@ -61,8 +62,7 @@ def agree(
                 )
     for problem in problems({rank: words["claims"] for rank, words in said.items()}):
         raise ConfigurationError(f"{who}: {problem}")
-    generators = {tuple(words["generator"]) for words in said.values() if words["generator"]}
-    return len(generators) > 1 and len({seed for seed, _ in generators}) == 1
+    return have_drifted(words["generator"] for words in said.values() if words["generator"])
 
 
 def statement(claim: Claim) -> Words:

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from distdl_rma import ExchangeTimeout, Machine, MismatchError
+from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.assembly import Assembly, gather_words
 
 pytestmark = pytest.mark.mpi
 
@@ -23,28 +23,28 @@ def test_all_hear_what_every_rank_says(comm):
 
 
 def test_texts_of_any_length_come_to_all(segments, comm):
-    assembly = Assembly(segments, segments.ranks)
+    consensus = Consensus(segments, segments.ranks)
     for longest in (0, 1, 507, 508, 509, 2000):
         texts = [bytes([rank]) * max(0, longest - rank) for rank in range(comm.size)]
-        assert assembly.gather("texts", texts[comm.rank]) == texts
+        assert consensus.gather("texts", texts[comm.rank]) == texts
 
 
-def test_ranks_in_an_order_have_one_assembly(segments, comm):
-    assert Assembly.of(segments, segments.ranks) is Assembly.of(segments, segments.ranks)
+def test_ranks_in_an_order_have_one_consensus(segments, comm):
+    assert Consensus.of(segments, segments.ranks) is Consensus.of(segments, segments.ranks)
     part = segments.ranks[:2] if comm.rank < 2 else segments.ranks[2:]
     assert gather_words(segments, comm.rank, "part", part) == {rank: rank for rank in part}
 
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_at_different_places_learn_it_and_go_on(segments, comm):
-    assembly, last = Assembly(segments, segments.ranks), comm.size - 1
+    consensus, last = Consensus(segments, segments.ranks), comm.size - 1
     for title in ("enc2", "enc1" * 100):
         mine = title if comm.rank == last else "enc1" * 100
-        assembly.start(mine, fingerprint(mine), 1, 2, 3)
+        consensus.start(mine, 1, 2, 3)
         if title == "enc2":
             with pytest.raises(MismatchError, match=f"rank 0 is in 'enc1.*' but rank {last} in 'enc2'"):
-                assembly.wait()
-    assert assembly.wait()
+                consensus.wait()
+    assert consensus.wait()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -55,8 +55,8 @@ def test_a_call_that_is_repeated_after_a_timeout_is_one_call(segments, comm, sam
     name = f"repeated {same} {long}"
     words = ["x" * (5000 if long else 1), 0 if same else comm.rank]
     expected = {rank: [words[0], 0 if same else rank] for rank in segments.ranks}
-    assembly = Assembly.of(segments, segments.ranks)
-    assembly.connect()
+    consensus = Consensus.of(segments, segments.ranks)
+    consensus.connect()
     gather_words(segments, comm.rank, "words of all")
     for turn in range(6):
         rng = random.Random(turn)
@@ -80,18 +80,18 @@ def test_a_call_that_is_repeated_after_a_timeout_is_one_call(segments, comm, sam
 
 @pytest.mark.mpi(min_size=2)
 def test_texts_that_were_given_up_after_a_timeout_are_not_those_of_the_next_call(segments, comm, monkeypatch):
-    assembly, text = Assembly(segments, segments.ranks), bytes([comm.rank]) * 1200
-    assembly.gather("first of all", bytes([comm.rank]))
-    assembly.start("given up", fingerprint("given up"), len(text), fingerprint(text), 0)
-    assert not assembly.wait()
+    consensus, text = Consensus(segments, segments.ranks), bytes([comm.rank]) * 1200
+    consensus.gather("first of all", bytes([comm.rank]))
+    consensus.start("given up", len(text), fingerprint(text), 0)
+    assert not consensus.wait()
     comm.Barrier()
     if comm.rank == 0:
         monkeypatch.setattr(segments.waiter, "timeout", 0.01)
         with pytest.raises(ExchangeTimeout):
-            assembly.texts(text, len(text))
+            consensus.rows(text, len(text))
         monkeypatch.undo()
     comm.Barrier()
     if comm.rank != 0:
-        assert assembly.texts(text, len(text)) == [bytes([rank]) * 1200 for rank in range(comm.size)]
-    said = assembly.gather("next", bytes([comm.rank + 100]))
+        assert consensus.rows(text, len(text)) == [bytes([rank]) * 1200 for rank in range(comm.size)]
+    said = consensus.gather("next", bytes([comm.rank + 100]))
     assert said == [bytes([rank + 100]) for rank in range(comm.size)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from operator import attrgetter, is_, sub
 from typing import Any, NamedTuple
@@ -11,11 +11,10 @@ from zlib import crc32
 import torch
 from torch import nn
 
+from distdl_rma.checks.arguments import hold
+from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import as_words, is_in_memory
-from distdl_rma.segments.collectives.assembly import gather_words
-from distdl_rma.split.calls.arguments import hold
 from distdl_rma.sync.claims import claims_of, under
 
 # Tensors of which one call compares a word each, and in how many calls every byte is compared.
@@ -57,10 +56,10 @@ class _Group:
         return hash(tuple([words[at % length] for words, length in self._words]))
 
 
-class Copies:
-    """What ranks hold alike of a model: parameters and buffers of which each of them has a copy.
+class ReplicaSampler:
+    """Whether ranks hold equal replicas of a model: parameters and buffers that each of them has.
 
-    ``word()`` is a number that a call of the model compares with those of the other ranks. It is of
+    ``number()`` is a number that a call of the model compares with those of the other ranks. It is of
 
     - every byte, in the first call;
     - which parameters learn;
@@ -70,24 +69,24 @@ class Copies:
       of an optimizer does, is seen once its turn has come;
     - a part of all bytes, so that each was compared after some 512 calls.
 
-    Where the numbers differ, ``difference()`` compares everything. Local to make; does not keep the model.
+    Where the numbers differ, ``words()`` are of everything. Local to make; does not keep the model.
     """
 
-    def __init__(
-        self, model: Callable[[], nn.Module | None], machine: Machine, ranks: Sequence[int], name: str
-    ) -> None:
-        self._model, self._machine, self._ranks, self._name = model, machine, tuple(ranks), name
+    what = "weights"
+
+    def __init__(self, model: Callable[[], nn.Module | None], machine: Machine, ranks: Sequence[int]) -> None:
+        self._model, self._machine, self._ranks = model, machine, tuple(ranks)
         self._calls = self._fruitless = 0
         self._held: list[_Held] = []
-        self._look()
 
-    def word(self) -> int:
+    def number(self) -> int:
         """Number of this rank for the call that begins; local."""
         at, self._calls = self._calls, self._calls + 1
+        if at == 0:
+            self._look()
         if not self._groups:
             return 0
         if at == 0:
-            self._look()
             every = [crc32(part) for group in self._groups for part in group.nbytes]
             return hash((*every, *map(_learns, self._parameters)))
         group = self._group(at % len(self._groups))
@@ -97,12 +96,13 @@ class Copies:
         learns = hash((*map(_learns, self._parameters),))
         return hash((written, learns, group.word(at // len(self._groups)), self._part()))
 
-    def difference(self) -> str:
-        """What is not alike, in words, the same on all ranks; empty if all is. Collective, blocking."""
+    def words(self) -> dict[str, list[str]]:
+        """A digest and a norm of each tensor, by name."""
         self._look()
-        mine = {each.name: [_digest(each.tensor), _said(each.tensor)] for each in self._held}
-        title = f"calls of {self._name} (weights)"
-        said = gather_words(self._machine.segments, mine, title, self._ranks)
+        return {each.name: [_digest(each.tensor), _said(each.tensor)] for each in self._held}
+
+    def problem(self, said: Mapping[int, Any]) -> str:
+        """Which tensor is not alike on all ranks; empty if all are."""
         names = dict.fromkeys(name for each in said.values() for name in each)
         differing = [n for n in names if len({each.get(n, [0])[0] for each in said.values()}) > 1]
         if not differing:
@@ -112,19 +112,21 @@ class Copies:
         values = "; ".join(f"rank {rank}: {each.get(first, [0, 'none'])[1]}" for rank, each in said.items())
         more = f", nor {'is' if len(others) == 1 else 'are'} {len(others)} more" if others else ""
         return (
-            f"{self._name}: {first!r} is not alike on all ranks ({values}){more}: did one of them load,"
+            f"{first!r} is not alike on all ranks ({values}){more}: did one of them load,"
             " initialise or change it alone, or has its optimizer other settings? Do that on all ranks, or"
             " close() and distribute() again, which takes what the first rank has"
         )
 
-    def close(self) -> None:
-        """Leave the tensors to whoever else compares them."""
+    def forget(self) -> None:
+        """Leave the tensors to whoever else compares them; the next number begins anew."""
         for each in self._held:
             hold(each.tensor, False)
+        self._held, self._calls, self._fruitless = [], 0, 0
 
     def _look(self) -> None:
         # Where everything is now.
-        self.close()
+        for each in self._held:
+            hold(each.tensor, False)
         self._held = [*self._found()]
         for each in self._held:
             hold(each.tensor, True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.ops.core.tensors import as_words, is_in_memory
+from distdl_rma.dtypes import as_words, is_in_memory
 
 # What is compared as it is.
 WORDS = frozenset({int, float, bool, complex, str, type(None)})

@@ -7,14 +7,18 @@ import pytest
 
 from benchmarks.traffic import vote_traffic
 from distdl_rma import ClosedError, ExchangeTimeout, Machine, MismatchError, ProtocolError
+from distdl_rma.segments.collectives.equality_check import EqualityCheck, vote_turns
 from distdl_rma.segments.collectives.node_layout import NodeLayout
-from distdl_rma.segments.collectives.vote import Vote, vote_turns
 from tests.segments.collectives.test_node_layout import machine_nodes
 
 
 @pytest.mark.mpi
 def test_alike_is_what_all_ranks_say(segments, comm):
-    vote, same, mine = Vote(segments, segments.ranks[::-1], "it"), random.Random(3), random.Random(comm.rank)
+    vote, same, mine = (
+        EqualityCheck(segments, segments.ranks[::-1], "it"),
+        random.Random(3),
+        random.Random(comm.rank),
+    )
     for epoch in range(300):
         odd, position = same.random() < 0.3, same.randrange(4)
         words = [[same.choice([-1, 1]) * same.randrange(1 << 63) for _ in range(4)]] * comm.size
@@ -32,7 +36,7 @@ def test_alike_is_what_all_ranks_say(segments, comm):
 
 @pytest.mark.mpi
 def test_one_that_nobody_waited_for_is_over_before_the_next(segments, comm):
-    vote = Vote(segments, segments.ranks, "given up")
+    vote = EqualityCheck(segments, segments.ranks, "given up")
     for epoch in range(20):
         vote.start("first", comm.rank, 0, 0, 0)
         vote.start("second", epoch, 0, 0, 0)
@@ -45,7 +49,7 @@ def test_one_that_nobody_waited_for_is_over_before_the_next(segments, comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_who_is_waited_for_is_named_with_what_for(segments, comm):
-    vote, last = Vote(segments, segments.ranks, "names"), comm.size - 1
+    vote, last = EqualityCheck(segments, segments.ranks, "names"), comm.size - 1
     vote.connect()
     if comm.rank != last:
         vote.start("enc1", 1, 2, 3, 4)
@@ -63,7 +67,7 @@ def test_who_is_waited_for_is_named_with_what_for(segments, comm):
 @pytest.mark.mpi(min_size=2)
 def test_other_ranks_are_another_vote(segments, comm):
     if comm.rank < 2:
-        vote = Vote(segments, (0, 1) if comm.rank else (1, 0), "ranks")
+        vote = EqualityCheck(segments, (0, 1) if comm.rank else (1, 0), "ranks")
         with pytest.raises(MismatchError, match="ranks is "):
             vote.start("it", 0, 0, 0, 0)
     comm.Barrier()
@@ -74,7 +78,7 @@ def test_other_ranks_are_another_vote(segments, comm):
 @pytest.mark.mpi
 def test_the_counters_are_what_was_counted_beforehand(segments, comm):
     layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, comm.rank)
-    vote = Vote(segments, segments.ranks, "counted")
+    vote = EqualityCheck(segments, segments.ranks, "counted")
     vote.connect()
     expected, counters = vote_traffic(layout), segments.counters
     for same in (True, False):
@@ -117,7 +121,7 @@ def test_slots_of_those_that_tell_are_those_of_the_ranks_that_hear(nodes):
 
 @pytest.mark.mpi(min_size=2)
 def test_the_board_stays_until_all_ranks_of_the_node_have_read_it(segments, comm):
-    vote = Vote(segments, segments.ranks, "left early")
+    vote = EqualityCheck(segments, segments.ranks, "left early")
     vote.start("it", 1, 2, 3, 4)
     nbytes = vote._memory.nbytes
     if vote._leads:
@@ -143,7 +147,7 @@ def test_the_board_stays_until_all_ranks_of_the_node_have_read_it(segments, comm
 
 @pytest.mark.mpi
 def test_whoever_was_overtaken_does_not_take_what_is_said_later(segments, comm):
-    vote = Vote(segments, segments.ranks, "overtaken")
+    vote = EqualityCheck(segments, segments.ranks, "overtaken")
     first = vote.start("first", 1, 0, 0, 0)
     second = vote.start("second", comm.rank, 0, 0, 0)
     assert (first, second) == (1, 2)
@@ -155,7 +159,7 @@ def test_whoever_was_overtaken_does_not_take_what_is_said_later(segments, comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_what_is_said_again_after_a_timeout_is_the_same_epoch(segments, comm):
-    vote = Vote(segments, segments.ranks, "again")
+    vote = EqualityCheck(segments, segments.ranks, "again")
     vote.connect()
     for epoch in range(1, 4):
         late = epoch % comm.size
@@ -174,7 +178,7 @@ def test_what_is_said_again_after_a_timeout_is_the_same_epoch(segments, comm):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("given_up", [False, True], ids=["waited for again", "given up"])
 def test_a_timeout_of_long_ago_makes_no_call_a_repeated_one(segments, comm, given_up):
-    vote = Vote(segments, segments.ranks, "long ago")
+    vote = EqualityCheck(segments, segments.ranks, "long ago")
     vote.connect()
     if comm.rank == 0:
         vote.start("first", 1, 0, 0, 0)
@@ -194,7 +198,7 @@ def test_a_timeout_of_long_ago_makes_no_call_a_repeated_one(segments, comm, give
 
 @pytest.mark.mpi(min_size=2)
 def test_a_timeout_before_a_call_begins_makes_it_not_the_one_before(segments, comm, monkeypatch):
-    vote = Vote(segments, segments.ranks, "not begun")
+    vote = EqualityCheck(segments, segments.ranks, "not begun")
     vote.connect()
     if comm.rank == 0:
         # Refused after that, and called again before the others have come.
@@ -215,7 +219,7 @@ def test_a_timeout_before_a_call_begins_makes_it_not_the_one_before(segments, co
 def test_the_board_is_not_used_again_where_only_some_ranks_are_connected(comm):
     with Machine(comm, segment_size="1MiB") as machine:
         segments = machine.segments
-        vote = Vote(segments, segments.ranks, "not all")
+        vote = EqualityCheck(segments, segments.ranks, "not all")
         nbytes, others = vote._memory.nbytes, []
         comm.Barrier()
         if comm.rank == 0:

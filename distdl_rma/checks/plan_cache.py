@@ -1,4 +1,4 @@
-"""What came of the calls of a layer so far, by numbers that are the same on all its ranks."""
+"""What followed from what all ranks said in a call, by numbers that are equal on all of them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from hashlib import blake2b
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from distdl_rma.ops.core.autograd import GradientNeeds
-
 P = TypeVar("P")
+N = TypeVar("N")
 # Number of what was not said before.
 UNKNOWN = 0
 _KEPT_PLANS, _KEPT_STATES = 16, 32
 
 
-class CallState(NamedTuple, Generic[P]):
+class CallState(NamedTuple, Generic[P, N]):
     """What came of a call; digests of what the plan depends on, and of all that the ranks said."""
 
     plan: P
-    needs: GradientNeeds
+    needs: N
     key: bytes
     said: bytes
 
 
-class CallMemory(Generic[P]):
-    """Plans by what all ranks of a layer said in a call, and which of them a rank may expect to come next.
+class PlanCache(Generic[P, N]):
+    """Plans by what all ranks said in a call at some place, and which of them a rank may expect next.
 
     All ranks add the same states, and come to them in the same order, so that they number and forget them
     alike. The plans that were used last are kept, and the rest given up.
@@ -33,7 +32,7 @@ class CallMemory(Generic[P]):
 
     def __init__(self) -> None:
         self._counted = count(UNKNOWN + 1)
-        self._states: OrderedDict[int, CallState[P]] = OrderedDict()
+        self._states: OrderedDict[int, CallState[P, N]] = OrderedDict()
         self._plans: OrderedDict[bytes, P] = OrderedDict()
         # Numbers by what all ranks said; by what this one said; by that, and the number of the call before.
         self._numbers: dict[bytes, int] = {}
@@ -41,18 +40,18 @@ class CallMemory(Generic[P]):
         self._by_last: dict[tuple[int, bytes], int] = {}
         self.number = UNKNOWN  # of the last call
 
-    def __getitem__(self, number: int) -> CallState[P]:
+    def __getitem__(self, number: int) -> CallState[P, N]:
         return self._states[number]
 
     def proposal(self, row: bytes) -> int:
-        """Number of what may be said in a call in which this rank says ``row``."""
+        """Number of the combination that is expected when this rank says ``row``."""
         return self._by_last.get((self.number, row)) or self._by_row.get(row, UNKNOWN)
 
     def plan(self, key: bytes) -> P | None:
         """Plan for what has this digest, if there is one."""
         return self._plans.get(key)
 
-    def number_of(self, plan: P, needs: GradientNeeds, key: bytes, said: bytes) -> int:
+    def number_of(self, plan: P, needs: N, key: bytes, said: bytes) -> int:
         """Number of what all ranks said, which was said before or is new."""
         number = self._numbers.get(said)
         if number is None:

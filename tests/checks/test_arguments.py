@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma.split.calls import arguments
-from distdl_rma.split.calls.arguments import (
+from distdl_rma.checks import arguments
+from distdl_rma.checks.arguments import (
     all_of,
     are_apart,
     hold,

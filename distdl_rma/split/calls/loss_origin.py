@@ -15,9 +15,10 @@ from zlib import crc32
 
 import torch
 
+from distdl_rma.checks.arguments import TENSORS, number_of, plainly, sample, spoken
+from distdl_rma.checks.calls import by_ranks, first_difference
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
-from distdl_rma.split.calls.arguments import TENSORS, number_of, plainly, sample, spoken
 from distdl_rma.split.calls.table import name_of
 
 # What asks, or what its user knows.
@@ -44,7 +45,7 @@ class _Names(dict[Any, int]):
         return found
 
 
-class Lineage:
+class LossOrigin:
     """Follows the functions of split tensors outside of models; one of a process."""
 
     def __init__(self) -> None:
@@ -60,7 +61,8 @@ class Lineage:
         Until then some ranks alone may have followed them, for a model that others had closed.
         """
         self.on += 1
-        machine.kept.pop("backwards", None)
+        for backwards in machine.kept.get("backwards", {}).values():
+            backwards.forget()
 
     def follow(
         self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -109,24 +111,11 @@ class Lineage:
         for x in ends if self.on else ():
             layout = getattr(x, "_layout", None)
             if layout is not None and isinstance(layout.partition.home, Machine):
-                begun = layout.partition.home.kept.setdefault("backwards", {})
-                begun.setdefault(layout.partition.ranks, _Begun()).add(x._way)
+                Backwards.of(layout.partition.home, layout.partition.ranks).add(x._way)
 
-    def number(self, machine: Machine, ranks: Sequence[int]) -> int:
-        """Of where all backwards of some ranks began so far."""
-        return _begun(machine, ranks).number
-
-    def looked_at(self, machine: Machine, ranks: Sequence[int]) -> int:
-        """The same number; backwards from now on are told of without those before."""
-        begun = _begun(machine, ranks)
-        begun.last, begun.new = begun.new, []
-        return begun.number
-
-    def described(self, machine: Machine, ranks: Sequence[int]) -> list[str]:
-        """The calls that led to those before the last ``looked_at()``, for messages; all are forgotten."""
-        begun, found = _begun(machine, ranks), list[str]()
-        machine.kept["backwards"].pop(tuple(ranks))
-        wanted, seen = {*begun.last}, {0}
+    def described(self, ends: Sequence[int]) -> list[str]:
+        """The calls that led to results of these numbers, for messages."""
+        wanted, seen, found = {*ends}, {0}, list[str]()
         for number, function, told in reversed(self._recent):
             if number in wanted - seen:
                 seen.add(number)
@@ -143,22 +132,57 @@ class Lineage:
         return next((what for what, number in self._names.items() if number == told), ...)
 
 
-class _Begun:
-    # Backwards of some ranks: a number of all, and where those began that were not looked at, and the last
-    # that were.
+class Backwards:
+    """Backwards of some ranks of a machine: where they began is equal on all of these. Local."""
+
+    what = "backwards"
+
     def __init__(self) -> None:
-        self.number = 0
-        self.new: list[int] = []
-        self.last: list[int] = []
+        self.forget()
+
+    @classmethod
+    def of(cls, machine: Machine, ranks: tuple[int, ...]) -> Backwards:
+        """Those of these ranks."""
+        kept: dict[tuple[int, ...], Backwards] = machine.kept.setdefault("backwards", {})
+        found = kept.get(ranks)
+        if found is None:
+            found = kept[ranks] = cls()
+        return found
+
+    def forget(self) -> None:
+        """Begin anew."""
+        # A number of all; where those began that were not asked for yet, and the last that were.
+        self._number, self._new, self._last = 0, list[int](), list[int]()
 
     def add(self, way: int) -> None:
-        self.number = number_of(way, self.number)
-        self.new = [*self.new[-_FEW:], way]
+        """Note one that begins at a result of this number."""
+        self._number = number_of(way, self._number)
+        self._new = [*self._new[-_FEW:], way]
 
+    def number(self) -> int:
+        """Of where all began so far; words are of those since the number was asked for before."""
+        self._last, self._new = self._new, []
+        return self._number
 
-def _begun(machine: Machine, ranks: Sequence[int]) -> _Begun:
-    found: _Begun = machine.kept.setdefault("backwards", {}).setdefault(tuple(ranks), _Begun())
-    return found
+    def words(self) -> list[Any]:
+        """The number, and the calls that led to where the last began."""
+        return [self._number, LOSS_ORIGIN.described(self._last)]
+
+    def problem(self, said: Mapping[int, Any]) -> str:
+        """How ranks came to where their last backward began, if not alike; begins anew then."""
+        if len({number for number, _ in said.values()}) == 1:
+            return ""
+        self.forget()
+        at = first_difference(ways := [way for _, way in said.values()])
+        if at is None:
+            told = "of other plain tensors, as labels, of what was computed of weights, or without a graph"
+        else:
+            calls = [f"calls {way[at] if at < len(way) else 'nothing more'}" for way in ways]
+            told = by_ranks(dict(zip(said, calls, strict=True)))
+        return (
+            f"the backward before this call began at what the ranks computed in different ways:"
+            f" {told}. The gradients were of neither; do labels or factors of a loss depend on the rank?"
+        )
 
 
 def _number_of(x: torch.Tensor) -> int:
@@ -180,4 +204,4 @@ def _large(told: Any) -> Iterator[int]:
             yield one
 
 
-LINEAGE = Lineage()
+LOSS_ORIGIN = LossOrigin()

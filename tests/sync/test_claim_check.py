@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from distdl_rma.sync.claim_check import problems, statement
 from distdl_rma.sync.claims import Claim, ParameterEntry
-from distdl_rma.sync.consensus import problems, statement
 
 HEAD = {
     "name": "head",

@@ -1,0 +1,309 @@
+"""Calls that all ranks make alike: begun alike, gone through by the same functions, and ended alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
+
+import torch
+
+from distdl_rma.checks.arguments import all_of, are_apart, number_of, sample, some_of, spoken, values_of
+from distdl_rma.checks.consensus import Consensus, gather_words
+from distdl_rma.dtypes import as_words, is_in_memory
+from distdl_rma.errors import (
+    ClosedError,
+    DistdlError,
+    ExchangeTimeout,
+    MismatchError,
+    PeerFailedError,
+    SegmentError,
+)
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.machine import Machine
+from distdl_rma.segments.waiting.liveness import LOST, say_state
+
+_BEGUN, _ENDED, _RAISED = range(3)
+# So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
+_GRACE_SECONDS = 1.0
+# What peers wait for in vain, or know already.
+_KNOWN = PeerFailedError, ClosedError
+_AT_ONCE = ExchangeTimeout, SegmentError
+# Of plain tensors: functions that use the shape or type alone, and that overwrite the first argument.
+_UNREAD = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to", "resize_as_"})
+_OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "index_put_", "masked_scatter_"})
+
+
+class Check(Protocol):
+    """Something that is equal on all ranks when a call begins, and by what that is seen."""
+
+    # What the words are about, for messages.
+    what: str
+
+    def number(self) -> int:
+        """Number of this rank for the call that begins, equal on ranks where all is; local."""
+        ...
+
+    def words(self) -> Any:
+        """The same in words that JSON can carry, where the numbers of ranks differ; local."""
+        ...
+
+    def problem(self, said: Mapping[int, Any]) -> str:
+        """What the words of all ranks say is wrong, the same text on all of them; empty if nothing is."""
+        ...
+
+
+class Calls:
+    """What some ranks compare when each of their calls begins and ends; blocking, small.
+
+    Nobody begins a call before all others do, so what a rank sends in one call cannot be taken for part of
+    another. At its end all of them know whether they called the same functions; a rank that raises tells
+    those that do not. ``checks`` are compared at the beginning of a call: a number of all of them, and their
+    words where that number differs.
+    """
+
+    def __init__(
+        self, machine: Machine, ranks: Sequence[int], name: str, checks: Sequence[Check] = ()
+    ) -> None:
+        self._machine, self.ranks, self._name = machine, tuple(ranks), name
+        self._consensus, self._title = Consensus.of(machine.segments, self.ranks), f"calls of {name}"
+        self._open = False
+        self._checks = checks
+        # Calls so far, each of which compares other elements; kinds of inputs that were compared as a whole;
+        # kinds of plain tensors that functions were given.
+        self._number, self._seen = 0, set[object]()
+        self._met = set[Any]()
+
+    def begin(
+        self,
+        facts: tuple[int, ...],
+        described: Callable[[], str],
+        inputs: Sequence[torch.Tensor] = (),
+        checked: bool = True,
+    ) -> None:
+        """Begin a call; ``MismatchError`` on all ranks if facts differ, which are then described.
+
+        So it is if a check finds a problem, or some elements of plain inputs differ, unless nothing is
+        ``checked``.
+        """
+        sign = 0
+        if checked:
+            self._number = at = self._number + 1
+            numbers = [check.number() for check in self._checks]
+            if inputs:
+                numbers += [sample(x, at) for x in inputs]
+            sign = hash(tuple(numbers))
+        try:
+            self._open = self._consensus.alike(self._title, _BEGUN, hash(facts), sign)
+        except _AT_ONCE as error:
+            self._machine.fail(error)
+            raise
+        if self._open:
+            return
+        (*smallest, _), (*largest, _) = self._consensus.smallest, self._consensus.largest
+        if smallest != largest:
+            said = self._of_all(described(), "differences")
+            raise MismatchError(f"{self._name}: the ranks call it in different ways: {by_ranks(said)}")
+        for check in self._checks:
+            if problem := check.problem(self._of_all(check.words(), check.what)):
+                raise MismatchError(f"{self._name}: {problem}")
+        self._compare(inputs)
+        self._open = True
+
+    def go_on(self, trace: CallTrace | None, inputs: Sequence[torch.Tensor]) -> None:
+        """Compare all of plain inputs of a kind that is new: blocks taken for whole would be wrong.
+
+        In ``trace`` plain tensors that functions are given are noted from now on.
+        """
+        if trace is not None:
+            trace.at, trace.met = self._number, self._met
+        if inputs:
+            kind = tuple([(x.shape, x.dtype) for x in inputs])
+            if kind not in self._seen:
+                self._compare(inputs)
+                self._seen.add(kind)
+
+    def end(self, trace: CallTrace) -> None:
+        """End a call; ``MismatchError`` on all ranks if they called other functions or passed others."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if self._consensus.alike(self._title, _ENDED, trace.number, trace.number_of_plain):
+                return
+        except _AT_ONCE as error:
+            # Others may wait within the model, for what this rank has not called.
+            self._machine.labels.make_readable(error)
+            self._machine.fail(error)
+            raise
+        if self._consensus.largest[0] == _RAISED:
+            # Its notice is on the way.
+            self._machine.segments.waiter.until(lambda: False, self._consensus.missing, 10 * _GRACE_SECONDS)
+        if problem := self._parting(trace) or self._plain_apart(trace):
+            raise MismatchError(f"{self._name}: {problem}")
+
+    def failed(self, error: BaseException, trace: CallTrace) -> None:
+        """Say that the call raised: to ranks that do not raise alike this one has failed."""
+        machine = self._machine
+        begun, self._open = self._open, False
+        if isinstance(error, PeerFailedError):
+            machine.fail(error)
+        if machine.closed or isinstance(error, _KNOWN) or not begun:
+            return
+        machine.labels.make_readable(error) if isinstance(error, Exception) else None
+        if not isinstance(error, _AT_ONCE):
+            said = _RAISED, trace.number, len(trace.steps)
+            try:
+                if self._consensus.alike(self._title, *said, timeout=_GRACE_SECONDS):
+                    # As on one machine: who catches it can go on.
+                    return
+            except PeerFailedError:
+                # Another rank has told all of them before this one could.
+                say_state(error, LOST)
+                return
+            except DistdlError:
+                pass
+        machine.fail(error)
+
+    def abandon(self) -> None:
+        """End a call that all ranks leave alike before its end."""
+        self._open = False
+
+    def _compare(self, inputs: Sequence[torch.Tensor]) -> None:
+        equal_on_all_ranks(self._machine, self.ranks, inputs, "an input of a distributed model")
+
+    def _parting(self, trace: CallTrace) -> str:
+        # Where the ways of the ranks parted: all of them tell each other all calls.
+        calls = trace.calls
+        ways = self._of_all([call.word for call in calls], "ways").values()
+        at = first_difference(ways)
+        if at is None:
+            return ""
+        mine = calls[at].described if at < len(calls) else "the end of the model"
+        said = self._of_all(f"calls {mine}", "differences")
+        return (
+            f"the ranks went different ways: after {at} equal calls {by_ranks(said)}:"
+            " do modes, shapes or branches depend on the data of a rank?"
+        )
+
+    def _plain_apart(self, trace: CallTrace) -> str:
+        # The first plain tensor that differs by more than rounding, as what is computed of weights may.
+        mine = [(*kind, crc32(data)) for *kind, data in trace.plain]
+        given = [*zip_longest(*self._of_all(mine, "plain tensors").values())]
+        at = [n for n, each in enumerate(given) if any(one != each[0] for one in each)]
+        values = [values_of(*trace.plain[n][-2:]) for n in at if n < len(mine)]
+        told = zip_longest(*self._of_all(values, "elements").values())
+        for n, (first, *others) in zip(at, told, strict=True):
+            (step, dtype, shape, form), *more = [one[:-1] for one in given[n] if one is not None]
+            same = len(more) == len(others) and all(one == [step, dtype, shape, form] for one in more)
+            if same and not any(are_apart(dtype, form, first, one) for one in others):
+                continue
+            return (
+                f"{trace.calls[step - 1].described} is given a plain tensor of shape"
+                f" {tuple(shape)} that is not alike on all ranks. A plain tensor is the whole one: draw"
+                " random numbers on all ranks with one seed; a rank's own part of a tensor, as of to_local(),"
+                " becomes a split tensor by SplitTensor.from_local"
+            )
+        return ""
+
+    def _of_all(self, words: Any, what: str) -> dict[int, Any]:
+        return gather_words(self._machine.segments, words, f"calls of {self._name} ({what})", self.ranks)
+
+
+def first_difference(said: Any) -> int | None:
+    """Place of the first difference between lists of all ranks; None if there is none."""
+    return next((at for at, each in enumerate(zip_longest(*said)) if len({*each}) > 1), None)
+
+
+def by_ranks(said: Mapping[int, str]) -> str:
+    """What each rank says of itself, once for those that say the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {text}"
+        for text, those in ranks.items()
+    )
+
+
+def equal_on_all_ranks(
+    machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
+) -> None:
+    """Refuse plain tensors that differ between some ranks of a machine; blocking, collective over these."""
+    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
+    for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
+        if theirs != mine:
+            shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+            raise MismatchError(
+                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}: a plain"
+                " tensor is the whole one, alike on all ranks; a block becomes a split tensor by"
+                " SplitTensor.from_local"
+            )
+
+
+class CalledFunction(NamedTuple):
+    """A call of a function, anything with ``word`` and ``described``, and the arguments without tensors."""
+
+    step: Any
+    said: list[Any]
+
+    @property
+    def word(self) -> int:
+        """A number, alike on ranks that do the same."""
+        return number_of(self.said, self.step.word)
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        described: str = self.step.described
+        return described + spoken(self.said)
+
+
+class CallTrace:
+    """The functions that a rank calls in a call of a model, and the numbers that it passes them."""
+
+    def __init__(self) -> None:
+        # Each has ``word``, a number alike on ranks that do the same, and ``described``, for messages.
+        self.steps: list[Any] = []
+        # The number of each step that was told something, and what.
+        self.said: list[Any] = []
+        # Plain tensors: the number of the step that was given one, its type and shape, and elements with
+        # their type: of all of them in the first call with such a tensor, later of others in each call.
+        self.plain: list[tuple[int, str, tuple[int, ...], str, bytes]] = []
+        # The number of the call, and kinds of plain tensors in earlier ones; None as long as none is noted.
+        self.at = 0
+        self.met: set[Any] | None = None
+        self.graph = torch.is_grad_enabled()
+        self.thread = threading.get_ident()
+
+    @property
+    def number(self) -> int:
+        """Of all of it, alike on ranks that called the same functions."""
+        return hash((number_of(self.said), *[step.word for step in self.steps]))
+
+    @property
+    def number_of_plain(self) -> int:
+        """Of the plain tensors that functions were given, alike on ranks where these are."""
+        return number_of(self.plain) if self.plain else 0
+
+    def note_plain(self, function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
+        """Note what is compared of plain tensors that the last step was given."""
+        name = getattr(function, "__name__", "")
+        if self.met is None or name in _UNREAD:
+            return
+        for at, x in enumerate(given):
+            if not is_in_memory(x) or (args and x is args[0] and name in _OVERWRITE):
+                continue
+            dtype, shape = str(x.dtype), tuple(x.shape)
+            kind = self.steps[-1].word, at, dtype, shape
+            found = (dtype, some_of(x, self.at)) if kind in self.met else all_of(x)
+            self.met.add(kind)
+            self.plain += ((len(self.steps), dtype, shape, *found),)
+
+    @property
+    def calls(self) -> list[CalledFunction]:
+        """Each call with what it was told."""
+        said = dict(zip(self.said[::2], self.said[1::2], strict=True))
+        return [CalledFunction(step, said.get(at, [])) for at, step in enumerate(self.steps, 1)]

@@ -1,0 +1,144 @@
+"""Whether ranks do the same: numbers are compared, and words travel only where these differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.collectives.allgather import Allgather
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
+from distdl_rma.segments.manager import SegmentManager
+
+# Bytes of each rank that travel at a time, and of all of them together.
+_PASS_NBYTES, _ALL_NBYTES = 512, 1 << 20
+_LEAST_NBYTES = 64
+# Of a title, behind its fingerprint in so many digits.
+_TITLE_NBYTES, _CODE = 192, 14
+_code = lru_cache(1 << 10)(fingerprint)
+
+
+class Consensus(EqualityCheck):
+    """One of each list of ranks of a machine, for all that these have to agree on; blocking, small.
+
+    Ranks at one place, its ``title``, compare three numbers: in the usual case, all being alike, that costs
+    O(log P) messages of a few words. Rows of bytes go to all ranks only where the numbers differ. Ranks that
+    are at different places learn it from ``MismatchError``, on all of them alike. The memory is small, and
+    stays until the machine is closed. Local to make; the first start connects, and is collective.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int]) -> None:
+        super().__init__(manager, ranks, "agreement")
+        self._pass_nbytes = max(_LEAST_NBYTES, min(_PASS_NBYTES, _ALL_NBYTES // len(self.ranks)))
+        self._passes: Allgather | None = None
+        # What a timeout may have left: passes that are over, of which row, and what is gathered.
+        self._parts: list[NDArray[np.uint8]] = []
+        self._telling: tuple[bytes, int] | None = None
+        self._gathering: tuple[str, bytes] | None = None
+
+    @classmethod
+    def of(cls, manager: SegmentManager, ranks: Sequence[int]) -> Consensus:
+        """The one of these ranks, in this order."""
+        key = Consensus, tuple(ranks)
+        found = manager.kept.get(key)
+        if not isinstance(found, Consensus):
+            found = manager.kept[key] = cls(manager, ranks)
+        return found
+
+    def start(self, title: str, *words: int) -> int:
+        """Say three integers of 64 bits at the place of this title; does not wait.
+
+        Returns the number of the epoch, for ``wait``, which returns whether all said the same. A start that
+        is repeated after a timeout goes on with its epoch. Rows that were given up after one are waited for.
+        """
+        said = _code(title), *words
+        if self._telling is not None and not (self._late and (title, said) == (self._for, self._said)):
+            # Given up here; the others take it to its end.
+            self.rows(*self._telling)
+        return super().start(title, *said)
+
+    def alike(self, title: str, *words: int, timeout: float | None = None) -> bool:
+        """Whether all ranks say the same three integers; blocking until all have said theirs."""
+        return self.wait(timeout, self.start(title, *words))
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The largest of each integer that some rank said last."""
+        return super().largest[1:]
+
+    @property
+    def smallest(self) -> tuple[int, ...]:
+        """The smallest of each integer that some rank said last."""
+        return super().smallest[1:]
+
+    def gather(self, title: str, row: bytes) -> list[bytes]:
+        """Rows of all ranks, in their order; blocking, collective. Digests only if all are alike.
+
+        After a timeout the call can be repeated.
+        """
+        if self._gathering != (title, row):
+            self._gathering = None
+            if self.alike(title, len(row), fingerprint(row), 0):
+                return [row] * len(self.ranks)
+            self._gathering = title, row
+        found = self.rows(row, self.largest[0])
+        self._gathering = None
+        return found
+
+    def rows(self, row: bytes, longest: int) -> list[bytes]:
+        """Rows of all ranks, in their order, of so many bytes at most; blocking, collective.
+
+        After a timeout the call can be repeated.
+        """
+        if self._passes is None:
+            self._passes = Allgather(
+                self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
+            )
+        size, head = len(self.ranks), len(row).to_bytes(4, "little")
+        self._telling = row, longest
+        count = -(-(longest + len(head)) // self._pass_nbytes)
+        mine = np.frombuffer((head + row).ljust(count * self._pass_nbytes, b"\0"), np.uint8)
+        for part in mine.reshape(count, self._pass_nbytes)[len(self._parts) :]:
+            if not self._passes.running:
+                self._passes.active[:] = part
+                self._passes.start()
+            self._parts.append(self._passes.wait().reshape(size, -1).copy())
+        parts, self._parts, self._telling = self._parts, [], None
+        found = [each.tobytes() for each in np.concatenate(parts, axis=1)]
+        return [each[4 : 4 + int.from_bytes(each[:4], "little")] for each in found]
+
+    def _explain(self) -> None:
+        (least, *_), (most, *_) = super().smallest, super().largest
+        if least == most:
+            return
+        # Those that are elsewhere come here too.
+        text = f"{self._said[0]:0{_CODE}x}{self._for}".encode()[:_TITLE_NBYTES]
+        titles = self.rows(text, _TITLE_NBYTES)
+        self._waited, self._late = self.epoch, False
+        at, other = next((at, title) for at, title in enumerate(titles) if title != titles[0])
+        first, second = (repr(title[_CODE:].decode(errors="ignore")) for title in (titles[0], other))
+        raise MismatchError(
+            f"rank {self.ranks[0]} is in {first} but rank {self.ranks[at]} in {second}: do all ranks build"
+            " and call the same things in the same order, with the same arguments?"
+        )
+
+
+def gather_words(
+    manager: SegmentManager, words: Any, name: str, ranks: Sequence[int] | None = None
+) -> dict[int, Any]:
+    """What every rank says, in words that JSON can carry, by rank id in the order of ``ranks``.
+
+    Collective over these, all of the machine if None; blocking, for set-up and for errors. ``name`` is for
+    messages, alike on all ranks. Only a digest travels where all say the same.
+    """
+    ranks = manager.ranks if ranks is None else tuple(ranks)
+    texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
+    # Most ranks say what others say too.
+    said = {text: json.loads(text) for text in set(texts)}
+    return {rank: said[text] for rank, text in zip(ranks, texts, strict=True)}

@@ -1,0 +1,69 @@
+"""What ranks compare when calls begin and end, without a model; tests/model has the rest."""
+
+import pytest
+import torch
+
+from distdl_rma import Machine, MismatchError
+from distdl_rma.checks.calls import Calls, CallTrace, by_ranks, equal_on_all_ranks, first_difference
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm):
+    calls, odd = Calls(Machine.of(P_world), P_world.ranks, "Some model"), comm.rank == 1
+    others = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2, 3"}[comm.size]
+    with pytest.raises(MismatchError, match=rf"{others}: is even; rank 1: is odd"):
+        calls.begin((odd,), lambda: "is odd" if odd else "is even")
+    calls.begin((), str)
+    calls.end(CallTrace())
+
+
+class Flag:
+    """A check of a number, which may differ on some ranks without being wrong."""
+
+    what = "flags"
+
+    def __init__(self, number, wrong):
+        self._number, self._wrong = number, wrong
+
+    def number(self):
+        return self._number
+
+    def words(self):
+        return self._number
+
+    def problem(self, said):
+        return f"flags {sorted({*said.values()})}" if self._wrong else ""
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("wrong", [True, False])
+def test_words_of_checks_decide_where_numbers_differ(P_world, comm, wrong):
+    checks = Flag(7, True), Flag(comm.rank == 1, wrong)
+    calls = Calls(Machine.of(P_world), P_world.ranks, "Some model", checks)
+    for _ in range(2):
+        if wrong:
+            with pytest.raises(MismatchError, match=r"Some model: flags \[7\]"):
+                calls.begin((), str)
+        else:
+            checks[0]._wrong = False
+            calls.begin((), str)
+            calls.end(CallTrace())
+        calls.begin((), str, checked=False)
+        calls.end(CallTrace())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+def test_tensors_that_differ_are_refused(P_world):
+    machine, x = Machine.of(P_world), torch.arange(4.0)
+    equal_on_all_ranks(machine, P_world.ranks, [x], "x")
+    with pytest.raises(MismatchError, match="x differs between rank"):
+        equal_on_all_ranks(machine, P_world.ranks, [x + (P_world.rank == 1)], "x")
+
+
+def test_differences_are_found_and_told_by_ranks():
+    assert first_difference([[1, 2], [1, 2]]) is None
+    assert first_difference([[1, 2], [1, 3]]) == 1 == first_difference([[1], [1, 2]])
+    assert by_ranks({3: "a", 5: "b", 7: "a"}) == "ranks 3, 7: a; rank 5: b"
