@@ -41,9 +41,9 @@ def test_where_the_cut_of_a_reshaped_tensor_goes(dim, shape, source, result):
 def test_what_cannot_be_cut_is_copied():
     assert cuts.reshaped(cut((1, 3, 2, 2), 2, 5), (1, 12))[0].axes == (None,) * 4
     assert cuts.elsewhere(cut((1, 3), 1), [1]).axes == (None, None)
-    assert lay.cut_dims(cuts.elsewhere(cut((4, 3, 9), 1), [1])) == (2,)
+    assert cuts.elsewhere(cut((4, 3, 9), 1), [1]).cut_dims == (2,)
     # Less moves than for copies, though it is shorter than the number of ranks.
-    assert lay.cut_dims(cuts.elsewhere(cut((1, 9, 2), 1, 4), [1])) == (2,)
+    assert cuts.elsewhere(cut((1, 9, 2), 1, 4), [1]).cut_dims == (2,)
 
 
 @pytest.mark.parametrize("bounds", [(0, 11, 1), (1, 11, 3), (5, 5, 1), (9, 10, 2), (0, 1, 4)])
