@@ -162,6 +162,15 @@ def test_classes_of_vectors_and_empty_blocks(P_world, shape):
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_no_rows_of_weighted_classes(P_world, reduction):
+    none, weight = torch.zeros(0, 2, dtype=torch.int64), torch.rand(9, dtype=torch.float64)
+    options = {"weight": weight, "label_smoothing": 0.2, "reduction": reduction}
+    check(P_world, lambda x: F.cross_entropy(x, none, **options), [numbers((0, 9, 2))])
+
+
+@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_split_targets(P_world):
     target = torch.randint(0, 3, ROWS)
