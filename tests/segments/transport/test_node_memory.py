@@ -106,7 +106,7 @@ def fill(*arguments):
 
 look, NodeMemory.check_room = NodeMemory.check_room, fill
 try:
-    Machine(segment_size="32MiB", reserve=True, timeout=1)
+    Machine(segment_size="32MiB", reserve=True, timeout=5)
 except SegmentError as error:
     sys.stdout.write(f"SegmentError: {error}" + chr(10))
     sys.stdout.flush()
