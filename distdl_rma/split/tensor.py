@@ -56,6 +56,7 @@ _UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
 # What may write into a tensor that is given, and gets arguments as they are passed.
 _AS_PASSED = frozenset({"copies", "registered"})
 # What autograd itself does with the gradients that a function returns.
+_ACCUMULATES: Any = vars(torch._C._functions)["AccumulateGrad"]
 _OF_GRADIENTS = {
     "aten.add.Tensor": torch.add,
     "aten._to_copy.default": torch.Tensor.to,
@@ -299,9 +300,11 @@ class SplitTensor(torch.Tensor):
         name, inside = str(func), runs()
         if func.overloadpacket in _ASKED_BY_TORCH:
             return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
-        if name == "aten.detach.default" and (inside or torch._C._current_graph_task_id() < 0):
-            # What an autograd function saves of its results.
-            return SplitTensor(args[0]._local.detach(), args[0]._layout)
+        if name == "aten.detach.default" and (inside or not _accumulates()):
+            # What an autograd function saves of its results, or a checkpoint of its arguments: torch asks for
+            # it again in a backward only where it has a graph.
+            asked = torch._C._current_graph_task_id() >= 0
+            return SplitTensor(args[0]._local.detach().requires_grad_(asked), args[0]._layout)
         if name in _OF_GRADIENTS and inside:
             return composed(_OF_GRADIENTS[name], *args, **kwargs)
         # Before a gradient is put into .grad.
@@ -329,6 +332,11 @@ class SplitTensor(torch.Tensor):
 
 
 TENSORS.add(SplitTensor)
+
+
+def _accumulates() -> bool:
+    # Whether a gradient is put into .grad just now.
+    return isinstance(torch._C._current_autograd_node(), _ACCUMULATES)
 
 
 def _cast(name: str, given: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,6 +73,8 @@ def test_values_and_memory_are_refused_with_the_remedy(s):
             continue
         with pytest.raises(UnsupportedError, match=r"full_tensor\(\)|to_local\(\)|redistribute\(\)"):
             call(s)
+    with pytest.raises(UnsupportedError, match=r"torch\.from_numpy"):
+        s * np.ones(5)
     total = s.sum()
     assert float(total) == total.item() == total.tolist() == total.numpy()
     assert bool(s.abs().max() > 0) is True

@@ -143,6 +143,41 @@ def test_activation_checkpointing(comm):
     )
 
 
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clamp(-1, 1)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * (x == y)
+
+
+class CheckpointedTwice(Net):
+    """Checkpoints within others, of what an autograd function returns as well."""
+
+    def forward(self, x):
+        y = checkpoint(self.middle, F.relu(self.norm(self.stem(x))), use_reentrant=False)
+        return self.head(y.mean((2, 3))) * self.scale
+
+    def middle(self, y):
+        z = checkpoint(lambda y: checkpoint(self.body, y, use_reentrant=False).sin(), y, use_reentrant=False)
+        z = checkpoint(lambda z: Clipped.apply(z.exp()) * z, z, use_reentrant=False)
+        return y + checkpoint(
+            nn.Sequential(self.frozen, nn.Tanh()), Clipped.apply(z) * y, use_reentrant=False
+        )
+
+
+def test_checkpoints_within_checkpoints(comm):
+    both(
+        lambda model: loop(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: (torch.manual_seed(3), CheckpointedTwice().double())[1],
+    )
+
+
 def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(comm):
     class Activated(Net):
         def forward(self, x):

@@ -20,6 +20,8 @@ import mpi4py
 from distdl_rma.errors import DistdlError, PeerFailedError
 from distdl_rma.segments.waiting.liveness import FailureNotices, cause_of
 
+_FULL = "DISTDL_RMA_FULL_TRACEBACKS"
+_LEFT_OUT = f"({_FULL}=1 shows the frames of torch and of distdl_rma as well)\n"
 _OWN = f"{Path(__file__).parents[2]}/"
 _LAUNCHERS = f"{Path(mpi4py.__file__).parent}/", runpy.__file__, "<frozen runpy>", contextlib.__file__
 
@@ -27,14 +29,17 @@ _LAUNCHERS = f"{Path(mpi4py.__file__).parent}/", runpy.__file__, "<frozen runpy>
 def short_traceback(error: BaseException) -> str:
     """Traceback as Python prints it, with the frames of the user's program only.
 
-    For errors that are not of this library, the frames behind the user's last one stay: the error is there.
+    Behind an error that is not of this library, a line says how to see the others.
     """
     chain = [*_chain(error)]
     whole = [each.__traceback__ for each in chain]
     try:
         for each in chain:
             each.__traceback__ = _shortened(each)
-        return "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error))
+        last = [*_entries(whole[0])][-1:]
+        hides = any(_is_inner(each) for each in last) and error.__traceback__ is not whole[0]
+        return text + _LEFT_OUT if hides and not isinstance(error, DistdlError) else text
     finally:
         for each, trace in zip(chain, whole, strict=True):
             each.__traceback__ = trace
@@ -47,18 +52,11 @@ def place_of(error: BaseException) -> str:
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    entries = [*_entries(error.__traceback__)]
-    users = [at for at, each in enumerate(entries) if not _is_inner(each)]
-    if not users:
-        return error.__traceback__
-    behind = [] if isinstance(error, DistdlError) else entries[users[-1] + 1 :]
-    calls = f"{_torch()}nn/modules/module.py"
-    kept = [entries[at] for at in users]
-    kept += [each for each in behind if each.tb_frame.f_code.co_filename != calls]
     trace = None
-    for each in reversed(kept):
-        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return trace
+    for each in reversed([*_entries(error.__traceback__)]):
+        if not _is_inner(each):
+            trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return error.__traceback__ if trace is None else trace
 
 
 def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -89,7 +87,6 @@ _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
 # How long a rank looks whether a rank before it fails with the same error, which then shows the traceback.
 _ALIKE_SECONDS = 0.4
-_FULL = "DISTDL_RMA_FULL_TRACEBACKS"
 
 
 class Failing(Protocol):

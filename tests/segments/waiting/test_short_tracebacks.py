@@ -31,11 +31,12 @@ def test_frames_between_those_of_the_user_are_left_out():
     assert place_of(error).startswith("test_short_tracebacks.py:")
 
 
-def test_frames_behind_the_users_stay_if_the_error_is_not_of_this_library():
+def test_frames_behind_the_users_are_left_out_and_a_line_says_so_if_the_error_is_not_of_this_library():
     text = short_traceback(raised(lambda: torch.nn.Conv2d(1, 1, 3)(torch.ones(1))))
-    assert "in _conv_forward" in text and "_call_impl" not in text
+    assert "in _conv_forward" not in text and "_call_impl" not in text
+    assert "\nRuntimeError: Expected" in text and text.endswith("torch and of distdl_rma as well)\n")
     text = short_traceback(raised(lambda: Partition((0, 1), (3,), 0)))
-    assert "distdl_rma/" not in text and "PartitionError: " in text
+    assert "distdl_rma/" not in text and "PartitionError: " in text and "FULL_TRACEBACKS" not in text
 
 
 def test_launchers_are_left_out_and_causes_are_shortened(tmp_path):

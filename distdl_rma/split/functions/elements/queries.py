@@ -203,7 +203,10 @@ _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values of a tensor that every rank has all of; of a split one refused."""
     if args[0].is_split:
-        raise refused(func, ON_MANY_RANKS)
+        numpy = (
+            "; of a numpy array beside it make a tensor by torch.from_numpy()" if func is _T.__array__ else ""
+        )
+        raise refused(func, ON_MANY_RANKS + numpy)
     return func(args[0]._local, *args[1:], **kwargs)
 
 

@@ -212,7 +212,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Writes to places that only the indices tell."""
     if not any_cut(args, kwargs):
         return on_copies(func, args, kwargs)
-    raise refused(func, f"it writes by indices or a mask; {_REMEDY}")
+    raise refused(func, f"it writes by indices or a mask; write x[mask] = value, or {_REMEDY}")
 
 
 @rule(

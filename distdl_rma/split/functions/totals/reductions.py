@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split.calls.refusals import refusing
@@ -136,7 +138,11 @@ def variance(
     if correction >= along.count:
         # Infinite, or not a number, and so are gradients, as torch has it.
         along.local, along.layout = with_whole(along.site, x, dims)
-        y = func(along.local, dim, correction=correction, keepdim=True)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            y = func(along.local, dim, correction=correction, keepdim=True)
+        for each in warned:
+            warn_user(str(each.message), each.category)
         return mapped(lambda each: along.result(each, keepdim), y)
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count

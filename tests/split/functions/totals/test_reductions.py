@@ -70,6 +70,15 @@ def test_variances_without_a_degree_of_freedom(P_world, correction):
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_the_warning_of_no_degree_of_freedom_names_the_users_line(P_world):
+    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), numbers((2, 3, 4)))
+    with pytest.warns(UserWarning, match="degrees of freedom") as warned:
+        x.var(correction=24)
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.mpi
 def test_a_standard_deviation_of_equal_elements(P_world):
     check(P_world, lambda x: x.std((1, 2)), [torch.ones(2, 4, 3, dtype=torch.float64, requires_grad=True)])
 
