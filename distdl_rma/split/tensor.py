@@ -55,8 +55,8 @@ _LISTS: frozenset[Any] = frozenset({list, tuple})
 _UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
 # What may write into a tensor that is given, and gets arguments as they are passed.
 _AS_PASSED = frozenset({"copies", "registered"})
-# What autograd itself does with the gradients that a function returns.
 _ACCUMULATES: Any = vars(torch._C._functions)["AccumulateGrad"]
+# What autograd itself does with the gradients that a function returns.
 _OF_GRADIENTS = {
     "aten.add.Tensor": torch.add,
     "aten._to_copy.default": torch.Tensor.to,
