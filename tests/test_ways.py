@@ -53,7 +53,10 @@ def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_world, comm):
         # A backward runs on the thread that calls it, tensors of the CPU being all there are.
         backward, _ = entered(loss.backward)
     waited = named("A notification's way")
-    for seen, heading in ((forward, "A tensor's way through a convolution"), (backward, "A gradient's way through a layer")):
+    for seen, heading in (
+        (forward, "A tensor's way through a convolution"),
+        (backward, "A gradient's way through a layer"),
+    ):
         assert seen - waited <= named(heading)
         assert named(heading) <= seen
 
