@@ -182,10 +182,10 @@ def _runs(node: Any) -> bool:
 
 
 def note_reached_full_tensor(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> bool:
-    """Note that the running backward has come by all of a split tensor, at this node of its graph.
+    """Record that the running backward has reached the whole of a split tensor, at this node of its graph.
 
-    From now on what comes to parameters from behind it is added up, to tell it from what they get besides.
-    Returns whether the gradient that came is alike on all ranks.
+    From now on gradients that reach parameters through this node are added up, to tell them from others.
+    Returns whether the gradient at the node is identical on all ranks.
     """
     if RUNNING.depth:
         return False

@@ -292,7 +292,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             try:
                 self._meet_to_close(timeout)
             except BaseException:
-                self.watch.stay()
+                self.watch.undo_leave()
                 raise
         for tenant in tuple(self._tenants):
             tenant.release()
@@ -326,7 +326,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         notices, watch = self.notices, self.watch
         if notices.failed:
             # The others do not close any more. They may be in ``MPI_Finalize``, where they do not answer.
-            notices.stay(_NOTICE_SECONDS)
+            notices.wait_until_noticed(_NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
                 try:

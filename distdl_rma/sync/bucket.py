@@ -63,7 +63,7 @@ class GradientSlot:
         self.hooks: Any = None
         # Hooks of the user that want what was accumulated, kept from it until all ranks have it.
         self.later: dict[int, Callable[[torch.Tensor], object]] = {}
-        # Whether this rank contributes what all have alike; None until somebody has asked.
+        # Whether this rank contributes a gradient that all ranks computed identically; None before the first.
         self.contributes_common: bool | None = None
 
     def anew(self) -> GradientSlot:
