@@ -1,5 +1,6 @@
 """The rules of the table, one file for each kind of function; importing them fills it."""
 
+from distdl_rma.split.functions import refused as refused
 from distdl_rma.split.functions.elements import pointwise as pointwise
 from distdl_rma.split.functions.elements import queries as queries
 from distdl_rma.split.functions.elements import random as random

@@ -208,12 +208,3 @@ def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     soft = y._local
     top = soft.detach().max(dim, keepdim=True)[1]
     return SplitTensor(torch.zeros_like(soft).scatter_(dim, top, 1.0) - soft.detach() + soft, y._layout)
-
-
-@rule("refused", "multinomial", "fractional_max_pool2d", "fractional_max_pool3d")
-@rule("refused", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices")
-def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draws that depend on all elements: on copies only."""
-    if any_cut(args, kwargs):
-        raise refused(func, "what it draws depends on elements that are on many ranks")
-    return on_copies(func, args, kwargs)

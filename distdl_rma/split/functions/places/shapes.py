@@ -251,12 +251,3 @@ def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
     y = torch.repeat_interleave(local, times, dim)
     return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
-
-
-@rule(
-    "refused",
-    *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_".split(),
-)
-def shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Changes the shape of the tensor itself."""
-    raise refused(func, "it changes the shape of the tensor itself; use the form without the underscore")

@@ -27,7 +27,7 @@ from distdl_rma.split.functions.places.indexing import (
 )
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for
+from distdl_rma.split.operands import as_part, common_partition, machine_of, part_for
 from distdl_rma.split.reducing import with_whole
 from distdl_rma.split.tensor import (
     SplitTensor,
@@ -205,14 +205,6 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
         return found.permute(*range(count, count + at), *range(count), *range(count + at, found.dim()))
 
     return composed(rows)
-
-
-@rule("refused", *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split())
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Writes to places that only the indices tell."""
-    if not any_cut(args, kwargs):
-        return on_copies(func, args, kwargs)
-    raise refused(func, f"it writes by indices or a mask; write x[mask] = value, or {_REMEDY}")
 
 
 @rule(

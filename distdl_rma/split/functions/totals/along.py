@@ -140,12 +140,6 @@ def place_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return SplitTensor(func(as_part(site, sequence, part, layout, 1), local, **options), layout)
 
 
-@rule("movement", *"unique unique_consecutive histc histogram bincount corrcoef cov".split())
-def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
-    return on_copies(func, args, kwargs)
-
-
 _EACH = "fft ifft rfft irfft hfft ihfft".split()
 
 

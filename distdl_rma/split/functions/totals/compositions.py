@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,55 +47,33 @@ def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> 
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
-def _word(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
-    if size_average is None and reduce is None:
-        return reduction
-    return "none" if reduce is False else "sum" if size_average is False else "mean"
-
-
 @rule("loss", F.cosine_embedding_loss)
 @refusing
 @composition
-def cosine_embedding_loss(
-    input1: Any,
-    input2: Any,
-    target: Any,
-    margin: float,
-    size_average: bool | None,
-    reduce: bool | None,
-    reduction: str,
-) -> Any:
+def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float, **how: Any) -> Any:
     """Sums over the vectors, then as losses of single elements."""
     d = target.dim()
     squares = [(x * x).sum(d) + 1e-12 for x in (input1, input2)]
     cosine = (input1 * input2).sum(d) / (squares[0] * squares[1]).sqrt()
     y = torch.where(target == 1, 1 - cosine, 0) + torch.where(target == -1, (cosine - margin).clamp(min=0), 0)
-    return finished(y, _word(reduction, size_average, reduce))
+    return finished(y, **how)
 
 
 @rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
 @refusing
 @composition
 def triplet_margin_loss(
-    anchor: Any,
-    positive: Any,
-    negative: Any,
-    margin: float,
-    swap: bool,
-    reduction: str,
-    distance_function: Callable[[Any, Any], Any] | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    **norm: Any,
+    anchor: Any, positive: Any, negative: Any, margin: float, swap: bool, **how: Any
 ) -> Any:
     """Distances, then as losses of single elements."""
     if not anchor.dim() == positive.dim() == negative.dim():
         raise ShapeError("triplet_margin_loss: anchor, positive and negative must have as many dimensions")
-    distance: Any = distance_function or partial(F.pairwise_distance, **norm)
+    norm = {name: how.pop(name) for name in ("p", "eps") if name in how}
+    distance: Any = how.pop("distance_function", None) or partial(F.pairwise_distance, **norm)
     near, far = distance(anchor, positive), distance(anchor, negative)
     if swap:
         far = torch.minimum(far, distance(positive, negative))
-    return finished((margin + near - far).clamp(min=0), _word(reduction, size_average, reduce))
+    return finished((margin + near - far).clamp(min=0), **how)
 
 
 @rule("contraction", torch.cdist)
