@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
@@ -46,39 +47,25 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
 @rule("window", F.unfold)
 @refusing
 @of_cut()
-def unfold(call: Call, site: Site, x: SplitTensor, **others: Any) -> Any:
+def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The patches of whole planes; they are cut along their row, channels and batch stay cut."""
-    func, *_ = call
-    layout = x._layout
-    dims = len(layout.shape)
-    channels = dims - 3
-    local, whole = with_whole(site, x, (dims - 2, dims - 1))
+    dims, times = len(x._layout.shape), math.prod(each_dim(how["kernel_size"], 2))
+    rows, columns, channels = dims - 2, dims - 1, dims - 3
+    local, whole = with_whole(site, x, (rows, columns))
+    y = computed(partial(call[0], **how), local)
 
-    def make() -> tuple[int, int, Decomposition, Decomposition]:
-        global_shape = func(torch.empty(layout.shape, device="meta"), **others).shape
-        times, patches = global_shape[-2] // max(layout.shape[channels], 1), global_shape[-1]
+    def of_patches(found: Decomposition) -> Decomposition:
+        # Patches are cut as the first of rows and columns that is.
+        d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
+        rest = lay.whole(found, {rows, columns} - {d})
+        splits = {
+            channels: cuts.scaled(found.splits[channels], times, 1),
+            rows: Balanced(y.shape[-1], found.splits[d].parts),
+        }
+        return lay.with_splits(lay.reordered(rest, [*range(rows), d]), splits)
 
-        def cut_as(found: Decomposition, row: int | None) -> Decomposition:
-            # Of which grid dimension ``row`` cuts the patches.
-            each = Listed(tuple(n * times for n in cuts.lengths(found.splits[channels])))
-            axes = [
-                dims - 2 if g == row else a if a in range(channels + 1) else None
-                for g, a in enumerate(found.axes)
-            ]
-            parts = 1 if row is None else found.partition.shape[row]
-            splits = [*found.splits[:channels], each, Balanced(patches, parts)]
-            return lay.layout(found.partition, splits, tuple(axes))
-
-        first = next((g for g, axis in enumerate(layout.axes) if axis in (dims - 2, dims - 1)), None)
-        return times, patches, cut_as(whole, None), cut_as(layout, first)
-
-    times, patches, copies, cut = site.kept(("patches", layout, str(others)), make)
-    if local.numel():
-        y = func(local, **others)
-    else:
-        nothing = local.new_zeros((*local.shape[:channels], local.shape[channels] * times, patches))
-        y = nothing + local.sum().to(local.dtype)
-    return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
+    target = of_patches(x._layout)
+    return SplitTensor(redistributed(site, y, of_patches(whole), target, "cut again"), target)
 
 
 @rule("window", F.fold)
@@ -86,26 +73,11 @@ def unfold(call: Call, site: Site, x: SplitTensor, **others: Any) -> Any:
 @of_cut()
 def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Patches meet anywhere in the plane: of all of them, cut again behind."""
-    func, *_ = call
-    size, times = each_dim(how["output_size"], 2), prod(each_dim(how["kernel_size"], 2))
-    layout = x._layout
-    rows, patches = len(layout.shape) - 2, len(layout.shape) - 1
-    local, whole = with_whole(site, x, (rows, patches))
-
-    def make() -> tuple[Decomposition, Decomposition]:
-        channels = layout.shape[rows] // times
-        extents, parts = (channels, *size), (layout.splits[rows].parts, layout.splits[patches].parts, 1)
-        planes = [Balanced(n, 1) for n in extents]
-        copies = lay.layout(layout.partition, [*whole.splits[:rows], *planes], whole.axes)
-        planes = [Balanced(n, each) for n, each in zip(extents, parts, strict=True)]
-        return copies, lay.layout(layout.partition, [*layout.splits[:rows], *planes], layout.axes)
-
-    copies, cut = site.kept(("planes", layout, times, size), make)
-    if local.numel():
-        y = func(local, **how)
-    else:
-        y = local.new_zeros(copies.box(layout.partition.me).shape) + local.sum()
-    return SplitTensor(redistributed(site, y, copies, cut, "cut again"), cut)
+    dims = len(x._layout.shape)
+    local, whole = with_whole(site, x, (dims - 2, dims - 1))
+    # Patches become rows, and columns are new.
+    found, before = (lay.reordered(each, [*range(dims), None]) for each in (whole, x._layout))
+    return put_back(site, computed(partial(call[0], **how), local), found, before, "cut again")
 
 
 @rule("window", "grid_sample", "grid_sampler")

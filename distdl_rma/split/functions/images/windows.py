@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
@@ -36,7 +37,7 @@ from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import needs_of, of_cut
 from distdl_rma.split.reducing import by_whole_dims
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _LEADING = 2
 _DIMS = (1, 2, 3)
@@ -109,31 +110,22 @@ def _stencil(how: Mapping[str, Any], dims: int) -> Stencil:
 
 
 @rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
+@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
 @of_cut(empty=False)
 def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
     """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
-    func, *_ = call
-    dims, indices = dims_of(func), bool(return_indices) or func.__name__.endswith("_with_indices")
+    func, adaptive = call[0], "output_size" in how
+    # The one-dimensional function of torch's lowest floor returns both.
+    both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
+    dims, indices = dims_of(func), bool(return_indices or both)
 
-    def options() -> MaxPoolOptions:
+    def options() -> Any:
+        if adaptive:
+            return AdaptiveOptions(_sizes(how["output_size"], dims), indices)
         return MaxPoolOptions(_stencil(how, dims), indices)
 
-    key = str(how), indices
-    return _largest(call, site, local_of(x), x._layout, dims, MaxPooling, key, options, indices)
-
-
-def _largest(
-    call: Call,
-    site: Site,
-    local: torch.Tensor,
-    layout: Decomposition,
-    dims: int,
-    kind: type[Any],
-    key: Hashable,
-    make: Callable[[], Any],
-    indices: bool,
-) -> Any:
-    y, operation = windowed(call, site, local, layout, dims, kind, key, make)
+    kind, key = AdaptiveMaxPooling if adaptive else MaxPooling, (str(how), indices)
+    y, operation = windowed(call, site, local_of(x), x._layout, dims, kind, key, options)
     if not indices:
         return with_single_copied(site, y)
     found = operation.take_indices() if isinstance(operation, MaxWindows) else None
@@ -158,25 +150,20 @@ def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
 
 
 @rule("window", *_of_dims("lp_pool{}d"))
+@refusing
 @of_cut(empty=False)
 def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
     """The norm of each window, which a rank's outputs fetch."""
-    norm, dims, local, layout = float(norm_type), dims_of(call[0]), local_of(x), x._layout
-    key, largest = str(how), abs(norm) == float("inf")
+    norm, dims = float(norm_type), dims_of(call[0])
 
-    def options() -> Any:
-        return (MaxPoolOptions if largest else AvgPoolOptions)(_stencil(how, dims))
+    def pool(x: Any) -> Any:
+        if abs(norm) == math.inf:
+            sign = 1 if norm > 0 else -1
+            return sign * getattr(F, f"max_pool{dims}d")(sign * x.abs(), **how)
+        y = getattr(F, f"avg_pool{dims}d")(x.pow(norm), **how)
+        return (y.sign() * y.abs().relu()).mul(math.prod(each_dim(how["kernel_size"], dims))).pow(1.0 / norm)
 
-    if largest:
-        sign = 1 if norm > 0 else -1
-        top: SplitTensor = _largest(
-            call, site, sign * local.abs(), layout, dims, MaxPooling, key, options, False
-        )
-        return SplitTensor(sign * top._local, top._layout)
-    found = windowed(call, site, local.pow(norm), layout, dims, AvgPooling, key, options)[0]
-    mean = with_single_copied(site, found)
-    y, number = mean._local, prod(each_dim(how["kernel_size"], dims))
-    return SplitTensor((y.sign() * y.abs().relu()).mul(number).pow(1.0 / norm), mean._layout)
+    return composed(pool, x)
 
 
 @rule("window", *_of_dims("adaptive_avg_pool{}d"))
@@ -203,7 +190,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1 and layout.splits[d].parts > 1)
     if single:
-        number = prod(layout.shape[d] for d in single)
+        number = math.prod(layout.shape[d] for d in single)
         sums = local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype))
         cut = tuple(g for g, axis in enumerate(layout.axes) if axis in single)
         mean = all_sum(site, sums, layout, cut) / number
@@ -221,21 +208,6 @@ def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
     sizes = (value,) if value is None or isinstance(value, int) else tuple(value)
     sizes = sizes * dims if len(sizes) == 1 else sizes
     return tuple(None if n is None else int(n) for n in sizes)
-
-
-@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
-@of_cut(empty=False)
-def adaptive_max_pool(
-    call: Call, site: Site, x: SplitTensor, output_size: Any, return_indices: bool = False
-) -> Any:
-    """The largest element of each window, which a rank's outputs fetch; one of all is a copy everywhere."""
-    func, *_ = call
-    # The one-dimensional function of torch's lowest floor returns both.
-    both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
-    dims, where = dims_of(func), bool(return_indices or both)
-    options = AdaptiveOptions(_sizes(output_size, dims), where)
-    kind, local = AdaptiveMaxPooling, local_of(x)
-    return _largest(call, site, local, x._layout, dims, kind, options, lambda: options, where)
 
 
 @rule("window", "interpolate")
