@@ -57,12 +57,6 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _TAKEN.setdefault(key, said)
 
 
-def is_taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True, if torch refuses nothing; what sites keep of a check."""
-    raise_as_torch(func, args, kwargs)
-    return True
-
-
 def refusing(handler: Handler) -> Handler:
     """Handler of a rule that refuses first what torch does."""
 
