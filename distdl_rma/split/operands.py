@@ -99,13 +99,14 @@ Handled = Callable[..., Any]
 
 
 def of_cut(
-    *, empty: bool = True, uncut: bool = False, otherwise: Handler = on_copies
+    *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_copies
 ) -> Callable[[Handled], Handler]:
     """Handler of functions whose first tensor is cut; of another one every rank computes all of it.
 
     What is decorated is given the call as the user made it, its site, the tensor, and the other arguments by
     torch's names. ``empty`` and ``uncut`` are whether it takes split tensors without elements, and those that
-    every rank has all of; ``otherwise`` is called for what it does not take.
+    every rank has all of; ``otherwise`` is called for what it does not take. ``plain`` is why a plain tensor
+    beside split ones is refused, if it is.
     """
 
     def decorate(handler: Handled) -> Handler:
@@ -114,6 +115,8 @@ def of_cut(
             x = args[0]
             layout = x._layout if isinstance(x, SplitTensor) else None
             if layout is None or not (layout.cut_dims or uncut) or (not empty and 0 in layout.shape):
+                if layout is None and plain:
+                    raise refused(func, plain)
                 return otherwise(func, args, kwargs)
             home: Any = layout.partition.home
             if home.__class__ is not Machine or home.segments.closed:
