@@ -15,28 +15,26 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import name_of, rule
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
 from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape
-from distdl_rma.split.operands import as_part, common_partition, composition, machine_of, on_copies
+from distdl_rma.split.operands import as_part, common_partition, composition, of_any_cut, of_cut, on_copies
 from distdl_rma.split.reducing import positive
-from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of
+from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 
 @rule("movement", "cat", "concat", "concatenate")
-def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_any_cut
+def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension pieces move."""
-    tensors, dim = args[0], named(func, args, kwargs)["dim"]
-    if not any_cut(*tensors):
-        return on_copies(func, args, kwargs)
+    func, *_ = call
     common_partition(func, tensors)
     # As in torch, empty vectors go with anything: the result has their type, and is in their graph.
     empty = [x for x in tensors if frozen(x) == (0,)]
     tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
     if not any(isinstance(x, SplitTensor) for x in tensors):
-        return on_copies(func, args, kwargs)
+        return on_copies(*call)
     shapes = [frozen(x) for x in tensors]
     largest = max(
         (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
@@ -48,7 +46,6 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _places(name_of(func), tensors[largest]._layout, largest, shapes, dim)
 
     result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
-    site = site_of(machine_of(tensors[largest]), func)
     pieces = [
         as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
     ]
@@ -105,12 +102,10 @@ def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     *"split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes".split(),
     *"hsplit vsplit dsplit".split(),
 )
-def taken_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(uncut=True)
+def taken_apart(call: Call, site: Site, x: SplitTensor, dim: int = 0, **_: Any) -> Any:
     """Parts of a tensor, of which each rank keeps what it has."""
-    x, *rest = args
-    if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
-    dim = named(func, args, kwargs).get("dim", 0)
+    func, (_x, *rest), kwargs = call
     dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim)
     found = func(on_shape(x), *rest, **kwargs)
     dim = positive(dim, x.dim())

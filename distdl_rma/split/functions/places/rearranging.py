@@ -10,8 +10,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import (
     cut_as,
@@ -21,9 +20,9 @@ from distdl_rma.split.functions.places.shapes import (
     seen_of,
 )
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import machine_of, of_cut, on_copies
+from distdl_rma.split.operands import of_cut
 from distdl_rma.split.reducing import laid_out, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
 _T: Any = torch.Tensor
 
@@ -108,13 +107,11 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
 
 @rule("movement", "triu", "tril")
 @refusing
-def triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(uncut=True)
+def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
     """Each rank keeps what its block has of the triangle."""
-    x = args[0]
-    if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
     row, column = x._layout.box(x._layout.partition.me).start[-2:]
-    return SplitTensor(func(local_of(x), named(func, args, kwargs)["diagonal"] + row - column), x._layout)
+    return SplitTensor(call[0](local_of(x), diagonal + row - column), x._layout)
 
 
 @rule("movement", _T.unfold)
@@ -145,18 +142,17 @@ def diagonal(call: Call, site: Site, x: SplitTensor, offset: int, dim1: int, dim
 
 @rule("movement", "diag", "diag_embed", "diagflat")
 @refusing
-def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(uncut=True, plain="an argument beside the tensor is split")
+def onto_diagonal(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     """Diagonals to and from dimensions that are whole on each rank: another one is cut instead."""
-    x, *rest = args
-    if not isinstance(x, SplitTensor):
-        raise refused(func, "an argument beside the tensor is split")
+    func, (_x, *rest), kwargs = call
     name, count = func.__name__, len(x._layout.shape)
     dims = [count - 1] if name == "diag_embed" else list(range(count))
-    local, layout = with_whole(site_of(machine_of(x), func), x, dims)
+    local, layout = with_whole(site, x, dims)
     y = func(local, *rest, **kwargs)
     kept: list[int | None] = [d for d in range(count) if d not in dims]
     if name == "diag_embed":
-        for at in sorted(d % y.dim() for d in [*named(func, args, kwargs).values()][1:]):
+        for at in sorted(d % y.dim() for d in [*given.values()][1:]):
             kept.insert(at, None)
     else:
         kept += [None] * (y.dim() - len(kept))
