@@ -10,13 +10,15 @@ from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import refusing
 from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.functions.products.contractions import Labels, prepared
-from distdl_rma.split.operands import as_whole, machine_of, of_cut, on_copies
+from distdl_rma.split.operands import as_whole, of_cut, on_copies
 from distdl_rma.split.reducing import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
+
+_BESIDE = "a tensor stands beside the matrices"
 
 
 @rule(
@@ -24,15 +26,16 @@ from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tens
     *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
     *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
 )
-def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(plain=_BESIDE)
+def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Of the matrices of each rank's block; where the last two dimensions are cut, another one is instead."""
-    x, *rest = args
-    if not isinstance(x, SplitTensor) or any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
-        raise refused(func, "a tensor stands beside the matrices")
+    func, (_x, *rest), kwargs = call
+    if any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
+        raise refused(func, _BESIDE)
     count = len(x._layout.shape)
-    if not x.is_split or count < 2:
-        return on_copies(func, args, kwargs)
-    local, layout = with_whole(site_of(machine_of(x), func), x, (count - 2, count - 1), "matrices made whole")
+    if count < 2:
+        return on_copies(*call)
+    local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
 
     def split(y: torch.Tensor) -> SplitTensor:
         if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:

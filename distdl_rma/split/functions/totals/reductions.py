@@ -13,11 +13,10 @@ from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import reduced, to_blocks
-from distdl_rma.split.operands import as_part, common_layout, machine_of, of_any_cut, of_cut, part_for
+from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut
 from distdl_rma.split.reducing import Along, chosen_dims, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped
 
@@ -32,14 +31,7 @@ def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 @rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
 @refusing
 @of_cut()
-def sums(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    dim: Any,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Any:
+def sums(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
     """Every rank sums its block, in a longer type if that is short; the sums are summed over the ranks."""
     name = call[0].__name__
     along = Along.of(site, x, dim)
@@ -117,13 +109,7 @@ def _twice(
 @refusing
 @of_cut()
 def variance(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    dim: Any,
-    unbiased: Any,
-    keepdim: bool,
-    correction: Any,
+    call: Call, site: Site, x: SplitTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
 ) -> Any:
     """Squares of the distances from the mean of the whole, which is summed first."""
     func, *_ = call
@@ -178,13 +164,7 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
 @refusing
 @of_cut()
 def vector_norm(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    ord: Any,
-    dim: Any,
-    keepdim: bool,
-    dtype: torch.dtype | None,
+    call: Call, site: Site, x: SplitTensor, ord: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
 ) -> Any:
     """Norm of the norms of the ranks; of order inf the largest, 0 a count."""
     x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
@@ -245,19 +225,15 @@ def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -
 
 @rule("reduction", "equal", "allclose")
 @refusing
-def comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+@of_any_cut
+def comparison(call: Call, site: Site, x: Any, other: Any, **given: Any) -> bool:
     """Of the blocks; true on all ranks if it is on every one."""
-    (x, *_), given = args, named(func, args, kwargs)
-    y = given.pop("other")
-    if func.__name__ == "equal" and tuple(x.shape) != tuple(y.shape):
+    func, *_ = call
+    if func.__name__ == "equal" and tuple(x.shape) != tuple(other.shape):
         return False
-    both = [x, y]
-    result = common_layout(func, both)
-    site = site_of(machine_of(x if isinstance(x, SplitTensor) else y), func)
-    blocks = [
-        as_part(site, each, part_for(each.shape, result), result, at).detach() for at, each in enumerate(both)
-    ]
-    alike = torch.tensor([bool(func(*blocks, **given))])
+    result = common_layout(func, [x, other])
+    blocks = as_blocks(site, (x, other), result)
+    alike = torch.tensor([bool(func(*(block.detach() for block in blocks), **given))])
     return bool(reduced(site, alike, result.partition.ranks, "min"))
 
 
@@ -298,12 +274,7 @@ class _Softmax(OperatorFunction):
 @refusing
 @of_cut(empty=False)
 def softmax(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    dim: int | None,
-    dtype: torch.dtype | None,
-    _stacklevel: int = 0,
+    call: Call, site: Site, x: SplitTensor, dim: int | None, dtype: torch.dtype | None, **_stack: Any
 ) -> Any:
     """Over a split dimension with the largest elements and sums of all ranks, in one message."""
     func, *_ = call
