@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
@@ -153,8 +153,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x if y is local else SplitTensor(y, x._layout)
 
 
-@rule("pointwise", "prelu")
-@refusing
+@checked_rule("pointwise", "prelu")
 @composition
 def prelu(x: Any, weight: Any) -> Any:
     """As every function of single elements; the weights are those of the block's channels."""
@@ -164,8 +163,7 @@ def prelu(x: Any, weight: Any) -> Any:
     return torch._prelu_kernel(x, torch.reshape(weight, shape))
 
 
-@rule("pointwise", "bucketize", "isin")
-@refusing
+@checked_rule("pointwise", "bucketize", "isin")
 @of_cut(uncut=True)
 def compared(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     """Of each element; every rank gets all of those that it is compared with."""
@@ -236,8 +234,7 @@ def _block(x: torch.Tensor) -> torch.Tensor:
     return local_of(x) if isinstance(x, SplitTensor) else x
 
 
-@rule("pointwise", "view_as_real")
-@refusing
+@checked_rule("pointwise", "view_as_real")
 @of_cut(uncut=True)
 def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Of each block; the last dimension is new, and whole."""
@@ -245,8 +242,7 @@ def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     return SplitTensor(y, laid_out(x._layout, [*range(x.dim()), None], y))
 
 
-@rule("pointwise", "view_as_complex")
-@refusing
+@checked_rule("pointwise", "view_as_complex")
 @of_cut(uncut=True)
 def view_as_complex(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Of each block; the last dimension, if it is split, is made whole first."""

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_copies, part_for
@@ -100,8 +100,7 @@ def _of_channels(
 _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
 
 
-@rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
-@refusing
+@checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
 @of_cut(plain="it would change a plain tensor, which every rank has, by one that is split")
 def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Every block is filled by a generator of its own; parameters of the distribution are cut."""
@@ -133,8 +132,7 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(y.requires_grad_(needs), x._layout)
 
 
-@rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
-@refusing
+@checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
 @of_any_cut
 def drawn_by(call: Call, site: Site, x: Any, **_: Any) -> Any:
     """Every block by its parameters of the distribution and a generator of its own."""
@@ -145,8 +143,7 @@ def drawn_by(call: Call, site: Site, x: Any, **_: Any) -> Any:
     return SplitTensor(func(*blocks, **{**options, "generator": generator}), layout)
 
 
-@rule("random", "rrelu", "rrelu_")
-@refusing
+@checked_rule("random", "rrelu", "rrelu_")
 @of_cut()
 def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **given: Any) -> Any:
     """In training a slope for every element below zero, by a generator of the block; else one for all."""
@@ -164,8 +161,7 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
     return x if in_place else SplitTensor(y, x._layout)
 
 
-@rule("random", F.gumbel_softmax)
-@refusing
+@checked_rule("random", F.gumbel_softmax)
 @of_cut()
 def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
     """Noise for every block, then a softmax of the whole; ``hard`` only where the dimension is whole."""

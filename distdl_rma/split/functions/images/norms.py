@@ -15,7 +15,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
@@ -201,16 +201,14 @@ def over_last(
     return SplitTensor(y, layout) if layout is x._layout else put_back(site, y, layout, x._layout)
 
 
-@rule("norm", F.local_response_norm)
-@refusing
+@checked_rule("norm", F.local_response_norm)
 @of_cut(empty=False)
 def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -> Any:
     """By neighbouring channels; where channels are cut all of them come to every rank that has any."""
     return by_whole_dims(site, x, (1,), partial(call[0], **others))
 
 
-@rule("norm", F.normalize)
-@refusing
+@checked_rule("norm", F.normalize)
 @of_cut(empty=False)
 def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
     """By the norm along dimensions; where these are cut, by that of the ranks' norms."""

@@ -14,9 +14,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
-from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.table import Call
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, of_any_cut, of_cut
@@ -24,8 +24,7 @@ from distdl_rma.split.reducing import computed, put_back, with_an_element, with_
 from distdl_rma.split.tensor import SplitTensor, refused
 
 
-@rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
-@refusing
+@checked_rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
 @of_any_cut
 def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> Any:
     """Indices may be anywhere in the plane: of all of it, cut again behind."""
@@ -44,8 +43,7 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
     return put_back(site, y, whole, layout)
 
 
-@rule("window", F.unfold)
-@refusing
+@checked_rule("window", F.unfold)
 @of_cut()
 def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The patches of whole planes; they are cut along their row, channels and batch stay cut."""
@@ -68,8 +66,7 @@ def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     return SplitTensor(redistributed(site, y, of_patches(whole), target, "cut again"), target)
 
 
-@rule("window", F.fold)
-@refusing
+@checked_rule("window", F.fold)
 @of_cut()
 def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Patches meet anywhere in the plane: of all of them, cut again behind."""
@@ -80,8 +77,7 @@ def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     return put_back(site, computed(partial(call[0], **how), local), found, before, "cut again")
 
 
-@rule("window", "grid_sample", "grid_sampler")
-@refusing
+@checked_rule("window", "grid_sample", "grid_sampler")
 @of_any_cut
 def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
     """Points may be anywhere in the plane: every rank gets all of it, for the points of its block."""

@@ -30,7 +30,7 @@ from distdl_rma.ops.windows import (
     Resizing,
 )
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.images.convolutions import each_dim
@@ -149,8 +149,7 @@ def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     return with_single_copied(site, y)
 
 
-@rule("window", *_of_dims("lp_pool{}d"))
-@refusing
+@checked_rule("window", *_of_dims("lp_pool{}d"))
 @of_cut(empty=False)
 def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
     """The norm of each window, which a rank's outputs fetch."""
@@ -241,8 +240,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     return windowed(call, site, local_of(x), x._layout, dims, Resizing, said, options)[0]
 
 
-@rule("window", "pad")
-@refusing
+@checked_rule("window", "pad")
 @of_cut(empty=False)
 def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: Any) -> Any:
     """Padding of the whole in every mode, and cropping: a rank fetches what its part of the result shows."""

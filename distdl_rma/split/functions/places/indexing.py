@@ -15,7 +15,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
@@ -294,16 +294,14 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     return by_rows(func, x, split[0])
 
 
-@rule("movement", "take")
-@refusing
+@checked_rule("movement", "take")
 @composition
 def taken(x: Any, index: Any) -> Any:
     """As tensors of indices choose from the flattened tensor."""
     return x.reshape(-1)[index]
 
 
-@rule("movement", *"index_select index_add index_copy index_fill".split())
-@refusing
+@checked_rule("movement", *"index_select index_add index_copy index_fill".split())
 @of_any_cut
 def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: Any) -> Any:
     """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
@@ -332,8 +330,7 @@ def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: An
     return SplitTensor(getattr(_T, name)(local, dim, index, other, **factor), layout)
 
 
-@rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
-@refusing
+@checked_rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
 @of_any_cut
 def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> Any:
     """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
@@ -433,8 +430,7 @@ def _told(site: Site, layout: Decomposition, at: int, count: int) -> Split:
     return lay.simplest(Listed(lengths)) if len(lengths) > 1 else Balanced(lengths[0], 1)
 
 
-@rule("movement", "nonzero", "argwhere")
-@refusing
+@checked_rule("movement", "nonzero", "argwhere")
 @of_cut()
 def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> Any:
     """Places of elements, cut in their order: ranks tell each other how many they have."""
@@ -461,8 +457,7 @@ def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pointwise(func, args, kwargs)
 
 
-@rule("movement", "masked_select")
-@refusing
+@checked_rule("movement", "masked_select")
 @of_any_cut
 def masked_select(call: Call, site: Site, x: Any, mask: Any) -> Any:
     """Elements where a mask says so, cut in their order: ranks tell each other how many they have."""

@@ -14,7 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
@@ -83,8 +83,7 @@ def stack(tensors: Any, dim: int) -> Any:
     return torch.cat([torch.unsqueeze(x, dim) for x in tensors], dim)
 
 
-@rule("movement", *"hstack vstack dstack row_stack column_stack".split())
-@refusing
+@checked_rule("movement", *"hstack vstack dstack row_stack column_stack".split())
 def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``cat`` of tensors with more dimensions."""
     tensors, name = args[0], func.__name__
@@ -115,8 +114,7 @@ def taken_apart(call: Call, site: Site, x: SplitTensor, dim: int = 0, **_: Any) 
     )
 
 
-@rule("movement", "glu")
-@refusing
+@checked_rule("movement", "glu")
 @composition
 def gated(x: Any, dim: int) -> Any:
     """One half of a dimension times the sigmoid of the other; where that is cut, one of them moves."""

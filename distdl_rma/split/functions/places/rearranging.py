@@ -9,7 +9,7 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import (
@@ -27,8 +27,7 @@ from distdl_rma.split.tensor import SplitTensor, composed, local_of
 _T: Any = torch.Tensor
 
 
-@rule("movement", *"flip fliplr flipud rot90 channel_shuffle native_channel_shuffle".split())
-@refusing
+@checked_rule("movement", *"flip fliplr flipud rot90 channel_shuffle native_channel_shuffle".split())
 @of_cut(uncut=True)
 def within_dims(call: Call, site: Site, x: SplitTensor, dims: Any = None, **_: Any) -> Any:
     """The order of elements along some dimensions, which must not be cut: another one is cut instead."""
@@ -42,8 +41,7 @@ def within_dims(call: Call, site: Site, x: SplitTensor, dims: Any = None, **_: A
     return SplitTensor(y, laid_out(layout, range(count), y))
 
 
-@rule("movement", "roll")
-@refusing
+@checked_rule("movement", "roll")
 @of_cut(uncut=True)
 def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> Any:
     """Each rank rolls its block; along cut dimensions what leaves a block moves to where it enters."""
@@ -105,8 +103,7 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
     return SplitTensor(func(local, factor) if local.numel() else local.reshape(here), result)
 
 
-@rule("movement", "triu", "tril")
-@refusing
+@checked_rule("movement", "triu", "tril")
 @of_cut(uncut=True)
 def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
     """Each rank keeps what its block has of the triangle."""
@@ -114,8 +111,7 @@ def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
     return SplitTensor(call[0](local_of(x), diagonal + row - column), x._layout)
 
 
-@rule("movement", _T.unfold)
-@refusing
+@checked_rule("movement", _T.unfold)
 @of_cut(uncut=True)
 def unfolded(call: Call, site: Site, x: SplitTensor, dimension: int, size: int, step: int) -> Any:
     """Windows along a dimension that must not be cut: another one is cut instead."""
@@ -127,8 +123,7 @@ def unfolded(call: Call, site: Site, x: SplitTensor, dimension: int, size: int, 
     return seen_of(x, y, result, layout is not x._layout)
 
 
-@rule("movement", "diagonal")
-@refusing
+@checked_rule("movement", "diagonal")
 @of_cut(uncut=True)
 def diagonal(call: Call, site: Site, x: SplitTensor, offset: int, dim1: int, dim2: int) -> Any:
     """Diagonals over two dimensions that must not be cut: another one is cut instead."""
@@ -140,8 +135,7 @@ def diagonal(call: Call, site: Site, x: SplitTensor, offset: int, dim1: int, dim
     return seen_of(x, y, result, layout is not x._layout)
 
 
-@rule("movement", "diag", "diag_embed", "diagflat")
-@refusing
+@checked_rule("movement", "diag", "diag_embed", "diagflat")
 @of_cut(uncut=True, plain="an argument beside the tensor is split")
 def onto_diagonal(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     """Diagonals to and from dimensions that are whole on each rank: another one is cut instead."""

@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import asking_torch, checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
@@ -195,8 +195,7 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
-@refusing
+@checked_rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
 def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``expand`` of each vector along its dimension of the grid; plain ones stay plain."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args

@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import asking_torch, checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
@@ -207,12 +207,11 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
     return composed(rows)
 
 
-@rule(
+@checked_rule(
     "movement",
     *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ triu_ tril_".split(),
     *"cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
 )
-@refusing
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computed as without the underscore, and copied into each rank's block; a plain tensor becomes split."""
     x, without = args[0], getattr(_T, func.__name__[:-1])

@@ -16,7 +16,7 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import name_of, rule
@@ -237,8 +237,7 @@ _ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
 }
 
 
-@rule("contraction", *_ADDED)
-@refusing
+@checked_rule("contraction", *_ADDED)
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks and adds; sums over a cut dimension are added over the ranks before."""
     product, first, second, out = _ADDED[func.__name__]
@@ -264,16 +263,14 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return composed(_T.to, found, dtype)
 
 
-@rule("contraction", "outer", "ger")
-@refusing
+@checked_rule("contraction", "outer", "ger")
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks of both vectors; cut alike, the second is whole on all ranks."""
     a, b = (*args, *kwargs.values())
     return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
 
 
-@rule("contraction", "bilinear")
-@refusing
+@checked_rule("contraction", "bilinear")
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks, whose features are whole."""
     a, (b, weight, bias) = args[0], named(func, args, kwargs).values()
@@ -283,8 +280,7 @@ def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return y if bias is None else composed(torch.add, y, bias)
 
 
-@rule("contraction", torch.einsum)
-@refusing
+@checked_rule("contraction", torch.einsum)
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks; sums over a cut index are added over the ranks."""
     equation, *operands = args
@@ -315,8 +311,7 @@ def _named(names: str, dims: int) -> list[Any]:
     return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
 
 
-@rule("contraction", torch.tensordot)
-@refusing
+@checked_rule("contraction", torch.tensordot)
 def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks; sums over a cut dimension are added over the ranks."""
     a, (b, dims, _) = args[0], named(func, args, kwargs).values()
@@ -333,8 +328,7 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
 
 
-@rule("contraction", "embedding")
-@refusing
+@checked_rule("contraction", "embedding")
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank looks its own indices up in the whole table; vectors are cut as the indices are."""
     if func is torch.embedding:

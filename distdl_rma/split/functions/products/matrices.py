@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
@@ -68,8 +68,7 @@ def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(func(matrix, right, **options), work.result)
 
 
-@rule("contraction", torch.linalg.lstsq)
-@refusing
+@checked_rule("contraction", torch.linalg.lstsq)
 def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank solves for its samples; drivers that look at the rank of all matrices get all of them."""
     a, (b, rcond, driver) = args[0], named(func, args, kwargs).values()

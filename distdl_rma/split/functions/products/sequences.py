@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
@@ -21,8 +21,7 @@ from distdl_rma.split.reducing import with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused
 
 
-@rule("contraction", "scaled_dot_product_attention")
-@refusing
+@checked_rule("contraction", "scaled_dot_product_attention")
 @of_any_cut
 def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given: Any) -> Any:
     """Each rank attends from its queries, heads and samples to all keys; masks are those of its rows."""

@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
@@ -29,8 +29,7 @@ from distdl_rma.split.reducing import (
 from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, mapped, refused, tensors_in
 
 
-@rule("reduction", "cumsum")
-@refusing
+@checked_rule("reduction", "cumsum")
 @of_cut()
 def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.dtype | None) -> Any:
     """Of the block, and onto it the sums of the blocks before it."""
@@ -58,8 +57,7 @@ _ALONG = {
 }
 
 
-@rule("movement", *_ALONG)
-@refusing
+@checked_rule("movement", *_ALONG)
 @of_any_cut
 def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any) -> Any:
     """The dimension is made whole and another one cut; results of the same shape go back to the cut before.
@@ -135,8 +133,7 @@ _EACH = "fft ifft rfft irfft hfft ihfft".split()
 
 
 @rule("movement", *(getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")))
-@rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
-@refusing
+@checked_rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
 @of_cut(empty=False)
 def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
     """Where a transformed dimension is split, another one is cut meanwhile, and the result goes back.

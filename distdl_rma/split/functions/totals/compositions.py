@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.totals.losses import finished
@@ -20,8 +20,7 @@ from distdl_rma.split.reducing import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 
-@rule("norm", F.cosine_similarity)
-@refusing
+@checked_rule("norm", F.cosine_similarity)
 @composition
 def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     """Norms and a sum, over the ranks where the dimension is split."""
@@ -39,16 +38,14 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
 
 
-@rule("norm", F.pairwise_distance)
-@refusing
+@checked_rule("norm", F.pairwise_distance)
 @composition
 def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:
     """Norms of differences, over the ranks where the last dimension is split."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
-@rule("loss", F.cosine_embedding_loss)
-@refusing
+@checked_rule("loss", F.cosine_embedding_loss)
 @composition
 def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float, **how: Any) -> Any:
     """Sums over the vectors, then as losses of single elements."""
@@ -59,8 +56,7 @@ def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float, 
     return finished(y, **how)
 
 
-@rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
-@refusing
+@checked_rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
 @composition
 def triplet_margin_loss(
     anchor: Any, positive: Any, negative: Any, margin: float, swap: bool, **how: Any
@@ -76,8 +72,7 @@ def triplet_margin_loss(
     return finished((margin + near - far).clamp(min=0), **how)
 
 
-@rule("contraction", torch.cdist)
-@refusing
+@checked_rule("contraction", torch.cdist)
 @of_any_cut
 def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str) -> Any:
     """Rows of the first stay split, every rank gets all of those of the second that they meet."""
@@ -93,8 +88,7 @@ def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str)
     return SplitTensor(func(mine, theirs, p=p, compute_mode=compute_mode), result)
 
 
-@rule("window", torch.gradient)
-@refusing
+@checked_rule("window", torch.gradient)
 @of_cut()
 def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
     """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
@@ -130,8 +124,7 @@ def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
     return _twice_areas(y, x, dx, dim).sum(dim) / 2
 
 
-@rule("reduction", "cumulative_trapezoid")
-@refusing
+@checked_rule("reduction", "cumulative_trapezoid")
 @composition
 def cumulative_trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
     """Running sums of the means of neighbours, over the ranks."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
-from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.table import Call
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import of_cut
@@ -122,8 +122,7 @@ def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool) -> Split
     return along.result(y, keepdim)
 
 
-@rule("reduction", "amax", "amin", "aminmax")
-@refusing
+@checked_rule("reduction", "amax", "amin", "aminmax")
 @of_cut()
 def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Of the blocks, then over the ranks; equal elements share the gradient, on whatever rank they are."""
@@ -134,8 +133,7 @@ def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) ->
     return torch.return_types.aminmax((low, high))
 
 
-@rule("reduction", "max", "min")
-@refusing
+@checked_rule("reduction", "max", "min")
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of all elements; along a dimension with the first of the indices; of two tensors for each element."""
     if len(tensors_in(args, kwargs)) > 1:
@@ -180,8 +178,7 @@ def _first(
     return extreme, reduced(along.site, indices, along.ranks, "min", "first index")
 
 
-@rule("reduction", "argmax", "argmin")
-@refusing
+@checked_rule("reduction", "argmax", "argmin")
 @of_cut()
 def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Index in the whole, of the first of equal elements; without a dimension that among all elements."""

@@ -18,7 +18,7 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import Warned, asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import Warned, asking_torch, checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, name_of, rule
@@ -186,8 +186,7 @@ def _weight_not_handed_on() -> torch.Tensor | None:
     return None if frame is None else frame.f_locals.get("weight")
 
 
-@rule("loss", F.gaussian_nll_loss)
-@refusing
+@checked_rule("loss", F.gaussian_nll_loss)
 @composition
 def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, reduction: str) -> Any:
     """As losses of single elements; negative variances are an error on all ranks."""
@@ -207,8 +206,7 @@ def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, red
     return finished(y, reduction=reduction)
 
 
-@rule("loss", F.cross_entropy, F.nll_loss)
-@refusing
+@checked_rule("loss", F.cross_entropy, F.nll_loss)
 @of_any_cut
 def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given: Any) -> Any:
     """Every rank takes the terms of its block; where classes are split by sums of exponentials over ranks.
@@ -358,8 +356,7 @@ def _over_split_classes(
     return _reduced(site, terms, layout, reduction, count, scores.dtype)
 
 
-@rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
-@refusing
+@checked_rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
 @of_any_cut
 def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None, **given: Any) -> Any:
     """Every rank takes the terms of its rows, whose classes are made whole where they are split."""
@@ -376,8 +373,7 @@ def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None,
     return _reduced(site, y, rows, reduction, math.prod(rows.shape))
 
 
-@rule("loss", F.multilabel_soft_margin_loss)
-@refusing
+@checked_rule("loss", F.multilabel_soft_margin_loss)
 @composition
 def multilabel_soft_margin_loss(x: Any, target: Any, weight: Any, **how: Any) -> Any:
     """Of functions of single elements, a mean over the classes and one over the rows."""

@@ -12,9 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
-from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.table import Call
 from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut
 from distdl_rma.split.reducing import Along, chosen_dims, positive, with_whole
@@ -28,8 +28,7 @@ def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
 
 
-@rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
-@refusing
+@checked_rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
 @of_cut()
 def sums(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
     """Every rank sums its block, in a longer type if that is short; the sums are summed over the ranks."""
@@ -49,8 +48,7 @@ def sums(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool = False
     return along.result(y.to(dtype), keepdim)
 
 
-@rule("reduction", "any", "all")
-@refusing
+@checked_rule("reduction", "any", "all")
 @of_cut()
 def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Of the blocks, then over the ranks."""
@@ -65,8 +63,7 @@ def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> An
     return along.result(y, keepdim)
 
 
-@rule("reduction", "prod", "logsumexp")
-@refusing
+@checked_rule("reduction", "prod", "logsumexp")
 @of_cut()
 def of_partial_results(
     call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None
@@ -105,8 +102,7 @@ def _twice(
     return along.result(y.to(result or dtype), keepdim)
 
 
-@rule("reduction", "var", "std", "var_mean", "std_mean")
-@refusing
+@checked_rule("reduction", "var", "std", "var_mean", "std_mean")
 @of_cut()
 def variance(
     call: Call, site: Site, x: SplitTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
@@ -160,8 +156,7 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
     return norm(along.together(y, "norms of ranks")) if along.cut or not y.numel() else y
 
 
-@rule("norm", "vector_norm")
-@refusing
+@checked_rule("norm", "vector_norm")
 @of_cut()
 def vector_norm(
     call: Call, site: Site, x: SplitTensor, ord: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
@@ -182,8 +177,7 @@ def vector_norm(
     return along.result(_norm(along, order, wide).to(found), keepdim)
 
 
-@rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
-@refusing
+@checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
 @of_any_cut
 def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
     """Vector norms of any order, Frobenius norms and largest sums; singular values of whole matrices."""
@@ -223,8 +217,7 @@ def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -
     return found
 
 
-@rule("reduction", "equal", "allclose")
-@refusing
+@checked_rule("reduction", "equal", "allclose")
 @of_any_cut
 def comparison(call: Call, site: Site, x: Any, other: Any, **given: Any) -> bool:
     """Of the blocks; true on all ranks if it is on every one."""
@@ -270,8 +263,7 @@ class _Softmax(OperatorFunction):
         return (gradient - y.exp() * total if ctx.log else weighted - y * total), None, None
 
 
-@rule("reduction", "softmax", "log_softmax", "softmin")
-@refusing
+@checked_rule("reduction", "softmax", "log_softmax", "softmin")
 @of_cut(empty=False)
 def softmax(
     call: Call, site: Site, x: SplitTensor, dim: int | None, dtype: torch.dtype | None, **_stack: Any
