@@ -9,7 +9,6 @@ from distdl_rma.split.functions.images import norms as norms
 from distdl_rma.split.functions.images import planes as planes
 from distdl_rma.split.functions.images import windows as windows
 from distdl_rma.split.functions.places import indexing as indexing
-from distdl_rma.split.functions.places import joining as joining
 from distdl_rma.split.functions.places import rearranging as rearranging
 from distdl_rma.split.functions.places import shapes as shapes
 from distdl_rma.split.functions.places import writing as writing
