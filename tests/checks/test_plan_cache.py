@@ -3,6 +3,7 @@
 import pytest
 
 from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.ops.core.autograd import GradientNeeds
 
 NEEDS = GradientNeeds(True, True)
@@ -11,7 +12,7 @@ NEEDS = GradientNeeds(True, True)
 def call(memory, plan, said=None, row=None):
     """A call whose ranks say this, on the plan of that name; its number."""
     said, row = (text or plan for text in (said, row))
-    number = memory.number_of(plan, NEEDS, digest(plan.encode()), digest(said.encode()))
+    number = memory.number_of(plan, NEEDS, digest(plan.encode()), digest(said.encode()), len(row))
     memory.come_to(number, row.encode())
     return number
 
@@ -28,6 +29,14 @@ def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
     assert call(memory, "a") == first == memory.number
     assert memory[first].plan == "a" and memory[first].needs == NEEDS
     assert memory.plan(digest(b"b")) == "b"
+
+
+def test_ranks_that_expect_the_same_compare_the_same_whatever_rows_they_have():
+    here, there = PlanCache(), PlanCache()
+    assert here.compared(b"mine") == (UNKNOWN, fingerprint(b"mine"), 4)
+    for memory, row in (here, b"mine"), (there, b"another one"):
+        memory.come_to(memory.number_of("a", NEEDS, digest(b"a"), digest(b"all"), 11), row)
+    assert here.compared(b"mine") == there.compared(b"another one") == (here.number, 0, 11)
 
 
 def test_states_of_one_plan_have_numbers_of_their_own():

@@ -5,14 +5,13 @@ Each rank tells the others what it passes (``InputFacts``), and all plan for wha
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl_rma.checks.consensus import Consensus
 from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
@@ -28,18 +27,11 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange
+from distdl_rma.layers.core.error_exchange import CallOutcome, clipped, refusal
 from distdl_rma.layers.core.static_shapes import Promise, promise_on
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import MAX_DIMS, trouble_with
-
-_DTYPE_CODES = list(DTYPES)
-_NO_DTYPE = -1
-# Words of a row: type of the weights, what needs a gradient, how many inputs and numbers, the numbers; then
-# of each input its type, how many dimensions, the extents.
-_HEAD = 4 + MAX_DIMS
-_PER_INPUT = 2 + MAX_DIMS
+from distdl_rma.ops.core.tensors import trouble_with
 
 # Shape and type of one input.
 _Input = tuple[tuple[int, ...], torch.dtype]
@@ -51,7 +43,7 @@ class InputFacts(NamedTuple):
     inputs: tuple[_Input, ...]
     needs: GradientNeeds
     weights: torch.dtype | None = None
-    call_arguments: tuple[int, ...] = ()
+    call_arguments: tuple[Any, ...] = ()  # in words that JSON can carry
     problem: str = ""
     given: int = 1  # inputs of the call, where the layer may take another number of them
 
@@ -82,19 +74,21 @@ class InputFacts(NamedTuple):
         cls,
         xs: Sequence[torch.Tensor],
         weight: torch.Tensor | None = None,
-        call_arguments: tuple[int, ...] = (),
+        call_arguments: tuple[Any, ...] = (),
         idle: Sequence[bool] = (False,),
         problem: str = "",
     ) -> InputFacts:
-        """Facts about local tensors, a weight that the layer will use, and numbers it was called with.
+        """Facts about local tensors, a weight that the layer will use, and words that it was called with.
 
         ``idle`` says of which inputs this rank has no part: there all tensors without elements are the same.
         What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
         """
         given = len(xs)
-        problem = problem or _trouble(xs, given, call_arguments)
+        if not problem:
+            found = (trouble_with(x, f"input {at}" if given > 1 else "input") for at, x in enumerate(xs))
+            problem = next(filter(None, found), "")
         if problem:
-            return cls((), GradientNeeds(False, False), problem=problem)
+            return cls((), GradientNeeds(False, False), problem=clipped(problem))
         if given < len(idle):
             xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
         recording = torch.is_grad_enabled()
@@ -110,53 +104,28 @@ class InputFacts(NamedTuple):
         """What a plan depends on."""
         return self.inputs, self.weights, self.call_arguments, self.given
 
-    def encode(self, inputs: int) -> NDArray[np.int64]:
-        """Row of numbers that travels, for so many inputs; a problem becomes an input of no type."""
-        words = np.zeros(_HEAD + inputs * _PER_INPUT, np.int64)
-        if not self.inputs:
-            words[_HEAD] = _NO_DTYPE
-            return words
-        weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
-        needs = sum(needed << bit for bit, needed in enumerate((self.needs.weights, *self.needs.inputs)))
-        head = (weights, needs, self.given, len(self.call_arguments), *self.call_arguments)
-        words[: len(head)] = head
-        for at, (shape, dtype) in enumerate(self.inputs):
-            row = (_DTYPE_CODES.index(dtype), len(shape), *shape)
-            start = _HEAD + at * _PER_INPUT
-            words[start : start + len(row)] = row
-        return words
+    def encode(self) -> bytes:
+        """Row of words that travels."""
+        inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
+        weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
+        return json.dumps(words, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, words: Sequence[int]) -> InputFacts:
-        """Facts from the row of numbers."""
-        weights, needs, given, count, *numbers = words[:_HEAD]
-        inputs: list[_Input] = []
-        for start in range(_HEAD, len(words), _PER_INPUT):
-            code, dims, *shape = words[start : start + _PER_INPUT]
-            if code == _NO_DTYPE:
-                return cls((), GradientNeeds(False, False))
-            inputs.append((tuple(shape[:dims]), _DTYPE_CODES[code]))
-        first, *others = [bool(needs >> at & 1) for at in range(1, len(inputs) + 1)]
-        kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
-        wanted = GradientNeeds(first, bool(needs & 1), tuple(others))
-        return cls(tuple(inputs), wanted, kind, tuple(numbers[:count]), given=given)
+    def decode(cls, row: bytes) -> InputFacts:
+        """Facts from the row of words."""
+        inputs, (first, learns, others), weights, call_arguments, problem, given = json.loads(row)
+        return cls(
+            tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
+            GradientNeeds(first, learns, tuple(others)),
+            None if weights is None else DTYPES[weights],
+            tuple(call_arguments),
+            problem,
+            given,
+        )
 
 
-_NOTHING: _Input = (0,), _DTYPE_CODES[0]
-
-
-def _trouble(xs: Sequence[torch.Tensor], given: int, call_arguments: tuple[int, ...]) -> str:
-    # What is no tensor that can move, or does not fit into a row.
-    for at, x in enumerate(xs):
-        problem = trouble_with(x, f"input {at}" if given > 1 else "input")
-        if problem:
-            return problem
-    if not call_arguments:
-        return ""
-    if len(call_arguments) > MAX_DIMS:
-        return f"the call has {len(call_arguments)} numbers, {MAX_DIMS} are the most"
-    worst = max(call_arguments, key=abs, default=0)
-    return "" if abs(worst) < 1 << 63 else f"the call has the number {worst}, which is out of range"
+_NOTHING: _Input = (0,), DTYPES[0]
 
 
 def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
@@ -241,7 +210,6 @@ class ShapeAgreement(Generic[P]):
         (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
-        self._errors = ErrorExchange(self._machine, self._ranks, self._name)
         self._consensus: Consensus | None = None
         # What this rank says of the layer, once it has met the others.
         self._title, self._epoch = "", 0
@@ -269,16 +237,16 @@ class ShapeAgreement(Generic[P]):
         # Asked for now: within an operation of autograd grad mode is off.
         self._outcome = self._asked().outcome() if self._tells else None
         if self._said is None or self._said[0] != mine:
-            self._said = mine, mine.encode(self._inputs).tobytes(), mine.key
+            self._said = mine, mine.encode(), mine.key
         _, row, key = self._said
         if self._is_promised(mine, row):
             return
-        proposal = self._proposal = self._memory.proposal(row)
+        words = proposal, *_ = self._memory.compared(row)
+        self._proposal = proposal
         if len(self._ranks) > 1:
             if self._consensus is None:
                 self._consensus = self._meet()
-            # What is new says what it is: all may say the same.
-            self._epoch = self._consensus.start(self._title, proposal, 0 if proposal else fingerprint(row), 0)
+            self._epoch = self._consensus.start(self._title, *words)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._memory[proposal].plan is not self.last:
             # Where all ranks propose it, none has started on the last one.
@@ -326,7 +294,7 @@ class ShapeAgreement(Generic[P]):
         number = self._proposal if alike else UNKNOWN
         if not number:
             with self._telling():
-                number = self._heard(mine, row, alike)
+                number = self._heard(row, alike)
         state = memory[number]
         if number != memory.number:
             memory.come_to(number, row)
@@ -362,24 +330,25 @@ class ShapeAgreement(Generic[P]):
                 self._outcome.tell(error)
             raise
 
-    def _heard(self, mine: InputFacts, row: bytes, alike: bool) -> int:
+    def _heard(self, row: bytes, alike: bool) -> int:
         # The number of what all ranks say now, which they tell each other unless it is the same.
         rows = [row] * len(self._ranks)
         if self._consensus is not None and not alike:
-            rows = self._consensus.rows(row, len(row))
+            rows = self._consensus.rows(row, self._consensus.largest[-1])
         # Most ranks say what others say too.
-        decoded = {each: InputFacts.decode(np.frombuffer(each, np.int64).tolist()) for each in set(rows)}
+        decoded = {each: InputFacts.decode(each) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
         key = digest(repr([fact.key for fact in facts.values()]).encode())
         plan = self._memory.plan(key)
         # Some rank may have started on its guess: that goes first, whatever comes now.
         if self.last is not None and plan is not self.last:
             self.last.void()
-        if not all(fact.inputs for fact in decoded.values()):
-            raise self._errors.refuse(mine.problem, "")
+        if any(fact.problem for fact in decoded.values()):
+            raise refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
         needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
         plan = self._made(facts) if plan is None else plan
-        return self._memory.number_of(plan, needs, key, digest(b"".join(rows)))
+        longest = max(map(len, decoded))
+        return self._memory.number_of(plan, needs, key, digest(b"".join(rows)), longest)
 
     def _made(self, facts: dict[int, InputFacts]) -> P:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor
 
-_PROBLEM_NBYTES, _OUTCOME_NBYTES = 512, 1024
-_PROBLEM, _FACTS = "!", "="
+_LONGEST, _OUTCOME_NBYTES = 512, 1024
 # What goes in on ranks that hear.
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -39,35 +38,34 @@ def row_text(row: NDArray[np.uint8]) -> str:
     return row.tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
-class ErrorExchange:
-    """Short texts of all ranks of a layer to all, once all of them know that something does not fit."""
+def clipped(text: str) -> str:
+    """A text of one line and of limited length."""
+    return " ".join(text.split())[:_LONGEST]
 
-    def __init__(self, machine: Machine, ranks: Sequence[int], name: str) -> None:
-        self._machine, self._ranks, self._name = machine, tuple(ranks), name
 
-    def refuse(self, problem: str, facts: str) -> ShapeError:
-        """Error to raise, the same on all ranks; blocking until all of them have called.
+def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
+    """Error of all ranks of a layer, of which some have a problem; it names the first of these."""
+    found = {rank: problem for rank, problem in problems.items() if problem}
+    rank, problem = next(iter(found.items()))
+    others = f" ({len(found)} ranks of {len(problems)} complain)" if len(found) > 1 else ""
+    return ShapeError(f"{name!r}: rank {rank}: {problem}{others}")
 
-        ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
-        to be alike on all ranks.
-        """
-        said = " ".join((_PROBLEM + problem if problem else _FACTS + facts).split())
-        title = f"{self._name} (complaints)"
-        texts: dict[int, str] = gather_words(
-            self._machine.segments, row_text(text_row(said, _PROBLEM_NBYTES)), title, self._ranks
-        )
-        problems = {rank: text[1:] for rank, text in texts.items() if text.startswith(_PROBLEM)}
-        if problems:
-            rank, text = next(iter(problems.items()))
-            others = f" ({len(problems)} ranks of {len(texts)} complain)" if len(problems) > 1 else ""
-            return ShapeError(f"{self._name!r}: rank {rank}: {text}{others}")
-        first, expected = next(iter(texts.items()))
-        for rank, text in texts.items():
-            if text != expected:
-                return ShapeError(
-                    f"{self._name!r}: rank {first} passes {expected[1:]} but rank {rank} {text[1:]}"
-                )
-        return ShapeError(f"{self._name!r}: the ranks' inputs do not fit together; each passes {facts}")
+
+def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
+    """Error to raise where something does not fit, the same on all ranks; blocking until all have called.
+
+    ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
+    to be alike on all ranks.
+    """
+    mine = [clipped(problem), "" if problem else clipped(facts)]
+    said = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
+    if any(its for its, _ in said.values()):
+        return refusal(name, {rank: its for rank, (its, _) in said.items()})
+    first, (_, expected) = next(iter(said.items()))
+    for rank, (_, its) in said.items():
+        if its != expected:
+            return ShapeError(f"{name!r}: rank {first} passes {expected} but rank {rank} {its}")
+    return ShapeError(f"{name!r}: the ranks' inputs do not fit together; each passes {facts}")
 
 
 class CallOutcome:
