@@ -84,9 +84,8 @@ class InputFacts(NamedTuple):
         What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
         """
         given = len(xs)
-        if not problem:
-            found = (trouble_with(x, f"input {at}" if given > 1 else "input") for at, x in enumerate(xs))
-            problem = next(filter(None, found), "")
+        for at, x in enumerate(xs):
+            problem = problem or trouble_with(x, f"input {at}" if given > 1 else "input")
         if problem:
             return cls((), GradientNeeds(False, False), problem=clipped(problem))
         if given < len(idle):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, Unpack
 from weakref import WeakValueDictionary
 
@@ -26,8 +25,6 @@ from distdl_rma.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.ops.core.operation import Agreement
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
-
-_NONE = -1
 
 
 class NormArguments(NamedTuple):
@@ -102,13 +99,13 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         """What the next call computes."""
         return NormOptions(self.axes, self.eps, self.centred, several=self.several)
 
-    def mode(self) -> tuple[int, ...]:
-        """What of a call depends on more than its input, in numbers; to be alike on all ranks of the call."""
-        return (as_number(self.eps),)
+    def mode(self) -> tuple[Any, ...]:
+        """What of a call depends on more than its input; to be alike on all ranks of the call."""
+        return (as_float(self.eps),)
 
-    def about_mode(self, mode: tuple[int, ...]) -> str:
+    def about_mode(self, eps: float | None) -> str:
         """A mode in words, for messages."""
-        return f"has eps {as_value(mode[0])}"
+        return f"has eps {eps}"
 
     @cached_property
     def _operations(self) -> WeakValueDictionary[tuple[object, ...], Normalisation]:
@@ -117,12 +114,11 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
         """Normalisation of what all ranks said, in the mode that they have in common."""
-        modes = {rank: StatisticsAnswer.before(fact.call_arguments) for rank, fact in facts.items()}
-        (first, expected), *others = modes.items()
+        (first, expected), *others = ((rank, fact.call_arguments[0]) for rank, fact in facts.items())
         for rank, mode in others:
             if mode != expected:
                 raise MismatchError(
-                    f"rank {first} {self.about_mode(expected)} but rank {rank} {self.about_mode(mode)}:"
+                    f"rank {first} {self.about_mode(*expected)} but rank {rank} {self.about_mode(*mode)}:"
                     " train() or eval(), track_running_stats, momentum and eps must be alike on all ranks"
                 )
         options = self.options()
@@ -131,7 +127,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         for rank, fact in facts.items():
             if fact.weights not in (None, dtype, sum_dtype(dtype)):
                 raise ShapeError(f"input is {dtype} but on rank {rank} the parameters are {fact.weights}")
-        answers = {rank: StatisticsAnswer.last_of(fact.call_arguments) for rank, fact in facts.items()}
+        answers = {rank: StatisticsAnswer(*fact.call_arguments[1]) for rank, fact in facts.items()}
         sharing = agreed_sharing(self.axes, source, answers)
         apart = sharing and tuple(sharing.items())
         key = source, dtype, options, apart, tuple(fact.weights for fact in facts.values())
@@ -148,15 +144,15 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         plans: ShapeAgreement[Normalisation],
         xs: Sequence[Tensor],
         weights: Collection[Tensor] = (),
-        call_arguments: tuple[int, ...] | None = None,
+        call_arguments: tuple[Any, ...] | None = None,
         problem: str = "",
     ) -> Agreement[Normalisation]:
         """As of every layer, with the mode, and with what the user of this rank says of statistics."""
-        numbers = (*self.mode(), *answer_of_user(vars(self), self.machine.rank))
+        words = self.mode(), answer_of_user(vars(self), self.machine.rank)
         # Without parameters it is the type of running statistics that counts.
         mean = self._buffers.get("running_mean")
         told = weights if weights or mean is None else (mean,)
-        return super().enter(plans, xs, told, numbers, problem)
+        return super().enter(plans, xs, told, words, problem)
 
     def leave(self, y: Tensor, x: Tensor, needs: GradientNeeds) -> Tensor:
         """Result in the graph if any rank's is; what has no elements keeps its shape."""
@@ -207,16 +203,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         )
 
 
-@lru_cache
-def as_number(value: float | None) -> int:
-    """A value as an integer that can be told; None too, which is no value's."""
-    return _NONE if value is None else int.from_bytes(struct.pack("<d", value), "little", signed=True)
-
-
-def as_value(number: int) -> float | None:
-    """The value of a number."""
-    bits = number.to_bytes(8, "little", signed=True)
-    return None if number == _NONE else float(struct.unpack("<d", bits)[0])
+def as_float(value: float | None) -> float | None:
+    """A number that JSON can carry, of any kind of numbers."""
+    return None if value is None else float(value)
 
 
 def check_extents(layer: DistributedNorm, **extents: int) -> None:

@@ -14,13 +14,11 @@ from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import PlacedOptions
 from distdl_rma.layers.core.placement import cut
-from distdl_rma.layers.norm.base import DistributedNorm, NormArguments, as_number, as_value, check_extents
+from distdl_rma.layers.norm.base import DistributedNorm, NormArguments, as_float, check_extents
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.operation import Agreement
 from distdl_rma.ops.norm.normalisation import RUNNING, Normalisation, NormOptions
 from distdl_rma.ops.norm.statistic_groups import NormAxes
-
-_BY_BATCH, _TRACKS = 1, 2
 
 
 class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
@@ -105,18 +103,18 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         by_batch, tracks = self.statistics_mode()
         return replace(super().options(), by_batch=by_batch, tracks=tracks)
 
-    def mode(self) -> tuple[int, ...]:
+    def mode(self) -> tuple[Any, ...]:
         """By what a call normalises, and how it changes the running statistics; as of the base."""
         by_batch, tracks = self.statistics_mode()
-        kind = _BY_BATCH * by_batch + _TRACKS * tracks
-        return as_number(self.eps), kind, as_number(self.momentum) if tracks else 0
+        return *super().mode(), by_batch, tracks, as_float(self.momentum) if tracks else None
 
-    def about_mode(self, mode: tuple[int, ...]) -> str:
+    def about_mode(
+        self, eps: float | None, by_batch: bool = True, tracks: bool = False, momentum: float | None = None
+    ) -> str:
         """A mode in words, for messages."""
-        eps, kind, momentum = mode
-        by = f"normalises by the statistics of {'the batch' if kind & _BY_BATCH else 'earlier batches'}"
-        tracked = f"tracks them with momentum {as_value(momentum)}" if kind & _TRACKS else "tracks none"
-        return f"{by} with eps {as_value(eps)} and {tracked}"
+        by = f"normalises by the statistics of {'the batch' if by_batch else 'earlier batches'}"
+        tracked = f"tracks them with momentum {momentum}" if tracks else "tracks none"
+        return f"{by} with eps {eps} and {tracked}"
 
     def run(
         self, agreement: Agreement[Normalisation], xs: Sequence[Tensor], weights: Mapping[str, Tensor]

@@ -8,47 +8,26 @@ from typing import Any, NamedTuple
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 
 _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
-# In the place of a number: the user says nothing, or nothing that can be used.
-_SILENT, _STRANGE = -1, -2
-_NOBODY = -1
-_ORDER = {_STRANGE: 0, _SILENT: 2}
 
 
 class StatisticsAnswer(NamedTuple):
-    """What the user of one rank says of its statistics, in numbers that travel with the local shape.
+    """What the user of one rank says of its statistics, as it travels with the local shape."""
 
-    Lists travel as numbers that are equal where they name the same ranks: those that share are found by
-    that, however many they are. The first two ranks come along for messages.
-    """
-
-    listed: int = _SILENT
-    number: int = 0
-    nbytes: int = _SILENT
-    first: int = _NOBODY
-    second: int = _NOBODY
-
-    @classmethod
-    def last_of(cls, call_arguments: Sequence[int]) -> StatisticsAnswer:
-        """The one that a rank tells behind the other numbers of a call."""
-        return cls(*call_arguments[-len(cls._fields) :])
-
-    @classmethod
-    def before(cls, call_arguments: tuple[int, ...]) -> tuple[int, ...]:
-        """The other numbers."""
-        return call_arguments[: -len(cls._fields)]
+    ranks: Sequence[int] | None = None  # None where nothing is said
+    usable: bool = True  # whether they are different ranks with this one among them
+    nbytes: int | None = None  # likewise; below 0 if it is no number
 
     @property
-    def ranks(self) -> str:
+    def shown(self) -> str:
         """The list of ranks, for a message."""
-        if self.listed == _STRANGE and self.first == _NOBODY:
+        ranks = self.ranks or ()
+        if not ranks and not self.usable:
             return "no list of ranks"
-        known = [str(rank) for rank in (self.first, self.second) if rank != _NOBODY]
-        more = ["..."] if self.second != _NOBODY and self.listed not in (_STRANGE, len(known)) else []
-        return f"[{', '.join([*known, *more])}]"
+        more = ["..."] if self.usable and len(ranks) > 2 else []
+        return f"[{', '.join([*map(str, ranks[:2]), *more])}]"
 
 
 _NOTHING_SAID = StatisticsAnswer()
@@ -62,15 +41,13 @@ def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
     """
     found = _NOTHING_SAID
     if _RANKS in callbacks:
-        told = _asked(callbacks[_RANKS], lambda ranks: [as_int(rank) for rank in ranks])
-        ranks: list[int] = [] if told is None else told
+        told = _asked(callbacks[_RANKS], lambda ranks: tuple(as_int(rank) for rank in ranks))
+        ranks: tuple[int, ...] = told or ()
         fits = told is not None and len(set(ranks)) == len(ranks) and (not ranks or rank in ranks)
-        first, second, *_ = [*ranks, _NOBODY, _NOBODY]
-        listed = len(ranks) if fits else _STRANGE
-        found = StatisticsAnswer(listed, _number_of(ranks or [rank]), _SILENT, first, second)
+        found = StatisticsAnswer(ranks, fits)
     if _NBYTES in callbacks:
         nbytes = _asked(callbacks[_NBYTES], as_int)
-        found = found._replace(nbytes=_STRANGE if nbytes is None or nbytes < 0 else nbytes)
+        found = found._replace(nbytes=-1 if nbytes is None else max(nbytes, -1))
     return found
 
 
@@ -91,28 +68,27 @@ def agreed_sharing(
         return None
     P_x, channels = source.partition, source.splits[axes.weighted[0]]
     possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
-    numbers = {
-        rank: _number_of(possible[rank]) if answers[rank].listed == _SILENT else answers[rank].number
-        for rank in P_x.ranks
-    }
-    together: dict[int, list[int]] = {}
+    said: dict[int, tuple[int, ...]] = {}
+    together: dict[tuple[int, ...], list[int]] = {}
     for rank in P_x.ranks:
-        together.setdefault(numbers[rank], []).append(rank)
-    sharing = {rank: tuple(together[numbers[rank]]) for rank in P_x.ranks}
+        its = answers[rank].ranks
+        said[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
+        together.setdefault(said[rank], []).append(rank)
+    sharing = {rank: tuple(together[said[rank]]) for rank in P_x.ranks}
     # First those who say what cannot be used, last those who say nothing: others do not fit to them then.
-    for rank, answer in sorted(answers.items(), key=lambda item: _ORDER.get(item[1].listed, 1)):
+    for rank, answer in sorted(answers.items(), key=lambda item: (item[1].usable, item[1].ranks is None)):
         if rank in P_x:
-            mutual = _number_of(sharing[rank]) == numbers[rank]
+            mutual = tuple(sorted(sharing[rank])) == said[rank]
             _check_list(rank, answer, mutual, sharing[rank], possible[rank])
-        elif answer.listed not in (_SILENT, 0):
+        elif answer.ranks or not answer.usable:
             raise ConfigurationError(
-                f"{_RANKS}() gave {answer.ranks} on rank {rank}, which has no part of the tensor: it shares"
+                f"{_RANKS}() gave {answer.shown} on rank {rank}, which has no part of the tensor: it shares"
                 " its statistics with nobody, []"
             )
     for rank, answer in answers.items():
         wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
-        if answer.nbytes not in (_SILENT, wanted):
-            got = "no number of bytes" if answer.nbytes == _STRANGE else f"{answer.nbytes}"
+        if answer.nbytes not in (None, wanted):
+            got = "no number of bytes" if answer.nbytes == -1 else f"{answer.nbytes}"
             raise ConfigurationError(
                 f"{_NBYTES}() gave {got} on rank {rank}, one message of its statistics has {wanted} bytes"
             )
@@ -122,10 +98,10 @@ def agreed_sharing(
 def _check_list(
     rank: int, answer: StatisticsAnswer, mutual: bool, said: Sequence[int], possible: Sequence[int]
 ) -> None:
-    gave = f"{_RANKS}() gave {answer.ranks} on rank {rank}"
-    if answer.listed == _SILENT:
+    gave = f"{_RANKS}() gave {answer.shown} on rank {rank}"
+    if answer.ranks is None:
         gave = f"rank {rank} shares its statistics with {list(possible)}, as its user does not say otherwise"
-    elif answer.listed == _STRANGE:
+    elif not answer.usable:
         raise ConfigurationError(f"{gave}: a list of different ranks with the caller among them is needed")
     if not mutual:
         raise ConfigurationError(
@@ -144,7 +120,3 @@ def _asked(callback: Callable[[], Any], taken: Callable[[Any], Any]) -> Any:
         return taken(callback())
     except Exception:  # noqa: BLE001
         return None
-
-
-def _number_of(ranks: Sequence[int]) -> int:
-    return fingerprint(sorted(ranks))
