@@ -101,7 +101,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def mode(self) -> tuple[Any, ...]:
         """What of a call depends on more than its input; to be alike on all ranks of the call."""
-        return (as_float(self.eps),)
+        return (None if self.eps is None else float(self.eps),)
 
     def about_mode(self, eps: float | None) -> str:
         """A mode in words, for messages."""
@@ -201,11 +201,6 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             f" affine={self.weight is not None}, bias={self.bias is not None}, P_x={self.P_x.shape}"
             + (f", placement={self.placement!r}" if self.placement != "cut" else "")
         )
-
-
-def as_float(value: float | None) -> float | None:
-    """A number that JSON can carry, of any kind of numbers."""
-    return None if value is None else float(value)
 
 
 def check_extents(layer: DistributedNorm, **extents: int) -> None:

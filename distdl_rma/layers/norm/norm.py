@@ -14,7 +14,7 @@ from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import PlacedOptions
 from distdl_rma.layers.core.placement import cut
-from distdl_rma.layers.norm.base import DistributedNorm, NormArguments, as_float, check_extents
+from distdl_rma.layers.norm.base import DistributedNorm, NormArguments, check_extents
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.operation import Agreement
 from distdl_rma.ops.norm.normalisation import RUNNING, Normalisation, NormOptions
@@ -106,7 +106,9 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     def mode(self) -> tuple[Any, ...]:
         """By what a call normalises, and how it changes the running statistics; as of the base."""
         by_batch, tracks = self.statistics_mode()
-        return *super().mode(), by_batch, tracks, as_float(self.momentum) if tracks else None
+        momentum = self.momentum if tracks else None
+        eps, momentum = (None if value is None else float(value) for value in (self.eps, momentum))
+        return eps, by_batch, tracks, momentum
 
     def about_mode(
         self, eps: float | None, by_batch: bool = True, tracks: bool = False, momentum: float | None = None
