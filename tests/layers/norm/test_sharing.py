@@ -6,7 +6,7 @@ import pytest
 
 from distdl_rma import ConfigurationError
 from distdl_rma.geometry import Decomposition, Partition
-from distdl_rma.layers.norm.sharing import StatisticsAnswer, agreed_sharing, answer_of_user
+from distdl_rma.layers.norm import StatisticsAnswer, agreed_sharing, answer_of_user
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 
 AXES = NormAxes((2,), (1,))
