@@ -46,17 +46,13 @@ class PlanCache(Generic[P, N]):
     def __getitem__(self, number: int) -> CallState[P, N]:
         return self._states[number]
 
-    def proposal(self, row: bytes) -> int:
-        """Number of the combination that is expected when this rank says ``row``."""
-        return self._by_last.get((self.number, row)) or self._by_row.get(row, UNKNOWN)
-
     def compared(self, row: bytes) -> tuple[int, int, int]:
         """What a rank that says ``row`` compares with the others: a number, a fingerprint, a length of rows.
 
         The number is that of the expected combination, whose longest row all ranks know that expect it. A row
         that is new is told by its fingerprint: all ranks may say the same.
         """
-        number = self.proposal(row)
+        number = self._by_last.get((self.number, row)) or self._by_row.get(row, UNKNOWN)
         return (number, 0, self._states[number].longest) if number else (number, fingerprint(row), len(row))
 
     def plan(self, key: bytes) -> P | None:

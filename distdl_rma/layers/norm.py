@@ -415,9 +415,10 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     def mode(self) -> tuple[Any, ...]:
         """By what a call normalises, and how it changes the running statistics; as of the base."""
         by_batch, tracks = self.statistics_mode()
-        momentum = self.momentum if tracks else None
-        eps, momentum = (None if value is None else float(value) for value in (self.eps, momentum))
-        return eps, by_batch, tracks, momentum
+        eps, momentum = self.eps, self.momentum if tracks else None
+        # In numbers that JSON can carry.
+        eps = None if eps is None else float(eps)
+        return eps, by_batch, tracks, None if momentum is None else float(momentum)
 
     def about_mode(
         self, eps: float | None, by_batch: bool = True, tracks: bool = False, momentum: float | None = None

@@ -19,7 +19,7 @@ def call(memory, plan, said=None, row=None):
 
 def test_nothing_is_proposed_or_known_before_the_first_call():
     memory = PlanCache()
-    assert memory.number == UNKNOWN == memory.proposal(b"a") and memory.plan(digest(b"a")) is None
+    assert memory.number == UNKNOWN == memory.compared(b"a")[0] and memory.plan(digest(b"a")) is None
 
 
 def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
@@ -51,12 +51,12 @@ def test_the_call_before_tells_apart_what_this_rank_says_alike():
     for _ in range(2):
         one = call(memory, "a", "one", "mine")
         other = call(memory, "a", "other", "mine")
-    assert memory.number == other and memory.proposal(b"mine") == one
+    assert memory.number == other and memory.compared(b"mine")[0] == one
     call(memory, "a", "one", "mine")
-    assert memory.proposal(b"mine") == other
+    assert memory.compared(b"mine")[0] == other
     # After what was never followed by it, the last that was said with it.
     call(memory, "b")
-    assert memory.proposal(b"mine") == one
+    assert memory.compared(b"mine")[0] == one
 
 
 @pytest.mark.parametrize("used_again", [False, True])
@@ -70,7 +70,7 @@ def test_of_many_plans_the_ones_used_last_are_kept(used_again):
     last = call(memory, "16")
     gone = digest(b"1" if used_again else b"0")
     assert memory.plan(gone) is None and memory.plan(digest(b"16")) == "16" == memory[last].plan
-    assert (memory.proposal(b"0") == first) is used_again
+    assert (memory.compared(b"0")[0] == first) is used_again
     # Whoever comes back is new, and nobody expects what it was.
     again = call(memory, "1" if used_again else "0")
     assert again == last + 1
@@ -79,7 +79,7 @@ def test_of_many_plans_the_ones_used_last_are_kept(used_again):
 def test_of_many_states_of_a_plan_the_ones_used_last_are_kept_and_the_plan_with_them():
     memory = PlanCache()
     numbers = [call(memory, "a", f"said {step}", f"row {step}") for step in range(40)]
-    assert memory.proposal(b"row 0") == UNKNOWN and memory.plan(digest(b"a")) == "a"
+    assert memory.compared(b"row 0")[0] == UNKNOWN and memory.plan(digest(b"a")) == "a"
     with pytest.raises(KeyError):
         memory[numbers[0]]
     assert all(memory[number].plan == "a" for number in numbers[-32:])

@@ -176,8 +176,9 @@ class DistributedLayer(AnsweringModule):
 
         ``ConfigurationError``, of which the other ranks hear, if the user's callbacks say what does not hold.
         """
-        if any(isinstance(x, SplitTensor) for x in inputs):
-            return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
+        for x in inputs:
+            if isinstance(x, SplitTensor):
+                return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
         before = self.nbytes_in((*inputs, *named.values()))
         # In every call, since the user may give a callback at any time: one look for all of them.
         stated = not NAMES.isdisjoint(vars(self))
@@ -188,9 +189,11 @@ class DistributedLayer(AnsweringModule):
                 y = super().__call__(*inputs, **named)
         else:
             y = super().__call__(*inputs, **named)
-        self.shard_nbytes = before, nbytes_of(y)
+        behind = nbytes_of(y)
+        # By torch's way an attribute takes longer than all else here.
+        self.__dict__["shard_nbytes"] = before, behind
         if stated:
-            self._check_stated(get_sizeof_output_tensor=self.shard_nbytes[1])
+            self._check_stated(get_sizeof_output_tensor=behind)
         return y
 
     @property
