@@ -1,19 +1,23 @@
 """Where the ranks of a layer agree on the shapes and types of a call, which may differ from call to call.
 
-Each rank tells the others what it passes (``InputFacts``), and all plan for what all of them said.
+Each rank tells the others what it passes (``InputFacts``), and all plan for what all of them said. What they
+refuse reads the same everywhere: on the ranks of the layer, and where its backward is waited for.
 """
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from distdl_rma.checks.consensus import Consensus
+from distdl_rma import errors
+from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
 from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import (
@@ -27,11 +31,168 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.error_exchange import CallOutcome, clipped, refusal
-from distdl_rma.layers.core.static_shapes import Promise, promise_on
+from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.staged import movement_between
+from distdl_rma.ops.core.tensors import as_array, as_tensor, trouble_with
+
+_KEY = "static shapes"
+
+
+# What of a rank's calls that tell the others nothing must be alike on all ranks.
+_MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
+
+
+class Promise:
+    """That no rank passes anything else to a layer than in its first call."""
+
+
+def promise_on(machine: Machine, recording: bool = False) -> Promise | None:
+    """What the ranks of a machine promise now; None if nothing.
+
+    A call ``recording`` gradients, or not, asks: a wait in vain says if other ranks called otherwise.
+    """
+    found = machine.kept.get(_KEY)
+    if not isinstance(found, Promise):
+        return None
+    machine.segments.watch.note(_MODES, recording)
+    return found
+
+
+@contextmanager
+def static_shapes(place: Machine | Partition) -> Iterator[None]:
+    """Context in which every rank passes to a layer what it passed in the layer's first call within.
+
+    The same local shapes and types, the same that needs a gradient; calls with and without recording of
+    gradients are told apart. Layers that take plain shards then agree in their first call only, and no rank
+    waits for those that it needs no data of. A distributed model needs none of this: split tensors know their
+    shapes. Collective over the machine to enter, blocking; local to leave.
+
+    What changes all the same is a ``ShapeError`` on the rank that sees it; the others, which would wait for
+    this one, raise ``PeerFailedError``, and the machine is over. Gradients are recorded on all ranks or on
+    none: where they are not, a rank waits in vain, and ``ExchangeTimeout`` says so.
+
+    Raises
+    ------
+    ProtocolError
+        If shapes are promised already.
+    """
+    machine = Machine.of(place)
+    if promise_on(machine) is not None:
+        raise ProtocolError("static_shapes: this machine's shapes are promised already")
+    gather_words(machine.segments, "", "static_shapes")
+    machine.kept[_KEY] = Promise()
+    try:
+        yield
+    finally:
+        machine.kept.pop(_KEY, None)
+        machine.segments.watch.note()
+
+
+_LONGEST, _OUTCOME_NBYTES = 512, 1024
+# What goes in on ranks that hear.
+_NO_WORDS = torch.empty(0, dtype=torch.uint8)
+
+
+def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
+    """Row with a text, cut if it does not fit."""
+    row = np.zeros(nbytes, np.uint8)
+    words = text.encode()[:nbytes]
+    row[: len(words)] = np.frombuffer(words, np.uint8)
+    return row
+
+
+def row_text(row: NDArray[np.uint8]) -> str:
+    """Text of a row; empty if there is none."""
+    return row.tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
+def clipped(text: str) -> str:
+    """A text of one line and of limited length."""
+    return " ".join(text.split())[:_LONGEST]
+
+
+def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
+    """Error of all ranks of a layer, of which some have a problem; it names the first of these."""
+    found = {rank: problem for rank, problem in problems.items() if problem}
+    rank, problem = next(iter(found.items()))
+    others = f" ({len(found)} ranks of {len(problems)} complain)" if len(found) > 1 else ""
+    return ShapeError(f"{name!r}: rank {rank}: {problem}{others}")
+
+
+def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
+    """Error to raise where something does not fit, the same on all ranks; blocking until all have called.
+
+    ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
+    to be alike on all ranks.
+    """
+    mine = [clipped(problem), "" if problem else clipped(facts)]
+    said = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
+    if any(its for its, _ in said.values()):
+        return refusal(name, {rank: its for rank, (its, _) in said.items()})
+    first, (_, expected) = next(iter(said.items()))
+    for rank, (_, its) in said.items():
+        if its != expected:
+            return ShapeError(f"{name!r}: rank {first} passes {expected} but rank {rank} {its}")
+    return ShapeError(f"{name!r}: the ranks' inputs do not fit together; each passes {facts}")
+
+
+class CallOutcome:
+    """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
+
+    No row of every rank to every rank, and over nodes one message to each, by a tree of them: those inside do
+    not wait for those who hear, and who tells only when they are two calls behind. Local to make.
+    """
+
+    def __init__(self, machine: Machine, teller: int, listeners: Sequence[int], name: str) -> None:
+        rank, shape = machine.rank, (_OUTCOME_NBYTES,)
+        root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
+        others = Decomposition.replicated(Partition(tuple(listeners), (len(listeners),), rank), shape)
+        self._tells = rank == teller
+        self._way = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
+        weakref.finalize(self, self._way.close)
+
+    @classmethod
+    def among(
+        cls, machine: Machine, inside: Sequence[int], holders: Sequence[int], name: str
+    ) -> CallOutcome | None:
+        """Outcome for those that keep copies of a layer's weights without a part in its calls.
+
+        Collective over ``holders``, the rank ids that gradients are summed over; blocking. ``inside`` takes
+        part in calls, and its first rank tells. None on ranks that neither tell nor hear.
+        """
+        # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
+        mine = [fingerprint(tuple(inside)), machine.rank in inside]
+        views = gather_words(machine.segments, mine, f"{name} (audience)", holders)
+        layer, _ = mine
+        listeners = [rank for rank in sorted(holders) if views[rank] == [layer, False]]
+        concerned = listeners and machine.rank in (inside[0], *listeners)
+        return cls(machine, inside[0], listeners, name) if concerned else None
+
+    def connect(self) -> None:
+        """Exchange addresses, once, with a message that all is well; blocking."""
+        self.tell()
+        self.hear()
+
+    def tell(self, error: DistdlError | None = None) -> None:
+        """Say that a call was refused, or that it was not; nothing on ranks that hear."""
+        if self._tells:
+            text = "" if error is None else f"{type(error).__name__} {error}"
+            self._way.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
+
+    def hear(self) -> None:
+        """Wait for what became of the next call, and raise the error that its ranks raise, if they do.
+
+        Nothing on the rank that tells.
+        """
+        if self._tells:
+            return
+        text = row_text(as_array(self._way.move(_NO_WORDS)))
+        if text:
+            kind, _, what = text.partition(" ")
+            raise getattr(errors, kind, ShapeError)(what)
+
 
 # Shape and type of one input.
 _Input = tuple[tuple[int, ...], torch.dtype]

@@ -17,8 +17,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import told_refusal
 from distdl_rma.layers.core.callbacks import LayerOptions
-from distdl_rma.layers.core.error_exchange import told_refusal
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.ops.core.autograd import OperatorFunction, anchored, tells_peers, tied, uncompiled
 from distdl_rma.ops.core.movement import CallSite
