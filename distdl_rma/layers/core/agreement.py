@@ -254,7 +254,8 @@ class InputFacts(NamedTuple):
         recording = torch.is_grad_enabled()
         pairs = zip(xs, idle, strict=False)
         inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
-        others = tuple([recording and x.requires_grad for x in xs[1:]]) if given > 1 else ()
+        wanted = len(idle)
+        others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
         learns = recording and weight is not None and weight.requires_grad
         needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
         return cls(inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given)
