@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     # The table below, for editors and type checkers.
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
-    from distdl_rma.layers.core.static_shapes import static_shapes as static_shapes
+    from distdl_rma.layers.core.agreement import static_shapes as static_shapes
     from distdl_rma.machine import Machine as Machine
     from distdl_rma.machine import MPIPartition as MPIPartition
     from distdl_rma.machine import print0 as print0
@@ -56,7 +56,7 @@ _HOMES = {
     "gather_state_dict": "state",
     "load_global_state_dict": "state",
     "shard": "split.shard",
-    "static_shapes": "layers.core.static_shapes",
+    "static_shapes": "layers.core.agreement",
     "SplitTensor": "split",
     "compare": "model.compare",
     "distribute": "model.distribute",

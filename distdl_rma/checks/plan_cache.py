@@ -7,6 +7,8 @@ from hashlib import blake2b
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
+from distdl_rma.geometry.exchange import fingerprint
+
 P = TypeVar("P")
 N = TypeVar("N")
 # Number of what was not said before.
@@ -21,6 +23,7 @@ class CallState(NamedTuple, Generic[P, N]):
     needs: N
     key: bytes
     said: bytes
+    longest: int  # bytes of the longest row
 
 
 class PlanCache(Generic[P, N]):
@@ -43,20 +46,25 @@ class PlanCache(Generic[P, N]):
     def __getitem__(self, number: int) -> CallState[P, N]:
         return self._states[number]
 
-    def proposal(self, row: bytes) -> int:
-        """Number of the combination that is expected when this rank says ``row``."""
-        return self._by_last.get((self.number, row)) or self._by_row.get(row, UNKNOWN)
+    def compared(self, row: bytes) -> tuple[int, int, int]:
+        """What a rank that says ``row`` compares with the others: a number, a fingerprint, a length of rows.
+
+        The number is that of the expected combination, whose longest row all ranks know that expect it. A row
+        that is new is told by its fingerprint: all ranks may say the same.
+        """
+        number = self._by_last.get((self.number, row)) or self._by_row.get(row, UNKNOWN)
+        return (number, 0, self._states[number].longest) if number else (number, fingerprint(row), len(row))
 
     def plan(self, key: bytes) -> P | None:
         """Plan for what has this digest, if there is one."""
         return self._plans.get(key)
 
-    def number_of(self, plan: P, needs: N, key: bytes, said: bytes) -> int:
-        """Number of what all ranks said, which was said before or is new."""
+    def number_of(self, plan: P, needs: N, key: bytes, said: bytes, longest: int) -> int:
+        """Number of what all ranks said, in rows of so many bytes at most; it was said before or is new."""
         number = self._numbers.get(said)
         if number is None:
             number = self._numbers[said] = next(self._counted)
-            self._plans[key], self._states[number] = plan, CallState(plan, needs, key, said)
+            self._plans[key], self._states[number] = plan, CallState(plan, needs, key, said, longest)
         return number
 
     def come_to(self, number: int, row: bytes) -> None:

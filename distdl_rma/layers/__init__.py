@@ -10,11 +10,11 @@ from distdl_rma.layers.embedding import DistributedEmbedding as DistributedEmbed
 from distdl_rma.layers.from_global import Concat as Concat
 from distdl_rma.layers.from_global import Conv as Conv
 from distdl_rma.layers.from_global import InstanceNorm as InstanceNorm
-from distdl_rma.layers.linear.linear import DistributedLinear as DistributedLinear
-from distdl_rma.layers.linear.linear import DistributedLinearAllGather as DistributedLinearAllGather
-from distdl_rma.layers.linear.linear import DistributedLinearAllGatherZero as DistributedLinearAllGatherZero
-from distdl_rma.layers.linear.linear import DistributedLinearReduceScatter as DistributedLinearReduceScatter
-from distdl_rma.layers.linear.linear import (
+from distdl_rma.layers.linear import DistributedLinear as DistributedLinear
+from distdl_rma.layers.linear import DistributedLinearAllGather as DistributedLinearAllGather
+from distdl_rma.layers.linear import DistributedLinearAllGatherZero as DistributedLinearAllGatherZero
+from distdl_rma.layers.linear import DistributedLinearReduceScatter as DistributedLinearReduceScatter
+from distdl_rma.layers.linear import (
     DistributedLinearReduceScatterZero as DistributedLinearReduceScatterZero,
 )
 from distdl_rma.layers.loss.classification import DistributedCrossEntropyLoss as DistributedCrossEntropyLoss
@@ -36,15 +36,15 @@ from distdl_rma.layers.moves import HaloExchange as HaloExchange
 from distdl_rma.layers.moves import ReduceScatter as ReduceScatter
 from distdl_rma.layers.moves import Repartition as Repartition
 from distdl_rma.layers.moves import SumReduce as SumReduce
-from distdl_rma.layers.norm.norm import DistributedBatchNorm1d as DistributedBatchNorm1d
-from distdl_rma.layers.norm.norm import DistributedBatchNorm2d as DistributedBatchNorm2d
-from distdl_rma.layers.norm.norm import DistributedBatchNorm3d as DistributedBatchNorm3d
-from distdl_rma.layers.norm.norm import DistributedGroupNorm as DistributedGroupNorm
-from distdl_rma.layers.norm.norm import DistributedInstanceNorm1d as DistributedInstanceNorm1d
-from distdl_rma.layers.norm.norm import DistributedInstanceNorm2d as DistributedInstanceNorm2d
-from distdl_rma.layers.norm.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
-from distdl_rma.layers.norm.norm import DistributedLayerNorm as DistributedLayerNorm
-from distdl_rma.layers.norm.norm import DistributedRMSNorm as DistributedRMSNorm
+from distdl_rma.layers.norm import DistributedBatchNorm1d as DistributedBatchNorm1d
+from distdl_rma.layers.norm import DistributedBatchNorm2d as DistributedBatchNorm2d
+from distdl_rma.layers.norm import DistributedBatchNorm3d as DistributedBatchNorm3d
+from distdl_rma.layers.norm import DistributedGroupNorm as DistributedGroupNorm
+from distdl_rma.layers.norm import DistributedInstanceNorm1d as DistributedInstanceNorm1d
+from distdl_rma.layers.norm import DistributedInstanceNorm2d as DistributedInstanceNorm2d
+from distdl_rma.layers.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
+from distdl_rma.layers.norm import DistributedLayerNorm as DistributedLayerNorm
+from distdl_rma.layers.norm import DistributedRMSNorm as DistributedRMSNorm
 from distdl_rma.layers.windows import (
     DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d,
 )

@@ -331,7 +331,7 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     Requirements A3, B11; the partitions are those of the convolution document.
     """
 
-    _call_arguments = (False,)
+    _call_arguments = (None,)
     _rows = IN
     _shown = ("kernel_size", "stride", "padding", "output_padding", "groups", "bias", "dilation")
 
@@ -343,26 +343,27 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         alike on all ranks.
         """
         try:
-            call_arguments = () if output_size is None else tuple(as_int(n) for n in output_size)
+            given = None if output_size is None else tuple(as_int(n) for n in output_size)
         except TypeError:
             problem = f"output_size is a sequence of integers, got {output_size!r}"
-            return self.apply_to(input, call_arguments=self._call_arguments, problem=problem)
-        return self.apply_to(input, call_arguments=(output_size is not None, *call_arguments))
+            return self.apply_to(input, problem=problem)
+        return self.apply_to(input, call_arguments=(given,))
 
     def plan(self, facts: dict[int, InputFacts]) -> TransposedConvolution:
         """Where the data is computed with, and whom the partial outputs are for."""
         source, dtype = source_of(self.P_x, facts)
         check_dtypes(dtype, facts)
-        (first, expected), *others = ((rank, fact.call_arguments) for rank, fact in facts.items())
-        for rank, call_arguments in others:
-            if call_arguments != expected:
+        given = {rank: size and tuple(size) for rank, fact in facts.items() for size in fact.call_arguments}
+        (first, expected), *others = given.items()
+        for rank, size in others:
+            if size != expected:
                 raise ShapeError(
-                    f"output_size must be alike on all ranks: rank {first} has {expected[1:] or None}"
-                    f" but rank {rank} {call_arguments[1:] or None}"
+                    f"output_size must be alike on all ranks: rank {first} has {expected or None}"
+                    f" but rank {rank} {size or None}"
                 )
-        (given, *output_size), extra = expected, self.output_padding
-        if given:
-            extra = output_padding_for(self.options.stencil, source.shape[LEADING:], output_size)
+        extra = self.output_padding
+        if expected is not None:
+            extra = output_padding_for(self.options.stencil, source.shape[LEADING:], expected)
         return TransposedConvolution(self.site, self.options, source, self.P_y, dtype, extra)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from math import prod
 from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 
 from distdl_rma.checks.consensus import Consensus
@@ -15,10 +15,8 @@ from distdl_rma.checks.plan_cache import PlanCache, digest
 from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import MAX_DIMS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of
 
@@ -32,35 +30,33 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
     THREAD.place = None
     site = site_of(machine, told_layout)
     cache: PlanCache[Decomposition, None] = site.kept(partition, PlanCache)
-    row = np.zeros(3 + MAX_DIMS, np.int64)
-    if problem:
-        row[0] = -1
-    else:
-        row[:3] = DTYPES.index(local.dtype), local.requires_grad, local.dim()
-        row[3 : 3 + local.dim()] = local.shape
-    said = row.tobytes()
-    number, consensus = cache.proposal(said), Consensus.of(machine.segments, partition.ranks)
-    alike = consensus.alike(f"{site.name} (shapes)", number, 0 if number else fingerprint(said), 0)
+    block: Any = None
+    if not problem:
+        block = (DTYPES.index(local.dtype), local.requires_grad, local.dim()), tuple(local.shape)
+    said = json.dumps(block).encode()
+    words = number, *_ = cache.compared(said)
+    consensus = Consensus.of(machine.segments, partition.ranks)
+    alike = consensus.alike(f"{site.name} (shapes)", *words)
     if alike and number:
         if number != cache.number:
             cache.come_to(number, said)
         return cache[number].plan
-    rows = [said] * partition.size if alike else consensus.rows(said, len(said))
+    rows = [said] * partition.size if alike else consensus.rows(said, consensus.largest[-1])
     if problem:
         raise ShapeError(f"SplitTensor.from_local: {problem}")
-    found = [np.frombuffer(each, np.int64).tolist() for each in rows]
-    for rank, (dtype, *_) in zip(partition.ranks, found, strict=True):
-        if dtype < 0:
+    found = dict(zip(partition.ranks, map(json.loads, rows), strict=True))
+    for rank, its in found.items():
+        if its is None:
             raise ShapeError(f"SplitTensor.from_local: rank {rank} passes what is no block")
-    kinds = {tuple(each[:3]): rank for rank, each in zip(partition.ranks, found, strict=True)}
+    kinds = {tuple(each): rank for rank, (each, _) in found.items()}
     if len(kinds) > 1:
         (first, one), (second, other), *_ = kinds.items()
         raise ShapeError(
             f"SplitTensor.from_local: rank {one} passes {_said(first)} but rank {other} {_said(second)}"
         )
-    shapes = {rank: tuple(each[3 : 3 + each[2]]) for rank, each in zip(partition.ranks, found, strict=True)}
+    shapes = {rank: tuple(shape) for rank, (_, shape) in found.items()}
     layout, key = lay.normal(Decomposition.from_local_shapes(partition, shapes)), digest(b"".join(rows))
-    cache.come_to(cache.number_of(layout, None, key, key), said)
+    cache.come_to(cache.number_of(layout, None, key, key, max(map(len, rows))), said)
     return layout
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.ops.core.autograd import GradientNeeds
 
 NEEDS = GradientNeeds(True, True)
@@ -11,14 +12,14 @@ NEEDS = GradientNeeds(True, True)
 def call(memory, plan, said=None, row=None):
     """A call whose ranks say this, on the plan of that name; its number."""
     said, row = (text or plan for text in (said, row))
-    number = memory.number_of(plan, NEEDS, digest(plan.encode()), digest(said.encode()))
+    number = memory.number_of(plan, NEEDS, digest(plan.encode()), digest(said.encode()), len(row))
     memory.come_to(number, row.encode())
     return number
 
 
 def test_nothing_is_proposed_or_known_before_the_first_call():
     memory = PlanCache()
-    assert memory.number == UNKNOWN == memory.proposal(b"a") and memory.plan(digest(b"a")) is None
+    assert memory.number == UNKNOWN == memory.compared(b"a")[0] and memory.plan(digest(b"a")) is None
 
 
 def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
@@ -28,6 +29,14 @@ def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
     assert call(memory, "a") == first == memory.number
     assert memory[first].plan == "a" and memory[first].needs == NEEDS
     assert memory.plan(digest(b"b")) == "b"
+
+
+def test_ranks_that_expect_the_same_compare_the_same_whatever_rows_they_have():
+    here, there = PlanCache(), PlanCache()
+    assert here.compared(b"mine") == (UNKNOWN, fingerprint(b"mine"), 4)
+    for memory, row in (here, b"mine"), (there, b"another one"):
+        memory.come_to(memory.number_of("a", NEEDS, digest(b"a"), digest(b"all"), 11), row)
+    assert here.compared(b"mine") == there.compared(b"another one") == (here.number, 0, 11)
 
 
 def test_states_of_one_plan_have_numbers_of_their_own():
@@ -42,12 +51,12 @@ def test_the_call_before_tells_apart_what_this_rank_says_alike():
     for _ in range(2):
         one = call(memory, "a", "one", "mine")
         other = call(memory, "a", "other", "mine")
-    assert memory.number == other and memory.proposal(b"mine") == one
+    assert memory.number == other and memory.compared(b"mine")[0] == one
     call(memory, "a", "one", "mine")
-    assert memory.proposal(b"mine") == other
+    assert memory.compared(b"mine")[0] == other
     # After what was never followed by it, the last that was said with it.
     call(memory, "b")
-    assert memory.proposal(b"mine") == one
+    assert memory.compared(b"mine")[0] == one
 
 
 @pytest.mark.parametrize("used_again", [False, True])
@@ -61,7 +70,7 @@ def test_of_many_plans_the_ones_used_last_are_kept(used_again):
     last = call(memory, "16")
     gone = digest(b"1" if used_again else b"0")
     assert memory.plan(gone) is None and memory.plan(digest(b"16")) == "16" == memory[last].plan
-    assert (memory.proposal(b"0") == first) is used_again
+    assert (memory.compared(b"0")[0] == first) is used_again
     # Whoever comes back is new, and nobody expects what it was.
     again = call(memory, "1" if used_again else "0")
     assert again == last + 1
@@ -70,7 +79,7 @@ def test_of_many_plans_the_ones_used_last_are_kept(used_again):
 def test_of_many_states_of_a_plan_the_ones_used_last_are_kept_and_the_plan_with_them():
     memory = PlanCache()
     numbers = [call(memory, "a", f"said {step}", f"row {step}") for step in range(40)]
-    assert memory.proposal(b"row 0") == UNKNOWN and memory.plan(digest(b"a")) == "a"
+    assert memory.compared(b"row 0")[0] == UNKNOWN and memory.plan(digest(b"a")) == "a"
     with pytest.raises(KeyError):
         memory[numbers[0]]
     assert all(memory[number].plan == "a" for number in numbers[-32:])

@@ -1,20 +1,23 @@
 """Where the ranks of a layer agree on the shapes and types of a call, which may differ from call to call.
 
-Each rank tells the others what it passes (``InputFacts``), and all plan for what all of them said.
+Each rank tells the others what it passes (``InputFacts``), and all plan for what all of them said. What they
+refuse reads the same everywhere: on the ranks of the layer, and where its backward is waited for.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.checks.consensus import Consensus
+from distdl_rma import errors
+from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
 from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import (
@@ -28,18 +31,168 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange
-from distdl_rma.layers.core.static_shapes import Promise, promise_on
+from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import MAX_DIMS, trouble_with
+from distdl_rma.ops.core.staged import movement_between
+from distdl_rma.ops.core.tensors import as_array, as_tensor, trouble_with
 
-_DTYPE_CODES = list(DTYPES)
-_NO_DTYPE = -1
-# Words of a row: type of the weights, what needs a gradient, how many inputs and numbers, the numbers; then
-# of each input its type, how many dimensions, the extents.
-_HEAD = 4 + MAX_DIMS
-_PER_INPUT = 2 + MAX_DIMS
+_KEY = "static shapes"
+
+
+# What of a rank's calls that tell the others nothing must be alike on all ranks.
+_MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
+
+
+class Promise:
+    """That no rank passes anything else to a layer than in its first call."""
+
+
+def promise_on(machine: Machine, recording: bool = False) -> Promise | None:
+    """What the ranks of a machine promise now; None if nothing.
+
+    A call ``recording`` gradients, or not, asks: a wait in vain says if other ranks called otherwise.
+    """
+    found = machine.kept.get(_KEY)
+    if not isinstance(found, Promise):
+        return None
+    machine.segments.watch.note(_MODES, recording)
+    return found
+
+
+@contextmanager
+def static_shapes(place: Machine | Partition) -> Iterator[None]:
+    """Context in which every rank passes to a layer what it passed in the layer's first call within.
+
+    The same local shapes and types, the same that needs a gradient; calls with and without recording of
+    gradients are told apart. Layers that take plain shards then agree in their first call only, and no rank
+    waits for those that it needs no data of. A distributed model needs none of this: split tensors know their
+    shapes. Collective over the machine to enter, blocking; local to leave.
+
+    What changes all the same is a ``ShapeError`` on the rank that sees it; the others, which would wait for
+    this one, raise ``PeerFailedError``, and the machine is over. Gradients are recorded on all ranks or on
+    none: where they are not, a rank waits in vain, and ``ExchangeTimeout`` says so.
+
+    Raises
+    ------
+    ProtocolError
+        If shapes are promised already.
+    """
+    machine = Machine.of(place)
+    if promise_on(machine) is not None:
+        raise ProtocolError("static_shapes: this machine's shapes are promised already")
+    gather_words(machine.segments, "", "static_shapes")
+    machine.kept[_KEY] = Promise()
+    try:
+        yield
+    finally:
+        machine.kept.pop(_KEY, None)
+        machine.segments.watch.note()
+
+
+_LONGEST, _OUTCOME_NBYTES = 512, 1024
+# What goes in on ranks that hear.
+_NO_WORDS = torch.empty(0, dtype=torch.uint8)
+
+
+def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
+    """Row with a text, cut if it does not fit."""
+    row = np.zeros(nbytes, np.uint8)
+    words = text.encode()[:nbytes]
+    row[: len(words)] = np.frombuffer(words, np.uint8)
+    return row
+
+
+def row_text(row: NDArray[np.uint8]) -> str:
+    """Text of a row; empty if there is none."""
+    return row.tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
+def clipped(text: str) -> str:
+    """A text of one line and of limited length."""
+    return " ".join(text.split())[:_LONGEST]
+
+
+def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
+    """Error of all ranks of a layer, of which some have a problem; it names the first of these."""
+    found = {rank: problem for rank, problem in problems.items() if problem}
+    rank, problem = next(iter(found.items()))
+    others = f" ({len(found)} ranks of {len(problems)} complain)" if len(found) > 1 else ""
+    return ShapeError(f"{name!r}: rank {rank}: {problem}{others}")
+
+
+def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
+    """Error to raise where something does not fit, the same on all ranks; blocking until all have called.
+
+    ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
+    to be alike on all ranks.
+    """
+    mine = [clipped(problem), "" if problem else clipped(facts)]
+    said = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
+    if any(its for its, _ in said.values()):
+        return refusal(name, {rank: its for rank, (its, _) in said.items()})
+    first, (_, expected) = next(iter(said.items()))
+    for rank, (_, its) in said.items():
+        if its != expected:
+            return ShapeError(f"{name!r}: rank {first} passes {expected} but rank {rank} {its}")
+    return ShapeError(f"{name!r}: the ranks' inputs do not fit together; each passes {facts}")
+
+
+class CallOutcome:
+    """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
+
+    No row of every rank to every rank, and over nodes one message to each, by a tree of them: those inside do
+    not wait for those who hear, and who tells only when they are two calls behind. Local to make.
+    """
+
+    def __init__(self, machine: Machine, teller: int, listeners: Sequence[int], name: str) -> None:
+        rank, shape = machine.rank, (_OUTCOME_NBYTES,)
+        root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
+        others = Decomposition.replicated(Partition(tuple(listeners), (len(listeners),), rank), shape)
+        self._tells = rank == teller
+        self._way = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
+        weakref.finalize(self, self._way.close)
+
+    @classmethod
+    def among(
+        cls, machine: Machine, inside: Sequence[int], holders: Sequence[int], name: str
+    ) -> CallOutcome | None:
+        """Outcome for those that keep copies of a layer's weights without a part in its calls.
+
+        Collective over ``holders``, the rank ids that gradients are summed over; blocking. ``inside`` takes
+        part in calls, and its first rank tells. None on ranks that neither tell nor hear.
+        """
+        # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
+        mine = [fingerprint(tuple(inside)), machine.rank in inside]
+        views = gather_words(machine.segments, mine, f"{name} (audience)", holders)
+        layer, _ = mine
+        listeners = [rank for rank in sorted(holders) if views[rank] == [layer, False]]
+        concerned = listeners and machine.rank in (inside[0], *listeners)
+        return cls(machine, inside[0], listeners, name) if concerned else None
+
+    def connect(self) -> None:
+        """Exchange addresses, once, with a message that all is well; blocking."""
+        self.tell()
+        self.hear()
+
+    def tell(self, error: DistdlError | None = None) -> None:
+        """Say that a call was refused, or that it was not; nothing on ranks that hear."""
+        if self._tells:
+            text = "" if error is None else f"{type(error).__name__} {error}"
+            self._way.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
+
+    def hear(self) -> None:
+        """Wait for what became of the next call, and raise the error that its ranks raise, if they do.
+
+        Nothing on the rank that tells.
+        """
+        if self._tells:
+            return
+        text = row_text(as_array(self._way.move(_NO_WORDS)))
+        if text:
+            kind, _, what = text.partition(" ")
+            raise getattr(errors, kind, ShapeError)(what)
+
 
 # Shape and type of one input.
 _Input = tuple[tuple[int, ...], torch.dtype]
@@ -51,7 +204,7 @@ class InputFacts(NamedTuple):
     inputs: tuple[_Input, ...]
     needs: GradientNeeds
     weights: torch.dtype | None = None
-    call_arguments: tuple[int, ...] = ()
+    call_arguments: tuple[Any, ...] = ()  # in words that JSON can carry
     problem: str = ""
     given: int = 1  # inputs of the call, where the layer may take another number of them
 
@@ -82,25 +235,27 @@ class InputFacts(NamedTuple):
         cls,
         xs: Sequence[torch.Tensor],
         weight: torch.Tensor | None = None,
-        call_arguments: tuple[int, ...] = (),
+        call_arguments: tuple[Any, ...] = (),
         idle: Sequence[bool] = (False,),
         problem: str = "",
     ) -> InputFacts:
-        """Facts about local tensors, a weight that the layer will use, and numbers it was called with.
+        """Facts about local tensors, a weight that the layer will use, and words that it was called with.
 
         ``idle`` says of which inputs this rank has no part: there all tensors without elements are the same.
         What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
         """
         given = len(xs)
-        problem = problem or _trouble(xs, given, call_arguments)
+        for at, x in enumerate(xs):
+            problem = problem or trouble_with(x, f"input {at}" if given > 1 else "input")
         if problem:
-            return cls((), GradientNeeds(False, False), problem=problem)
+            return cls((), GradientNeeds(False, False), problem=clipped(problem))
         if given < len(idle):
             xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
         recording = torch.is_grad_enabled()
         pairs = zip(xs, idle, strict=False)
         inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
-        others = tuple([recording and x.requires_grad for x in xs[1:]]) if given > 1 else ()
+        wanted = len(idle)
+        others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
         learns = recording and weight is not None and weight.requires_grad
         needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
         return cls(inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given)
@@ -110,53 +265,28 @@ class InputFacts(NamedTuple):
         """What a plan depends on."""
         return self.inputs, self.weights, self.call_arguments, self.given
 
-    def encode(self, inputs: int) -> NDArray[np.int64]:
-        """Row of numbers that travels, for so many inputs; a problem becomes an input of no type."""
-        words = np.zeros(_HEAD + inputs * _PER_INPUT, np.int64)
-        if not self.inputs:
-            words[_HEAD] = _NO_DTYPE
-            return words
-        weights = _DTYPE_CODES.index(self.weights) if self.weights in DTYPES else _NO_DTYPE
-        needs = sum(needed << bit for bit, needed in enumerate((self.needs.weights, *self.needs.inputs)))
-        head = (weights, needs, self.given, len(self.call_arguments), *self.call_arguments)
-        words[: len(head)] = head
-        for at, (shape, dtype) in enumerate(self.inputs):
-            row = (_DTYPE_CODES.index(dtype), len(shape), *shape)
-            start = _HEAD + at * _PER_INPUT
-            words[start : start + len(row)] = row
-        return words
+    def encode(self) -> bytes:
+        """Row of words that travels."""
+        inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
+        weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
+        return json.dumps(words, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, words: Sequence[int]) -> InputFacts:
-        """Facts from the row of numbers."""
-        weights, needs, given, count, *numbers = words[:_HEAD]
-        inputs: list[_Input] = []
-        for start in range(_HEAD, len(words), _PER_INPUT):
-            code, dims, *shape = words[start : start + _PER_INPUT]
-            if code == _NO_DTYPE:
-                return cls((), GradientNeeds(False, False))
-            inputs.append((tuple(shape[:dims]), _DTYPE_CODES[code]))
-        first, *others = [bool(needs >> at & 1) for at in range(1, len(inputs) + 1)]
-        kind = None if weights == _NO_DTYPE else _DTYPE_CODES[weights]
-        wanted = GradientNeeds(first, bool(needs & 1), tuple(others))
-        return cls(tuple(inputs), wanted, kind, tuple(numbers[:count]), given=given)
+    def decode(cls, row: bytes) -> InputFacts:
+        """Facts from the row of words."""
+        inputs, (first, learns, others), weights, call_arguments, problem, given = json.loads(row)
+        return cls(
+            tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
+            GradientNeeds(first, learns, tuple(others)),
+            None if weights is None else DTYPES[weights],
+            tuple(call_arguments),
+            problem,
+            given,
+        )
 
 
-_NOTHING: _Input = (0,), _DTYPE_CODES[0]
-
-
-def _trouble(xs: Sequence[torch.Tensor], given: int, call_arguments: tuple[int, ...]) -> str:
-    # What is no tensor that can move, or does not fit into a row.
-    for at, x in enumerate(xs):
-        problem = trouble_with(x, f"input {at}" if given > 1 else "input")
-        if problem:
-            return problem
-    if not call_arguments:
-        return ""
-    if len(call_arguments) > MAX_DIMS:
-        return f"the call has {len(call_arguments)} numbers, {MAX_DIMS} are the most"
-    worst = max(call_arguments, key=abs, default=0)
-    return "" if abs(worst) < 1 << 63 else f"the call has the number {worst}, which is out of range"
+_NOTHING: _Input = (0,), DTYPES[0]
 
 
 def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
@@ -241,7 +371,6 @@ class ShapeAgreement(Generic[P]):
         (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
-        self._errors = ErrorExchange(self._machine, self._ranks, self._name)
         self._consensus: Consensus | None = None
         # What this rank says of the layer, once it has met the others.
         self._title, self._epoch = "", 0
@@ -269,16 +398,16 @@ class ShapeAgreement(Generic[P]):
         # Asked for now: within an operation of autograd grad mode is off.
         self._outcome = self._asked().outcome() if self._tells else None
         if self._said is None or self._said[0] != mine:
-            self._said = mine, mine.encode(self._inputs).tobytes(), mine.key
+            self._said = mine, mine.encode(), mine.key
         _, row, key = self._said
         if self._is_promised(mine, row):
             return
-        proposal = self._proposal = self._memory.proposal(row)
+        words = proposal, *_ = self._memory.compared(row)
+        self._proposal = proposal
         if len(self._ranks) > 1:
             if self._consensus is None:
                 self._consensus = self._meet()
-            # What is new says what it is: all may say the same.
-            self._epoch = self._consensus.start(self._title, proposal, 0 if proposal else fingerprint(row), 0)
+            self._epoch = self._consensus.start(self._title, *words)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._memory[proposal].plan is not self.last:
             # Where all ranks propose it, none has started on the last one.
@@ -326,7 +455,7 @@ class ShapeAgreement(Generic[P]):
         number = self._proposal if alike else UNKNOWN
         if not number:
             with self._telling():
-                number = self._heard(mine, row, alike)
+                number = self._heard(row, alike)
         state = memory[number]
         if number != memory.number:
             memory.come_to(number, row)
@@ -362,24 +491,25 @@ class ShapeAgreement(Generic[P]):
                 self._outcome.tell(error)
             raise
 
-    def _heard(self, mine: InputFacts, row: bytes, alike: bool) -> int:
+    def _heard(self, row: bytes, alike: bool) -> int:
         # The number of what all ranks say now, which they tell each other unless it is the same.
         rows = [row] * len(self._ranks)
         if self._consensus is not None and not alike:
-            rows = self._consensus.rows(row, len(row))
+            rows = self._consensus.rows(row, self._consensus.largest[-1])
         # Most ranks say what others say too.
-        decoded = {each: InputFacts.decode(np.frombuffer(each, np.int64).tolist()) for each in set(rows)}
+        decoded = {each: InputFacts.decode(each) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
         key = digest(repr([fact.key for fact in facts.values()]).encode())
         plan = self._memory.plan(key)
         # Some rank may have started on its guess: that goes first, whatever comes now.
         if self.last is not None and plan is not self.last:
             self.last.void()
-        if not all(fact.inputs for fact in decoded.values()):
-            raise self._errors.refuse(mine.problem, "")
+        if any(fact.problem for fact in decoded.values()):
+            raise refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
         needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
         plan = self._made(facts) if plan is None else plan
-        return self._memory.number_of(plan, needs, key, digest(b"".join(rows)))
+        longest = max(map(len, decoded))
+        return self._memory.number_of(plan, needs, key, digest(b"".join(rows)), longest)
 
     def _made(self, facts: dict[int, InputFacts]) -> P:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
@@ -11,21 +12,108 @@ from typing import Any, NamedTuple, Self, Unpack
 import torch
 from torch import nn
 from torch.autograd import profiler
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import CallOutcome
 from distdl_rma.layers.core.callbacks import NAMES, AnsweringModule, Callbacks, answer
-from distdl_rma.layers.core.error_exchange import CallOutcome
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
-from distdl_rma.layers.core.paths import path_of
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
-from distdl_rma.layers.core.split_inputs import call_on_blocks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import trouble_with
-from distdl_rma.split.tensor import SplitTensor
+from distdl_rma.split import layout as lay
+from distdl_rma.split.tensor import SplitTensor, local_of, mapped
+
+# The modules that a module was put into, the first one first, and by which key. By id, since the modules
+# of a program may compare as they like; without a hold on any.
+_parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def path_of(module: nn.Module) -> str:
+    """Keys that lead to a module from the outermost one that it is in; empty if it is in none.
+
+    Of several models that it is in the first counts that is still there. What is put into a module other
+    than by torch's own functions, as ``copy.deepcopy`` does, is not found.
+    """
+    keys: list[str] = []
+    passed = {id(module)}
+    while True:
+        found = _parent_of(module)
+        if found is None or id(found[0]) in passed:
+            return ".".join(reversed(keys))
+        module, key = found
+        passed.add(id(module))
+        keys.append(key)
+
+
+def _parent_of(module: nn.Module) -> tuple[nn.Module, str] | None:
+    for parent, key in _living(module):
+        if parent._modules.get(key) is module:
+            return parent, key
+        # Containers may have numbered theirs anew since.
+        for other, child in parent._modules.items():
+            if child is module:
+                return parent, other
+    return None
+
+
+def _living(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    entries = ((parent(), key) for parent, key in _parents.get(module, ()))
+    return [(parent, key) for parent, key in entries if parent is not None]
+
+
+def _remember(parent: nn.Module, key: str, module: nn.Module | None) -> None:
+    # Called by torch whenever a module is put into another one.
+    if module is not None:
+        entries = [(weakref.ref(other), old) for other, old in _living(module)]
+        _parents[module] = [*entries, (weakref.ref(parent), key)]
+
+
+register_module_module_registration_hook(_remember)
+
+
+def call_on_blocks(
+    label: str,
+    partitions: Sequence[Partition],
+    call: Callable[..., Any],
+    output: Callable[[], Decomposition | None],
+    inputs: tuple[Any, ...],
+) -> Any:
+    """Result of a layer for split tensors, cut as its output is.
+
+    ``partitions`` are those of its inputs, the last for all that follow; ``output`` says after the call how
+    its output is cut. Plain tensors among the inputs are blocks, as the layer takes them.
+
+    Raises ``PartitionError`` if an input is cut over other ranks, or otherwise.
+    """
+    blocks = []
+    for at, x in enumerate(inputs):
+        if not isinstance(x, SplitTensor):
+            blocks.append(x)
+            continue
+        wanted, grid = partitions[min(at, len(partitions) - 1)], lay.on_grid(x.decomposition).partition
+        if grid != wanted:
+            raise PartitionError(
+                f"{label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the layer on"
+                " the partition of the model, or move the tensor by redistribute() or Repartition"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            blocks.append(local_of(x))
+    result = call(*blocks)
+    found = output()
+    if found is None:
+        raise UnsupportedError(
+            f"{label!r}: what it returns are no blocks of one tensor; call it with plain ones"
+        )
+    layout, rank = lay.normal(found), found.partition.me
+    # A rank without a part of the output gets a tensor without elements, of any shape.
+    return mapped(lambda y: SplitTensor(y.reshape(layout.box(rank).shape), layout), result)
+
 
 _COPY = " (copy "
 
@@ -176,8 +264,9 @@ class DistributedLayer(AnsweringModule):
 
         ``ConfigurationError``, of which the other ranks hear, if the user's callbacks say what does not hold.
         """
-        if any(isinstance(x, SplitTensor) for x in inputs):
-            return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
+        for x in inputs:
+            if isinstance(x, SplitTensor):
+                return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
         before = self.nbytes_in((*inputs, *named.values()))
         # In every call, since the user may give a callback at any time: one look for all of them.
         stated = not NAMES.isdisjoint(vars(self))
@@ -188,9 +277,11 @@ class DistributedLayer(AnsweringModule):
                 y = super().__call__(*inputs, **named)
         else:
             y = super().__call__(*inputs, **named)
-        self.shard_nbytes = before, nbytes_of(y)
+        behind = nbytes_of(y)
+        # By torch's way an attribute takes longer than all else here.
+        self.__dict__["shard_nbytes"] = before, behind
         if stated:
-            self._check_stated(get_sizeof_output_tensor=self.shard_nbytes[1])
+            self._check_stated(get_sizeof_output_tensor=behind)
         return y
 
     @property

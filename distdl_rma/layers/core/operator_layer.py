@@ -32,7 +32,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
-    _call_arguments: tuple[int, ...] = ()  # the numbers of a call with nothing but an input
+    _call_arguments: tuple[Any, ...] = ()  # what else is said of a call with nothing but an input
     # What else is wrong with the inputs of this rank of P_x, for all to refuse; empty if nothing is. Inputs
     # that are no tensors are none of its business.
     trouble: Callable[..., str] | None = None
@@ -104,7 +104,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         plans: ShapeAgreement[O],
         xs: Sequence[torch.Tensor],
         weights: Collection[torch.Tensor] = (),
-        call_arguments: tuple[int, ...] | None = None,
+        call_arguments: tuple[Any, ...] | None = None,
         problem: str = "",
     ) -> Agreement[O]:
         """Begin to agree with the other ranks on what ``xs`` are parts of; does not wait for them."""
@@ -112,8 +112,8 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         told = max(weights, key=_needs_gradient, default=None)
         if self.trouble is not None and not problem and not self._idle[0]:
             problem = self.trouble(*xs)
-        numbers = self._call_arguments if call_arguments is None else call_arguments
-        plans.begin(InputFacts.about(xs, told, numbers, self._idle, problem))
+        words = self._call_arguments if call_arguments is None else call_arguments
+        plans.begin(InputFacts.about(xs, told, words, self._idle, problem))
         return plans
 
     def run(
@@ -138,9 +138,9 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         return self.apply_to(input)
 
     def apply_to(
-        self, *xs: torch.Tensor, call_arguments: tuple[int, ...] | None = None, problem: str = ""
+        self, *xs: torch.Tensor, call_arguments: tuple[Any, ...] | None = None, problem: str = ""
     ) -> torch.Tensor:
-        """Apply the layer, called with some numbers that the plan depends on, unless there is a problem."""
+        """Apply the layer, called with some words that the plan depends on, unless there is a problem."""
         weights = {} if self.placed is None else self.placed.use()
         if self.agreement is None:
             return self.stand_aside(xs[0], (*xs[1:], *weights.values()))

@@ -16,7 +16,7 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.placement import Placement
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import first_derivative
+from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.core.tensors import as_tensor
@@ -150,7 +150,7 @@ class Parameters:
         learning = {key: p for key, p in kept.items() if p.requires_grad and p.numel()}
         if not learning:
             return kept
-        tied = _Tie.apply(self, ranks, *learning.values())  # type: ignore[no-untyped-call]
+        tied = _Tie.apply(self, ranks, *learning.values())
         return kept | dict(zip(learning, tied, strict=True))
 
     def _check_taken_over(self, kept: Mapping[str, torch.Tensor]) -> None:
@@ -204,7 +204,7 @@ def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[in
     return ranks
 
 
-class _Tie(torch.autograd.Function):
+class _Tie(OperatorFunction):
     """Identity forward; backward sums over the ranks: a parameter used on all of them."""
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
@@ -17,8 +17,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import told_refusal
 from distdl_rma.layers.core.callbacks import LayerOptions
-from distdl_rma.layers.core.error_exchange import ErrorExchange
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.ops.core.autograd import OperatorFunction, anchored, tells_peers, tied, uncompiled
 from distdl_rma.ops.core.movement import CallSite
@@ -231,7 +231,7 @@ class DistributedLoss(DistributedLayer):
 
     @cached_property
     def _sums(self) -> LossSums:
-        refuse = ErrorExchange(self.machine, self.P_x.ranks, self.name).refuse
+        refuse = partial(told_refusal, self.machine, self.P_x.ranks, self.name)
         return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
 
     def _trouble(self, input: torch.Tensor, target: torch.Tensor) -> str:

@@ -250,11 +250,11 @@ def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
     root = None if y.requires_grad or not able else anchor(needed)
     if root is None:
         return y
-    tied: torch.Tensor = _Anchored.apply(root, y)  # type: ignore[no-untyped-call]
+    tied: torch.Tensor = _Anchored.apply(root, y)
     return tied
 
 
-class _Anchored(torch.autograd.Function):
+class _Anchored(OperatorFunction):
     """A tensor as it is, in the graph of another one that gets no gradient from it."""
 
     @staticmethod

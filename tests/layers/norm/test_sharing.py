@@ -1,10 +1,12 @@
 """Who shares statistics, as users say it; all ranks simulated in one process."""
 
+import json
+
 import pytest
 
 from distdl_rma import ConfigurationError
 from distdl_rma.geometry import Decomposition, Partition
-from distdl_rma.layers.norm.sharing import StatisticsAnswer, agreed_sharing, answer_of_user
+from distdl_rma.layers.norm import StatisticsAnswer, agreed_sharing, answer_of_user
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 
 AXES = NormAxes((2,), (1,))
@@ -53,8 +55,8 @@ def test_the_size_of_a_message_must_be_right():
         sharing(None, None, None, None, nbytes=5)
 
 
-def test_answers_travel_behind_the_other_numbers_of_a_call():
-    answer = answer_of_user({"get_ranks_synch_norm": lambda: [1, 0]}, 0)
-    numbers = (4, 5, *answer)
-    assert StatisticsAnswer.last_of(numbers) == answer
-    assert StatisticsAnswer.before(numbers) == (4, 5)
+@pytest.mark.parametrize("said", [[], [1, 0], [2, 2], 7])
+def test_answers_travel_in_words(said):
+    answer = answer_of_user({"get_ranks_synch_norm": lambda: said, "get_sizeof_norm": lambda: said}, 0)
+    assert StatisticsAnswer(*json.loads(json.dumps(answer))).shown == answer.shown
+    assert answer.usable == (said in ([], [1, 0])) and answer.nbytes == (7 if said == 7 else -1)

@@ -1,4 +1,4 @@
-"""What the ranks of a call agree on: facts about its tensors as rows of numbers, and plans for them."""
+"""What the ranks of a call agree on: facts about its tensors as rows of words, and plans for them."""
 
 import gc
 import weakref
@@ -134,18 +134,19 @@ def test_plans_do_not_keep_their_layer(P_world):
         agree(plans, torch.ones(2))
 
 
-def about(*xs, weight=None, numbers=(), idle=None, problem=""):
-    return InputFacts.about(xs, weight, numbers, idle or (False,) * len(xs), problem)
+def about(*xs, weight=None, words=(), idle=None, problem=""):
+    return InputFacts.about(xs, weight, words, idle or (False,) * len(xs), problem)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_facts_survive_the_way_as_numbers(dtype):
+def test_facts_survive_the_way_as_words(dtype):
     weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     xs = torch.empty((2,) * MAX_DIMS, dtype=dtype), torch.ones(3, requires_grad=True), torch.empty(0, 2)
     for given in (xs, xs[1:], xs[:1]):
-        facts = about(*given, weight=weight, numbers=(-1, 1 << 62), idle=(False, False, True)[-len(given) :])
-        again = InputFacts.decode(facts.encode(len(given)).tolist())
+        words = -1, 1 << 62, None, 0.1, "it"
+        facts = about(*given, weight=weight, words=words, idle=(False, False, True)[-len(given) :])
+        again = InputFacts.decode(facts.encode())
         assert again == facts
         assert [again.of(at).inputs for at in range(len(given))] == [(one,) for one in facts.inputs]
 
@@ -154,20 +155,15 @@ def test_another_number_of_inputs_is_told():
     x = torch.ones(2)
     for given in range(4):
         facts = about(*[x] * given, idle=(False, False))
-        assert (facts.given, len(facts.inputs)) == (given, 2)
-        assert InputFacts.decode(facts.encode(2).tolist()).given == given
+        assert (facts.given, len(facts.inputs), len(facts.needs.inputs)) == (given, 2, 2)
+        assert InputFacts.decode(facts.encode()).given == given
 
 
-def test_a_problem_travels_as_an_input_of_no_type():
-    numbers = (1,) * (MAX_DIMS + 1), (1 << 63,)
-    wrong = [
-        about(3),
-        about(torch.ones(2), problem="odd"),
-        *(about(torch.ones(2), numbers=n) for n in numbers),
-    ]
-    for facts in wrong:
-        assert facts.problem
-        assert not InputFacts.decode(facts.encode(1).tolist()).inputs
+def test_a_problem_travels_in_one_line_and_without_inputs():
+    for facts in (about(3), about(torch.ones(2), problem="odd\n  and " + "long " * 999)):
+        assert facts.problem and "\n" not in facts.problem and len(facts.problem) <= 512
+        again = InputFacts.decode(facts.encode())
+        assert again == facts and not again.inputs
 
 
 def test_where_a_rank_has_no_part_all_tensors_without_elements_are_the_same():

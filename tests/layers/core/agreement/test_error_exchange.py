@@ -3,7 +3,7 @@
 import pytest
 
 from distdl_rma import Machine, PartitionError, ShapeError
-from distdl_rma.layers.core.error_exchange import CallOutcome, ErrorExchange, row_text, text_row
+from distdl_rma.layers.core.agreement import CallOutcome, row_text, text_row, told_refusal
 
 
 @pytest.mark.parametrize("text", ["", "plain", "two\nlines", "naïve"])
@@ -18,12 +18,12 @@ def test_a_long_text_is_cut_between_letters():
 
 @pytest.mark.mpi
 def test_all_ranks_get_the_same_error(P_world, comm):
-    errors, last = ErrorExchange(Machine.of(P_world), P_world.ranks, "it"), comm.size - 1
-    one = str(errors.refuse("is  odd" if comm.rank == last else "", "1 row"))
+    where, last = (Machine.of(P_world), P_world.ranks, "it"), comm.size - 1
+    one = str(told_refusal(*where, "is  odd" if comm.rank == last else "", "1 row"))
     assert one == f"'it': rank {last}: is odd"
-    every = str(errors.refuse(f"{comm.rank}", ""))
+    every = str(told_refusal(*where, f"{comm.rank}", ""))
     assert every == "'it': rank 0: 0" + (f" ({comm.size} ranks of {comm.size} complain)" if last else "")
-    differ = str(errors.refuse("", "1 row" if comm.rank == last else "2 rows"))
+    differ = str(told_refusal(*where, "", "1 row" if comm.rank == last else "2 rows"))
     assert differ == (
         f"'it': rank 0 passes 2 rows but rank {last} 1 row"
         if last

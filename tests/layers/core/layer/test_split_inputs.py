@@ -5,7 +5,7 @@ import torch
 
 from distdl_rma import PartitionError, UnsupportedError, shard
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss, Repartition
-from distdl_rma.layers.core.split_inputs import call_on_blocks
+from distdl_rma.layers.core.layer import call_on_blocks
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
 

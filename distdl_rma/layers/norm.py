@@ -1,0 +1,675 @@
+"""Distributed batch, instance, group, layer and RMS normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from operator import index as as_int
+from typing import Any, ClassVar, NamedTuple, Unpack
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm, instancenorm
+
+from distdl_rma.dtypes import sum_dtype
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    MismatchError,
+    PartitionError,
+    ShapeError,
+    UnsupportedError,
+)
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, source_of
+from distdl_rma.layers.core.arguments import PlacedOptions, chosen_placement, show_arguments_of
+from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.operator_layer import OperatorLayer
+from distdl_rma.layers.core.placement import Placement, cut, register
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored
+from distdl_rma.ops.core.operation import Agreement
+from distdl_rma.ops.norm.normalisation import RUNNING, Normalisation, NormOptions
+from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
+
+_RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
+
+
+class StatisticsAnswer(NamedTuple):
+    """What the user of one rank says of its statistics, as it travels with the local shape."""
+
+    ranks: Sequence[int] | None = None  # None where nothing is said
+    usable: bool = True  # whether they are different ranks with this one among them
+    nbytes: int | None = None  # likewise; below 0 if it is no number
+
+    @property
+    def shown(self) -> str:
+        """The list of ranks, for a message."""
+        ranks = self.ranks or ()
+        if not ranks and not self.usable:
+            return "no list of ranks"
+        more = ["..."] if self.usable and len(ranks) > 2 else []
+        return f"[{', '.join([*map(str, ranks[:2]), *more])}]"
+
+
+_NOTHING_SAID = StatisticsAnswer()
+
+
+def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
+    """Ask the user's callbacks, of those that are given; local.
+
+    What is no list of different ranks with this one among them, or no number, is told to the others as such,
+    so that all of them refuse it. An empty list stands for a rank that shares with no other.
+    """
+    found = _NOTHING_SAID
+    if _RANKS in callbacks:
+        told = _asked(callbacks[_RANKS], lambda ranks: tuple(as_int(rank) for rank in ranks))
+        ranks: tuple[int, ...] = told or ()
+        fits = told is not None and len(set(ranks)) == len(ranks) and (not ranks or rank in ranks)
+        found = StatisticsAnswer(ranks, fits)
+    if _NBYTES in callbacks:
+        nbytes = _asked(callbacks[_NBYTES], as_int)
+        found = found._replace(nbytes=-1 if nbytes is None else max(nbytes, -1))
+    return found
+
+
+def agreed_sharing(
+    axes: NormAxes, source: Decomposition, answers: Mapping[int, StatisticsAnswer]
+) -> dict[int, tuple[int, ...]] | None:
+    """Ranks that share statistics, per rank of the tensor, as all users say; None where none says anything.
+
+    Where users say nothing, all ranks that hold elements of the same groups.
+
+    Raises
+    ------
+    ConfigurationError
+        Alike on all ranks: if ranks that share do not all name each other and nobody else, or hold no
+        elements of the same groups, or a size is not that of a message.
+    """
+    if all(answer == _NOTHING_SAID for answer in answers.values()):
+        return None
+    P_x, channels = source.partition, source.splits[axes.weighted[0]]
+    possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
+    said: dict[int, tuple[int, ...]] = {}
+    together: dict[tuple[int, ...], list[int]] = {}
+    for rank in P_x.ranks:
+        its = answers[rank].ranks
+        said[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
+        together.setdefault(said[rank], []).append(rank)
+    sharing = {rank: tuple(together[said[rank]]) for rank in P_x.ranks}
+    # First those who say what cannot be used, last those who say nothing: others do not fit to them then.
+    for rank, answer in sorted(answers.items(), key=lambda item: (item[1].usable, item[1].ranks is None)):
+        if rank in P_x:
+            mutual = tuple(sorted(sharing[rank])) == said[rank]
+            _check_list(rank, answer, mutual, sharing[rank], possible[rank])
+        elif answer.ranks or not answer.usable:
+            raise ConfigurationError(
+                f"{_RANKS}() gave {answer.shown} on rank {rank}, which has no part of the tensor: it shares"
+                " its statistics with nobody, []"
+            )
+    for rank, answer in answers.items():
+        wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
+        if answer.nbytes not in (None, wanted):
+            got = "no number of bytes" if answer.nbytes == -1 else f"{answer.nbytes}"
+            raise ConfigurationError(
+                f"{_NBYTES}() gave {got} on rank {rank}, one message of its statistics has {wanted} bytes"
+            )
+    return sharing
+
+
+def _check_list(
+    rank: int, answer: StatisticsAnswer, mutual: bool, said: Sequence[int], possible: Sequence[int]
+) -> None:
+    gave = f"{_RANKS}() gave {answer.shown} on rank {rank}"
+    if answer.ranks is None:
+        gave = f"rank {rank} shares its statistics with {list(possible)}, as its user does not say otherwise"
+    elif not answer.usable:
+        raise ConfigurationError(f"{gave}: a list of different ranks with the caller among them is needed")
+    if not mutual:
+        raise ConfigurationError(
+            f"{gave}, but the ranks that say the same are {list(said)}: ranks that share statistics all name"
+            " each other, and nobody else"
+        )
+    if not set(said) <= set(possible):
+        raise ConfigurationError(
+            f"{gave}, but only ranks {list(possible)} hold elements that share a mean and a variance"
+        )
+
+
+def _asked(callback: Callable[[], Any], taken: Callable[[Any], Any]) -> Any:
+    # Any failure of the user's function is one that all ranks are to hear of.
+    try:
+        return taken(callback())
+    except Exception:  # noqa: BLE001
+        return None
+
+
+class NormArguments(NamedTuple):
+    """What all kinds of normalisation are told, by torch's names."""
+
+    eps: float | None
+    affine: bool
+    bias: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class DistributedNorm(OperatorLayer[Normalisation]):
+    """Normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Base of the layers, which differ in what elements share a mean and a variance. The output has the shape,
+    type and place of the input. Forward: local statistics, one message to the ranks that share them, scale.
+    Backward: one message with two sums. Statistics travel and are merged in float64.
+
+    ``extents`` is the global shape of the parameters. Where P_x cuts dimensions of them they are cut too,
+    unless placed ``"replicated"``; otherwise every rank of the machine keeps copies of all of them.
+    """
+
+    # torch's classes, from which the layers inherit too, do not agree on what these are.
+    weight: Any
+    bias: Any
+    eps: Any
+    centred = True
+    # Of what a group needs more than one, in words.
+    several = ""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        twin = cls.__bases__[-1]
+        if cls.__name__ == f"Distributed{twin.__name__}":
+            show_arguments_of(cls, twin, PlacedOptions.__annotations__)
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes: NormAxes,
+        extents: Sequence[int],
+        given: NormArguments,
+        *,
+        placement: str | None = None,
+        weights: str | None = None,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        placement = chosen_placement(type(self).__name__, placement, weights, ("cut", "replicated"))
+        super().__init__(P_x, name=name, **callbacks)
+        self.axes, self.eps, self.placement = axes, given.eps, placement
+        kept = Placement.everywhere(self.machine, torch.Size(extents))
+        # Grid dimensions that cut the parameters.
+        cuts = tuple(d for d in axes.weighted if P_x.shape[d] > 1)
+        if cuts and placement == "cut":
+            splits = tuple(Balanced(n, P_x.shape[d]) for n, d in zip(extents, axes.weighted, strict=True))
+            of_grid = tuple(axes.weighted.index(d) if d in cuts else None for d in range(P_x.dim))
+            kept = Placement(Decomposition(P_x, splits, of_grid))
+        self.store = kept.store
+        wanted = {"weight": given.affine, "bias": given.affine and given.bias}
+        values: dict[str, nn.Parameter | None] = dict.fromkeys(wanted)
+        for key, make in (("weight", torch.ones), ("bias", torch.zeros)):
+            if wanted[key]:
+                values[key] = nn.Parameter(make(*extents, device=given.device, dtype=given.dtype))
+        if given.affine:
+            self.place(values, {key: kept for key in values if wanted[key]})
+        else:
+            register(self, values, {})
+
+    def options(self) -> NormOptions:
+        """What the next call computes."""
+        return NormOptions(self.axes, self.eps, self.centred, several=self.several)
+
+    def mode(self) -> tuple[Any, ...]:
+        """What of a call depends on more than its input; to be alike on all ranks of the call."""
+        return (None if self.eps is None else float(self.eps),)
+
+    def about_mode(self, eps: float | None) -> str:
+        """A mode in words, for messages."""
+        return f"has eps {eps}"
+
+    @cached_property
+    def _operations(self) -> WeakValueDictionary[tuple[object, ...], Normalisation]:
+        # By all that an operation depends on: what changes from call to call, as momentum may, makes none.
+        return WeakValueDictionary()
+
+    def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
+        """Normalisation of what all ranks said, in the mode that they have in common."""
+        (first, expected), *others = ((rank, fact.call_arguments[0]) for rank, fact in facts.items())
+        for rank, mode in others:
+            if mode != expected:
+                raise MismatchError(
+                    f"rank {first} {self.about_mode(*expected)} but rank {rank} {self.about_mode(*mode)}:"
+                    " train() or eval(), track_running_stats, momentum and eps must be alike on all ranks"
+                )
+        options = self.options()
+        source, dtype = source_of(self.P_x, facts)
+        options.check(source, dtype, self.store.shape)
+        for rank, fact in facts.items():
+            if fact.weights not in (None, dtype, sum_dtype(dtype)):
+                raise ShapeError(f"input is {dtype} but on rank {rank} the parameters are {fact.weights}")
+        answers = {rank: StatisticsAnswer(*fact.call_arguments[1]) for rank, fact in facts.items()}
+        sharing = agreed_sharing(self.axes, source, answers)
+        apart = sharing and tuple(sharing.items())
+        key = source, dtype, options, apart, tuple(fact.weights for fact in facts.values())
+        known = self._operations.get(key)
+        if known is None:
+            parameters = {name: getattr(self, name).dtype for name in self.placements or ()}
+            fill = None if self.placed is None else self.placed.fill
+            known = Normalisation(self.site, source, dtype, options, self.store, parameters, sharing, fill)
+            self._operations[key] = known
+        return known
+
+    def enter(
+        self,
+        plans: ShapeAgreement[Normalisation],
+        xs: Sequence[Tensor],
+        weights: Collection[Tensor] = (),
+        call_arguments: tuple[Any, ...] | None = None,
+        problem: str = "",
+    ) -> Agreement[Normalisation]:
+        """As of every layer, with the mode, and with what the user of this rank says of statistics."""
+        words = self.mode(), answer_of_user(vars(self), self.machine.rank)
+        # Without parameters it is the type of running statistics that counts.
+        mean = self._buffers.get("running_mean")
+        told = weights if weights or mean is None else (mean,)
+        return super().enter(plans, xs, told, words, problem)
+
+    def leave(self, y: Tensor, x: Tensor, needs: GradientNeeds) -> Tensor:
+        """Result in the graph if any rank's is; what has no elements keeps its shape."""
+        return anchored(y, needs.any)
+
+    @property
+    def statistics_told(self) -> bool:
+        """Wherever this rank takes part in calls."""
+        return self.agreement is not None
+
+    @property
+    def _last(self) -> Normalisation | None:
+        return None if self.agreement is None else self.agreement.last
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed.
+
+        Where groups of channels straddle ranks: those of the last call, and before it of a balanced input.
+        A user who gives this callback decides it: any of these ranks that all name each other. It is asked
+        in every call.
+        """
+        if not self.P_x.active:
+            return []
+        last, dim = self._last, self.axes.weighted[0]
+        balanced = Balanced(self.store.shape[0], self.P_x.shape[dim])
+        channels = balanced if last is None else last.source.splits[dim]
+        ranks = self.axes.ranks_sharing(self.P_x, self.machine.rank, channels)
+        return list(ranks) if len(ranks) > 1 else []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics in the forward of the last input seen.
+
+        Before that of the announced one, of layers that were built from global parameters; otherwise 0.
+        """
+        if not self.P_x.active:
+            return 0
+        if self._last is not None and self._last.statistics is not None:
+            return self._last.statistics.groups.nbytes
+        known = self.announced
+        return 0 if known is None else StatisticGroups(self.axes, known.inputs[0], self.machine.rank).nbytes
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        return (
+            f"{', '.join(str(n) for n in self.store.shape)}, eps={self.eps},"
+            f" affine={self.weight is not None}, bias={self.bias is not None}, P_x={self.P_x.shape}"
+            + (f", placement={self.placement!r}" if self.placement != "cut" else "")
+        )
+
+
+def _check_extents(layer: DistributedNorm, **extents: int) -> None:
+    """Refuse a size below 0, by its name."""
+    for name, extent in extents.items():
+        if extent < 0:
+            raise ArgumentError(f"{type(layer).__name__}: {name} must be at least 0, got {extent}")
+
+
+class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
+    """Normalisation per channel that may keep running statistics, in torch's buffers, equal on all keepers.
+
+    These are where the parameters are, or would be; whole on ranks outside of P_x too. In training they
+    travel once more where not all of their keepers have computed them together; in evaluation not at all.
+    """
+
+    _dims: ClassVar[tuple[int, ...]]
+    # What affine and track_running_stats are unless they are given, and whether eps has to be positive.
+    _usual: ClassVar[bool]
+    _needs_eps: ClassVar[bool] = False
+
+    def __init_subclass__(cls, dims: tuple[int, ...] = (), **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls._dims = dims or getattr(cls, "_dims", ())
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool | None = None,
+        track_running_stats: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        **options: Unpack[PlacedOptions],
+    ) -> None:
+        kind = type(self).__name__
+        affine, tracked = (self._usual if it is None else it for it in (affine, track_running_stats))
+        if P_x.dim not in self._dims:
+            wanted = " or ".join(str(n) for n in self._dims)
+            raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, the tensor has {wanted}")
+        if self._needs_eps and eps <= 0:
+            raise ArgumentError(f"{kind}: eps must be positive, got {eps}")
+        _check_extents(self, num_features=num_features)
+        arguments = NormArguments(eps, affine, bias, device, dtype)
+        super().__init__(P_x, self.axes_of(P_x.dim), (num_features,), arguments, **options)
+        self.num_features, self.momentum, self.affine = num_features, momentum, affine
+        self.track_running_stats = tracked
+        if not tracked:
+            for key in (*RUNNING, "num_batches_tracked"):
+                self.register_buffer(key, None)
+            return
+        for key, make in zip(RUNNING, (torch.zeros, torch.ones), strict=True):
+            self.register_buffer(key, cut(self.store, make(num_features, device=device, dtype=dtype)))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
+        if any(axis is not None for axis in self.store.axes):
+            self.buffer_layouts.update(dict.fromkeys(RUNNING, self.store))
+
+    def axes_of(self, dims: int) -> NormAxes:
+        """What is reduced, of a tensor of so many dimensions."""
+        raise NotImplementedError
+
+    def agreeing(self) -> tuple[int, ...]:
+        """All ranks of the machine where statistics are tracked: they all keep some."""
+        ranks = super().agreeing()
+        idle = () if self.running_mean is None else self.machine.ranks
+        return (*ranks, *(rank for rank in idle if rank not in self.P_x))
+
+    def reset_running_stats(self) -> None:
+        """Start the running statistics anew; local, to be called on all ranks."""
+        for key, start in (*zip(RUNNING, (0, 1), strict=True), ("num_batches_tracked", 0)):
+            buffer = self._buffers[key]
+            if buffer is not None:
+                buffer.fill_(start)
+
+    def statistics_mode(self) -> tuple[bool, bool]:
+        """Whether a call normalises by the statistics of its input, and whether it changes running ones."""
+        raise NotImplementedError
+
+    def rate(self) -> float:
+        """Weight of this batch in the running statistics."""
+        raise NotImplementedError
+
+    def options(self) -> NormOptions:
+        """As of every norm, with what is done about running statistics."""
+        by_batch, tracks = self.statistics_mode()
+        return replace(super().options(), by_batch=by_batch, tracks=tracks)
+
+    def mode(self) -> tuple[Any, ...]:
+        """By what a call normalises, and how it changes the running statistics; as of the base."""
+        by_batch, tracks = self.statistics_mode()
+        eps, momentum = self.eps, self.momentum if tracks else None
+        # In numbers that JSON can carry.
+        eps = None if eps is None else float(eps)
+        return eps, by_batch, tracks, None if momentum is None else float(momentum)
+
+    def about_mode(
+        self, eps: float | None, by_batch: bool = True, tracks: bool = False, momentum: float | None = None
+    ) -> str:
+        """A mode in words, for messages."""
+        by = f"normalises by the statistics of {'the batch' if by_batch else 'earlier batches'}"
+        tracked = f"tracks them with momentum {momentum}" if tracks else "tracks none"
+        return f"{by} with eps {eps} and {tracked}"
+
+    def run(
+        self, agreement: Agreement[Normalisation], xs: Sequence[Tensor], weights: Mapping[str, Tensor]
+    ) -> tuple[Tensor, GradientNeeds]:
+        """Call the operation, with the running statistics that it uses or changes."""
+        operation, needs = agreement.settle()
+        mode, named = operation.options, dict[str, Any](weights)
+        if mode.tracks or not mode.by_batch:
+            named |= {key: self._buffers[key] for key in RUNNING}
+        if mode.tracks:
+            named["momentum"] = self.rate()
+        return operation(needs, *xs, **named), needs
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        settings = f"momentum={self.momentum}, track_running_stats={self.track_running_stats}"
+        return f"{super().extra_repr()}, {settings}"
+
+
+class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
+    """Batch normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Mean and variance of a channel are those of the whole batch and all of space, on however many ranks: more
+    than one value per channel is needed in training. Local output: of the shape of the local input.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output, as many dimensions as the tensor.
+    num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
+        As in torch. ``eps`` must be positive.
+    placement, weights
+        Where P_x cuts dimensions of the parameters: ``"cut"`` with them, or ``"replicated"`` on all ranks of
+        the machine; running statistics too.
+
+    Notes
+    -----
+    Requirement B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    several = "value per channel is needed in training"
+    _usual = _needs_eps = True
+
+    def axes_of(self, dims: int) -> NormAxes:
+        """All but channels."""
+        return NormAxes(reduced=tuple(d for d in range(dims) if d != 1), weighted=(1,))
+
+    def statistics_mode(self) -> tuple[bool, bool]:
+        """By the input in training, and without running statistics; these change in training."""
+        running = self.running_mean is not None
+        return self.training or not running, self.training and self.track_running_stats and running
+
+    def rate(self) -> float:
+        """``momentum``, or one by the number of batches if that is None; counts the batch."""
+        if self.num_batches_tracked is None:
+            return 0.0 if self.momentum is None else self.momentum
+        self.num_batches_tracked.add_(1)
+        return 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    @property
+    def qconfig(self) -> None:
+        """Refuse what asks for it: quantisation, and ``nn.SyncBatchNorm.convert_sync_batchnorm``.
+
+        That would put a layer in the place of this one which normalises each shard by itself.
+        """
+        raise UnsupportedError(
+            f"{self.label!r} shares its statistics over all ranks already, and is not to be converted to"
+            " another kind of batch norm"
+        )
+
+
+class DistributedBatchNorm1d(DistributedBatchNorm, nn.BatchNorm1d, dims=(2, 3)):
+    """Distributed ``torch.nn.BatchNorm1d``; tensors are (batch, channel) or (batch, channel, width)."""
+
+
+class DistributedBatchNorm2d(DistributedBatchNorm, nn.BatchNorm2d, dims=(4,)):
+    """Distributed ``torch.nn.BatchNorm2d``; tensors are (batch, channel, height, width)."""
+
+
+class DistributedBatchNorm3d(DistributedBatchNorm, nn.BatchNorm3d, dims=(5,)):
+    """Distributed ``torch.nn.BatchNorm3d``; tensors are (batch, channel, depth, height, width)."""
+
+
+class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm):
+    """Instance normalisation: as :class:`DistributedBatchNorm`, of each instance by itself.
+
+    Mean and variance of a channel of an instance are those of the whole image, of more than one element.
+    Tensors come with or without a batch.
+
+    Notes
+    -----
+    Interface document, chapter 4; requirements A19, B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    several = "spatial element is needed"
+    _usual = False
+
+    def axes_of(self, dims: int) -> NormAxes:
+        """Space, behind the channels."""
+        channels = dims - self._dims[0]
+        return NormAxes(reduced=tuple(range(channels + 1, dims)), weighted=(channels,))
+
+    def statistics_mode(self) -> tuple[bool, bool]:
+        """By the input in training, and where none are tracked; running ones change where they are unused."""
+        by_batch = self.training or not self.track_running_stats
+        return by_batch, by_batch and self.running_mean is not None
+
+    def rate(self) -> float:
+        """``momentum``; batches are not counted."""
+        return self.momentum or 0.0
+
+
+class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d, dims=(2, 3)):
+    """Distributed ``torch.nn.InstanceNorm1d``; tensors are (batch, channel, width) or (channel, width)."""
+
+
+class DistributedInstanceNorm2d(DistributedInstanceNorm, nn.InstanceNorm2d, dims=(3, 4)):
+    """Distributed ``torch.nn.InstanceNorm2d``; tensors are (batch, channel, height, width), or unbatched."""
+
+
+class DistributedInstanceNorm3d(DistributedInstanceNorm, nn.InstanceNorm3d, dims=(4, 5)):
+    """Distributed ``torch.nn.InstanceNorm3d``; as (batch, channel, depth, height, width), or unbatched."""
+
+
+class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
+    """Group normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of one shape.
+    Arguments are as of :class:`DistributedBatchNorm`, or else as in torch.
+
+    Notes
+    -----
+    Requirement B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    several = "value per group is needed"
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        **options: Unpack[PlacedOptions],
+    ) -> None:
+        kind = type(self).__name__
+        if P_x.dim < 2:
+            raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
+        _check_extents(self, num_channels=num_channels)
+        if num_groups < 1 or num_channels % num_groups:
+            raise ArgumentError(
+                f"{kind}: num_channels {num_channels} must be divisible by num_groups {num_groups}"
+            )
+        axes = NormAxes(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
+        given = NormArguments(eps, affine, bias, device, dtype)
+        super().__init__(P_x, axes, (num_channels,), given, **options)
+        self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
+
+    def extra_repr(self) -> str:
+        """One line for ``print(model)``."""
+        return f"{self.num_groups}, {super().extra_repr()}"
+
+
+class DistributedTrailingNorm(DistributedNorm):
+    """Normalisation over the last dimensions of a tensor, ``normalized_shape``."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        normalized_shape: int | Sequence[int],
+        arguments: NormArguments,
+        **options: Unpack[PlacedOptions],
+    ) -> None:
+        kind = type(self).__name__
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape:
+            raise ArgumentError(f"{kind}: normalized_shape needs at least one dimension")
+        _check_extents(self, normalized_shape=min(shape))
+        if P_x.dim < len(shape):
+            raise PartitionError(
+                f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape} has {len(shape)}"
+            )
+        trailing = tuple(range(P_x.dim - len(shape), P_x.dim))
+        super().__init__(P_x, NormAxes(trailing, trailing), shape, arguments, **options)
+        self.normalized_shape, self.elementwise_affine = shape, arguments.affine
+
+
+class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
+    """Layer normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Local output: of the shape of the local input. Ranks among which P_x splits normalised dimensions share
+    the statistics of every instance. Arguments are as of :class:`DistributedBatchNorm`, or else as in torch;
+    ``normalized_shape`` is global.
+
+    Notes
+    -----
+    Requirement B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[PlacedOptions],
+    ) -> None:
+        given = NormArguments(eps, elementwise_affine, bias, device, dtype)
+        super().__init__(P_x, normalized_shape, given, **options)
+
+
+class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
+    """Root mean square normalisation: as :class:`DistributedLayerNorm`, without mean and bias.
+
+    Notes
+    -----
+    Requirement B11. Document: ``docs/layers/normalization.md``.
+    """
+
+    centred = False
+
+    def __init__(
+        self,
+        P_x: Partition,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[PlacedOptions],
+    ) -> None:
+        given = NormArguments(eps, elementwise_affine, False, device, dtype)
+        super().__init__(P_x, normalized_shape, given, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise; ``x`` is the local shard, or a tensor without elements outside of P_x."""
+        y: Tensor = super().forward(x)
+        return y
