@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.split.against_whole import block, check
+from tests.split.against_whole import block, check, grids
 
 SHAPE = 2, 3, 5, 4
 
@@ -169,3 +169,19 @@ def test_a_spectral_filter_with_a_complex_parameter(P_world):
 @pytest.mark.mpi
 def test_transforms_of_no_elements(P_world):
     check(P_world, lambda x: torch.fft.fft(x[:0], n=6, dim=0).real, [spectrum((3, 4))])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("replicated", [True, False])
+def test_the_gradient_of_which_quantiles_are_asked_for(P_world, replicated):
+    whole = numbers()
+    weight = torch.randn(2, *whole.shape[:-1], dtype=torch.float64)
+    alone, mine = (torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (torch.quantile(whole.detach(), alone, -1) * weight).sum().backward()
+    for grid in grids(whole.dim(), P_world.size):
+        P_x = P_world.create_cartesian_topology_partition(grid)
+        x, mine.grad = block(P_x, whole.detach()), None
+        q = x.sum() * 0 + mine if replicated else mine
+        (torch.quantile(x, q, -1) * weight).sum().backward()
+        torch.testing.assert_close(mine.grad, alone.grad)
