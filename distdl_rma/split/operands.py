@@ -63,17 +63,12 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any function of all of all tensors, which every rank computes; what is cut comes to all of them."""
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
-    cut, name = (
-        [x for x in arguments if isinstance(x, SplitTensor) and x.is_split],
-        getattr(func, "__name__", ""),
-    )
+    cut = [x for x in arguments if isinstance(x, SplitTensor) and x.is_split]
+    name = getattr(func, "__name__", "")
     if cut and name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
         raise refused(func, "it changes a tensor in place that not every rank has all of")
-    site, numbers = (
-        site_of(machine_of(cut[0]), func) if cut else None,
-        {id(x): at for at, x in enumerate(cut)},
-    )
-    everywhere = lay.replicated(partition, ())
+    site = site_of(machine_of(cut[0]), func) if cut else None
+    numbers, everywhere = {id(x): at for at, x in enumerate(cut)}, lay.replicated(partition, ())
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, SplitTensor):

@@ -167,12 +167,11 @@ def prelu(x: Any, weight: Any) -> Any:
 @of_cut(uncut=True)
 def compared(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     """Of each element; every rank gets all of those that it is compared with."""
-    func, *_ = call
-    others = given.pop("boundaries" if func is torch.bucketize else "test_elements")
+    others = given.pop("boundaries" if call[0] is torch.bucketize else "test_elements")
     options = {key: each for key, each in given.items() if each is not None}
     if isinstance(others, SplitTensor):
         others = as_whole(site, others, x._layout, "what is compared with")
-    return SplitTensor(func(local_of(x), others, **options), x._layout)
+    return SplitTensor(call[0](local_of(x), others, **options), x._layout)
 
 
 _OF_EACH = "_foreach_"

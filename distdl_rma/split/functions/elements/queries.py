@@ -17,6 +17,7 @@ from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost
+from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import common_partition
 from distdl_rma.split.plain import beside, contributes
@@ -238,10 +239,7 @@ def length(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return len(range(args[0]._layout.shape[0]))
 
 
-@rule("value", _T.__deepcopy__)
-def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy of the block, of leaves only as in torch."""
-    return SplitTensor(func(local_of(args[0]), *args[1:]), args[0]._layout)
+rule("value", _T.__deepcopy__, says="A copy of the block, of leaves only as in torch.")(pointwise)
 
 
 @rule(

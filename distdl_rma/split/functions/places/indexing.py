@@ -22,7 +22,6 @@ from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.shapes import (
     broadcast,
-    cut_as,
     derived,
     frozen,
     on_shape,
@@ -30,7 +29,7 @@ from distdl_rma.split.functions.places.shapes import (
     seen_of,
     uncut,
 )
-from distdl_rma.split.moves import reduced
+from distdl_rma.split.moves import redistributed, reduced
 from distdl_rma.split.operands import (
     as_part,
     as_whole,
@@ -78,7 +77,12 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
     if moved:
         x = _cut_out(x, ((dim, at, at + 1, 1),))
         target = lay.whole(x._layout, (dim,))
-        local, at = cut_as(site_of(machine_of(x), func), x, target, f"element of dim {dim}"), 0
+        local, at = (
+            redistributed(
+                site_of(machine_of(x), func), local_of(x), x._layout, target, f"element of dim {dim}"
+            ),
+            0,
+        )
     else:
         local, target = local_of(x), x._layout
     order = [d for d in range(len(target.shape)) if d != dim]
@@ -198,7 +202,15 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
     y = _cut_out(x, tuple(slices))
     for dim, number in reversed(numbers):
         y = _one(func, y, dim, number)
-    return _with_new(y, news) if news else y, chosen
+    if not news:
+        return y, chosen
+    order: list[int | None] = list(range(len(y._layout.shape)))
+    local = local_of(y)
+    for at in news:
+        order.insert(at, None)
+        local = local.unsqueeze(at)
+    layout = derived(y, ("new", tuple(order)), lambda: lay.reordered(y._layout, order))
+    return seen_of(y, local, layout), chosen
 
 
 def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, int]]:
@@ -207,16 +219,6 @@ def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, in
     if step < 1:
         raise ValueError("step must be greater than zero")
     return [] if (start, stop, step) == (0, extent, 1) else [(dim, start, max(start, stop), step)]
-
-
-def _with_new(y: SplitTensor, news: Sequence[int]) -> SplitTensor:
-    # New dimensions of extent 1 at these places of the result.
-    order: list[int | None] = list(range(len(y._layout.shape)))
-    local = local_of(y)
-    for at in news:
-        order.insert(at, None)
-        local = local.unsqueeze(at)
-    return seen_of(y, local, derived(y, ("new", tuple(order)), lambda: lay.reordered(y._layout, order)))
 
 
 def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> SplitTensor:

@@ -44,11 +44,6 @@ def frozen(argument: Any) -> Any:
     return argument
 
 
-def cut_as(site: Site, x: SplitTensor, target: Decomposition, what: str) -> torch.Tensor:
-    """Block of a tensor by another layout."""
-    return redistributed(site, local_of(x), x._layout, target, what)
-
-
 def seen_of(x: SplitTensor, y: torch.Tensor, layout: Decomposition, moved: bool = False) -> SplitTensor:
     """What torch gives as a view of ``x``; whether it was moved, and is a copy here."""
     base = None if x._copy_of is None else x._copy_of[0]
@@ -136,7 +131,7 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
         # Of a part of another tensor torch may give a copy, which is alike on all ranks, unlike blocks of it.
         unsure = x._local._is_view() and func.__name__ in _MAY_COPY
         return seen_of(x, y, result, moved=unsure)
-    local = cut_as(site_of(machine_of(x), func), x, source, "reshaped")
+    local = redistributed(site_of(machine_of(x), func), local_of(x), x._layout, source, "reshaped")
     # Whether torch would give a view: steps in the memory of blocks do not say it alike on all ranks.
     return seen_of(x, local.reshape(shape), result, moved=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, ref
 _T: Any = torch.Tensor
 # A label for each dimension of an operand: equal ones go together.
 Labels = Sequence[Any]
+Operands = Sequence[torch.Tensor]
 
 
 class Work(NamedTuple):
@@ -41,13 +42,7 @@ class Work(NamedTuple):
     summed: tuple[int, ...]  # grid dimensions along which results are parts of sums
 
 
-def planned(
-    func: Any,
-    operands: Sequence[torch.Tensor],
-    labels: Sequence[Labels],
-    out: Labels,
-    uncut: Collection[Any] = (),
-) -> Work:
+def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()) -> Work:
     """Which label each dimension of the grid cuts: as in the largest operand, but none of ``uncut``.
 
     An operand that is cut by the same dimension of the grid in another label becomes whole along it.
@@ -97,12 +92,7 @@ def planned(
 
 
 def contracted(
-    func: Any,
-    compute: Any,
-    operands: Sequence[torch.Tensor],
-    labels: Sequence[Labels],
-    out: Labels,
-    uncut: Collection[Any] = (),
+    func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
 ) -> SplitTensor:
     """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
@@ -113,7 +103,7 @@ def contracted(
 
 
 def _summed(
-    site: Site, compute: Any, operands: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor], work: Work
+    site: Site, compute: Any, operands: Operands, blocks: Operands, work: Work
 ) -> tuple[torch.Tensor, torch.dtype]:
     # Sum of what the ranks compute, and the type that torch gives it: the caller rounds to a short one, once.
     dtype = _type_of(compute, operands)
@@ -122,11 +112,7 @@ def _summed(
 
 
 def product_of(
-    compute: Any,
-    operands: Sequence[torch.Tensor],
-    blocks: Sequence[torch.Tensor],
-    result: Decomposition,
-    wide: torch.dtype | None = None,
+    compute: Any, operands: Operands, blocks: Operands, result: Decomposition, wide: torch.dtype | None = None
 ) -> torch.Tensor:
     """What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can.
 
@@ -165,11 +151,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torc
 
 
 def prepared(
-    func: Any,
-    operands: Sequence[torch.Tensor],
-    labels: Sequence[Labels],
-    out: Labels,
-    uncut: Collection[Any] = (),
+    func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
 ) -> tuple[Site, Work, list[torch.Tensor]]:
     """Site of a call, how it is cut, and the blocks of its operands."""
     first = next(x for x in operands if isinstance(x, SplitTensor))

@@ -40,6 +40,7 @@ from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, re
 
 # From what this rank has of some rows to what all ranks have that share them.
 Gathered = Callable[[torch.Tensor], torch.Tensor]
+Weight = torch.Tensor | None
 
 
 def _reduced(
@@ -244,11 +245,7 @@ def _of_probabilities(func: Any, target: torch.Tensor) -> bool:
 
 
 def _count(
-    truth: torch.Tensor,
-    weight: torch.Tensor | None,
-    given: Mapping[str, Any],
-    rows: Decomposition,
-    of_indices: bool,
+    truth: torch.Tensor, weight: Weight, given: Mapping[str, Any], rows: Decomposition, of_indices: bool
 ) -> float | torch.Tensor:
     if not of_indices:
         return math.prod(rows.shape)
