@@ -60,15 +60,16 @@ def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(x._local if x.grad_fn is None else x)
 
 
-@rule("query", _T.is_contiguous, _T.stride)
-def of_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answered from the block."""
-    return func(args[0]._local, *args[1:], **kwargs)
-
-
-@rule("query", _T._base.__get__)
-def no_base(_func: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-    """None: no split tensor is a view of another."""
+rule("query", _T.is_contiguous, _T.stride, says="Answered from the block.")(
+    lambda func, args, kwargs: func(args[0]._local, *args[1:], **kwargs)
+)
+rule("query", _T._base.__get__, says="None: no split tensor is a view of another.")(lambda *_: None)
+rule("query", _T.__len__, says="Extent of the first dimension.")(
+    lambda func, args, kwargs: len(range(args[0]._layout.shape[0]))
+)
+rule("query", torch.result_type, says="By types and numbers of dimensions.")(
+    lambda func, args, kwargs: func(*mapped(_block_of, args))
+)
 
 
 @rule(
@@ -225,18 +226,6 @@ def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local = local_of(args[0])
     # Copies that were made of the tensor would not notice a change.
     return SplitTensor(local.data, args[0]._layout, copy_of=local)
-
-
-@rule("query", torch.result_type)
-def type_of_both(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By types and numbers of dimensions."""
-    return func(*(local_of(x) if isinstance(x, SplitTensor) else x for x in args))
-
-
-@rule("query", _T.__len__)
-def length(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Extent of the first dimension."""
-    return len(range(args[0]._layout.shape[0]))
 
 
 rule("value", _T.__deepcopy__, says="A copy of the block, of leaves only as in torch.")(pointwise)

@@ -100,11 +100,9 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     return mapped(split, result)
 
 
-@rule("movement", "msort")
-@composition
-def sorted_rows(x: Any) -> Any:
-    """As ``sort`` along the first dimension."""
-    return torch.sort(x, 0)[0]
+rule("movement", "msort", says="As ``sort`` along the first dimension.")(
+    composition(lambda x: torch.sort(x, 0)[0])
+)
 
 
 @rule("movement", "searchsorted")

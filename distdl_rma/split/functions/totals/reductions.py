@@ -390,17 +390,13 @@ def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) ->
 
 
 @checked_rule("reduction", "max", "min")
-def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_any_cut
+def largest(call: Call, site: Site, x: Any, dim: Any, keepdim: bool, other: Any) -> Any:
     """Of all elements; along a dimension with the first of the indices; of two tensors for each element."""
-    if len(tensors_in(args, kwargs)) > 1:
-        both = (*args, *(x for x in kwargs.values() if x is not None))
-        return pointwise(torch.maximum if func.__name__ == "max" else torch.minimum, both, {})
-    return _largest(func, args, kwargs)
-
-
-@of_cut()
-def _largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, other: Any) -> Any:
-    along, name = Along.of(site, x, dim), call[0].__name__
+    name, both = call[0].__name__, tensors_in(x, dim, other)
+    if len(both) > 1:
+        return pointwise(torch.maximum if name == "max" else torch.minimum, tuple(both), {})
+    along = Along.of(site, x, dim)
     if dim is None:
         return _extreme(along, name == "max", False, True)
     values, indices = _with_index(along, name == "max")
