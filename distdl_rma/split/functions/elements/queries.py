@@ -19,7 +19,7 @@ from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import common_partition
+from distdl_rma.split.operands import block_of, common_partition
 from distdl_rma.split.plain import beside, contributes
 from distdl_rma.split.tensor import (
     OF_NO_BLOCK,
@@ -68,7 +68,7 @@ rule("query", _T.__len__, says="Extent of the first dimension.")(
     lambda func, args, kwargs: len(range(args[0]._layout.shape[0]))
 )
 rule("query", torch.result_type, says="By types and numbers of dimensions.")(
-    lambda func, args, kwargs: func(*mapped(_block_of, args))
+    lambda func, args, kwargs: func(*map(block_of, args))
 )
 
 
@@ -246,5 +246,4 @@ def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     x, *others = args
     if any_cut(others, kwargs):
         raise refused(func, "the values are on many ranks")
-    values = [local_of(y) if isinstance(y, SplitTensor) else y for y in others]
-    return func(x._local, *values, **kwargs)  # type: ignore[no-any-return]
+    return func(x._local, *map(block_of, others), **kwargs)  # type: ignore[no-any-return]

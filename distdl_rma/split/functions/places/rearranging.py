@@ -18,15 +18,17 @@ from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
-from distdl_rma.split.functions.places.shapes import (
-    derived,
-    frozen,
-    on_shape,
-    reshape,
-    seen_of,
-)
+from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape, reshape, seen_of
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, common_partition, composition, of_any_cut, of_cut, on_copies
+from distdl_rma.split.operands import (
+    as_part,
+    block_of,
+    common_partition,
+    composition,
+    of_any_cut,
+    of_cut,
+    on_copies,
+)
 from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
@@ -55,7 +57,7 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     pieces = [
         as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
     ]
-    pieces += [local_of(x) if isinstance(x, SplitTensor) else x for x in empty]
+    pieces += map(block_of, empty)
     return SplitTensor(torch.cat(pieces, dim), result)
 
 

@@ -19,11 +19,11 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
-from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, of_cut, on_copies
+from distdl_rma.split.operands import as_part, as_whole, common_partition, of_cut, on_copies, site_for
 from distdl_rma.split.reducing import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
@@ -158,7 +158,7 @@ def prepared(
     key = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands)
     names = tuple(map(tuple, labels)), tuple(out), tuple(uncut)
     work = derived(first, (func, key, names), lambda: planned(func, operands, labels, out, uncut))
-    site = site_of(machine_of(first), func)
+    site = site_for(func, first)
     blocks = [
         as_part(site, x, part, work.all, at)
         for at, (x, part) in enumerate(zip(operands, work.parts, strict=True))
@@ -326,7 +326,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(weight, SplitTensor) and weight.is_split:
             weight = composed(SplitTensor.redistribute, weight)
         return on_copies(func, (x, weight, padding), {"sparse": bool(sparse)})
-    site, layout = site_of(machine_of(split), func), x._layout
+    site, layout = site_for(func, split), x._layout
     table = as_whole(site, weight, layout, "weight")
     y = func(local_of(x), table, padding, sparse=bool(sparse))
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
