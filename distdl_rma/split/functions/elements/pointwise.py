@@ -93,11 +93,16 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(y, layout)
 
 
+def refuse_copy(func: Any, x: SplitTensor) -> None:
+    """Refuse to change in place what torch has as a view, and what is a copy here."""
+    if x._copy_of is not None:
+        why = "it changes what torch has as a view of another tensor, and elements of it were moved here"
+        raise refused(func, why)
+
+
 def _changed(func: Any, x: SplitTensor) -> SplitTensor:
     if x._copy_of is not None and _in_place(func):
-        raise refused(
-            func, "it changes what torch has as a view of another tensor, and elements of it were moved here"
-        )
+        refuse_copy(func, x)
     # Torch has whole numbers in a graph, too, where a comparison writes them; they have no gradient.
     if x._local.requires_grad and not x.requires_grad and (x.is_floating_point() or x.is_complex()):
         x.requires_grad_()
