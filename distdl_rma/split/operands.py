@@ -44,11 +44,6 @@ def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
     return found
 
 
-def first_split(tensors: Sequence[torch.Tensor]) -> SplitTensor:
-    """The first split tensor of several that hold one."""
-    return next(x for x in tensors if isinstance(x, SplitTensor))
-
-
 def machine_of(x: SplitTensor) -> Machine:
     """Machine of a tensor's ranks."""
     partition = x._layout.partition
@@ -59,21 +54,21 @@ def machine_of(x: SplitTensor) -> Machine:
     return Machine.of(partition)
 
 
+def site_for(func: Any, *tensors: Any) -> Site:
+    """Site of a call that is going on, on the machine of the first split tensor among some."""
+    return site_of(machine_of(next(x for x in tensors if isinstance(x, SplitTensor))), func)
+
+
 def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any function of all of all tensors, which every rank computes; what is cut comes to all of them."""
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
-    cut, name = (
-        [x for x in arguments if isinstance(x, SplitTensor) and x.is_split],
-        getattr(func, "__name__", ""),
-    )
+    cut = [x for x in arguments if isinstance(x, SplitTensor) and x.is_split]
+    name = getattr(func, "__name__", "")
     if cut and name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
         raise refused(func, "it changes a tensor in place that not every rank has all of")
-    site, numbers = (
-        site_of(machine_of(cut[0]), func) if cut else None,
-        {id(x): at for at, x in enumerate(cut)},
-    )
-    everywhere = lay.replicated(partition, ())
+    site = site_for(func, *cut) if cut else None
+    numbers, everywhere = {id(x): at for at, x in enumerate(cut)}, lay.replicated(partition, ())
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, SplitTensor):
@@ -135,7 +130,7 @@ def of_any_cut(handler: Handled) -> Handler:
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any_cut(args, kwargs):
             return on_copies(func, args, kwargs)
-        site = site_of(machine_of(first_split(tensors_in(args, kwargs))), func)
+        site = site_for(func, *tensors_in(args, kwargs))
         return handler((func, args, kwargs), site, args[0], **named(func, args, kwargs))
 
     return called
@@ -226,6 +221,11 @@ def as_part(
         if mine is None and its is not None
     )
     return to_blocks(site, local, part, apart, f" of operand {at}") if apart else local
+
+
+def block_of(x: Any) -> Any:
+    """The block of a split tensor; anything else as it is."""
+    return local_of(x) if isinstance(x, SplitTensor) else x
 
 
 def as_blocks(site: Site, arguments: Any, result: Decomposition, at: int = 0) -> Any:

@@ -17,6 +17,9 @@ from distdl_rma.split.calls.site import Site
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.tensor import SplitTensor, local_of
 
+# What is computed of a block.
+OnBlock = Callable[[torch.Tensor], torch.Tensor]
+
 
 def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
     """Dimensions that a call means, from 0, rising; all of them where it names none."""
@@ -82,7 +85,7 @@ class Along:
         """Sum of the ranks' results, which have extent 1 where they were reduced; differentiable."""
         return all_sum(self.site, y, self.layout, self.cut)
 
-    def partial(self, f: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def partial(self, f: OnBlock, dtype: torch.dtype) -> torch.Tensor:
         """What a function makes of the block: extent 1 where it reduces, 0 where the block has nothing."""
         empty = [d for d in self.dims if not self.local.shape[d]]
         if not empty:
@@ -105,6 +108,11 @@ class Along:
         )
         return redistributed(self.site, y, source, target, what)
 
+    def twice(self, f: OnBlock, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """What a function makes of the blocks, then of the ranks' results; blocking, differentiable."""
+        y = self.partial(f, dtype)
+        return f(self.together(y, what)) if self.cut or not y.numel() else y
+
 
 def parts_and_all(
     layout: Decomposition, dims: Sequence[int], each: int = 1
@@ -122,9 +130,7 @@ def parts_and_all(
     return source, lay.whole(source, dims)
 
 
-def computed(
-    f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, reduced: Sequence[int] = ()
-) -> torch.Tensor:
+def computed(f: OnBlock, x: torch.Tensor, reduced: Sequence[int] = ()) -> torch.Tensor:
     """What a function makes of a block, dimension by dimension; of nothing nothing, but where it reduces.
 
     Torch computes that of an element instead, in the graph: some of its functions refuse blocks without any,
@@ -176,11 +182,7 @@ def put_back(
 
 
 def by_whole_dims(
-    site: Site,
-    x: SplitTensor,
-    dims: Sequence[int],
-    compute: Callable[[torch.Tensor], torch.Tensor],
-    what: str = "dimensions made whole",
+    site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock, what: str = "dimensions made whole"
 ) -> SplitTensor:
     """A function that needs some dimensions whole and treats the others apart.
 

@@ -6,8 +6,10 @@ import torch
 from distdl_rma import Machine, PartitionError, ShapeError, UnsupportedError, shard
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.operands import (
+    as_blocks,
     as_part,
     as_whole,
+    block_of,
     common_layout,
     common_partition,
     composition,
@@ -135,6 +137,21 @@ def test_handlers_of_what_is_cut_get_arguments_by_name(rows):
         found is torch.sum and of_cut(uncut=True)(lambda _, __, x, **___: x)(torch.sum, (whole,), {}) is whole
     )
     assert of_any_cut(lambda _, __, x, other, **___: other)(torch.sub, (whole, rows), {}) is rows
+
+
+def test_a_plain_first_tensor_beside_split_ones_may_be_refused(rows):
+    whole = rows.full_tensor()
+    handler = of_cut(plain="it would be cut")(lambda _, __, x, **___: x)
+    with pytest.raises(UnsupportedError, match="it would be cut"):
+        handler(torch.sub, (whole, rows), {})
+    assert handler(torch.sub, (rows, whole), {}) is rows
+
+
+def test_all_arguments_of_a_call_become_blocks(rows, site):
+    whole, layout = rows.full_tensor(), rows.decomposition
+    (x, number), options = as_blocks(site, ((rows, 2), {"other": whole}), layout)
+    assert number == 2 and torch.equal(x, options["other"]) and torch.equal(x, rows.to_local())
+    assert block_of(rows) is rows.to_local() and block_of(whole) is whole
 
 
 def test_a_composition_calls_others_by_their_rules(rows):

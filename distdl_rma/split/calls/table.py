@@ -24,7 +24,7 @@ class Rule:
 
     kind: str
     handler: Handler
-    says: str = ""  # what it does, where the handler is that of several functions
+    says: str = ""  # what it does, where the docstring of its handler does not tell
     casts: str = ""  # the name by which autocast knows the function, if it changes what that is given
     asks_torch: bool = False  # whether the handler raises what torch refuses by itself
 

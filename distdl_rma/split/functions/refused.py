@@ -73,7 +73,9 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return on_copies(func, args, kwargs)
 
 
-@rule("movement", *"unique unique_consecutive histc histogram bincount corrcoef cov".split())
-def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
-    return on_copies(func, args, kwargs)
+rule(
+    "movement",
+    *"unique unique_consecutive histc histogram bincount corrcoef cov".split(),
+    says="Every rank gets all of the tensor and finds the same, since what comes out depends on all"
+    " elements.",
+)(on_copies)

@@ -13,18 +13,18 @@ import torch
 
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import (
     as_blocks,
     as_whole,
+    block_of,
     common_layout,
     composition,
-    first_split,
-    machine_of,
     of_cut,
     part_for,
+    site_for,
 )
 from distdl_rma.split.reducing import laid_out, with_whole
 from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, mapped, refused
@@ -93,11 +93,16 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(y, layout)
 
 
+def refuse_copy(func: Any, x: SplitTensor) -> None:
+    """Refuse to change in place what torch has as a view, and what is a copy here."""
+    if x._copy_of is not None:
+        why = "it changes what torch has as a view of another tensor, and elements of it were moved here"
+        raise refused(func, why)
+
+
 def _changed(func: Any, x: SplitTensor) -> SplitTensor:
     if x._copy_of is not None and _in_place(func):
-        raise refused(
-            func, "it changes what torch has as a view of another tensor, and elements of it were moved here"
-        )
+        refuse_copy(func, x)
     # Torch has whole numbers in a graph, too, where a comparison writes them; they have no gradient.
     if x._local.requires_grad and not x.requires_grad and (x.is_floating_point() or x.is_complex()):
         x.requires_grad_()
@@ -116,7 +121,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     result = common_layout(func, [first] if in_place else operands)
     if in_place or result.leaves_out:
         raise_as_torch(func, args, kwargs)
-    site = site_of(machine_of(first_split(operands)), func)
+    site = site_for(func, *operands)
     blocks, options = as_blocks(site, (args, kwargs), result, 1)
     y = func(*blocks, **options)
     return (
@@ -133,7 +138,7 @@ def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, SplitTensor):
             return x
-        everywhere, site = lay.replicated(x._layout.partition, x._layout.shape), site_of(machine_of(x), func)
+        everywhere, site = lay.replicated(x._layout.partition, x._layout.shape), site_for(func, x)
         what = f"operand {next(numbers)} on a plain tensor"
         return redistributed(site, local_of(x), x._layout, everywhere, what)
 
@@ -167,12 +172,11 @@ def prelu(x: Any, weight: Any) -> Any:
 @of_cut(uncut=True)
 def compared(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     """Of each element; every rank gets all of those that it is compared with."""
-    func, *_ = call
-    others = given.pop("boundaries" if func is torch.bucketize else "test_elements")
+    others = given.pop("boundaries" if call[0] is torch.bucketize else "test_elements")
     options = {key: each for key, each in given.items() if each is not None}
     if isinstance(others, SplitTensor):
         others = as_whole(site, others, x._layout, "what is compared with")
-    return SplitTensor(func(local_of(x), others, **options), x._layout)
+    return SplitTensor(call[0](local_of(x), others, **options), x._layout)
 
 
 _OF_EACH = "_foreach_"
@@ -227,11 +231,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plain = [x for x in together if not isinstance(x, SplitTensor) and x.dim()]
         if len(layouts) > 1 or (layouts and plain):
             raise refused(func, "a parameter, its gradient and its state are not cut alike")
-    func(*mapped(_block, args), **mapped(_block, kwargs))
-
-
-def _block(x: torch.Tensor) -> torch.Tensor:
-    return local_of(x) if isinstance(x, SplitTensor) else x
+    func(*mapped(block_of, args), **mapped(block_of, kwargs))
 
 
 @checked_rule("pointwise", "view_as_real")

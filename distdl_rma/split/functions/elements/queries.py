@@ -17,8 +17,9 @@ from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost
+from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import common_partition
+from distdl_rma.split.operands import block_of, common_partition
 from distdl_rma.split.plain import beside, contributes
 from distdl_rma.split.tensor import (
     OF_NO_BLOCK,
@@ -59,15 +60,16 @@ def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(x._local if x.grad_fn is None else x)
 
 
-@rule("query", _T.is_contiguous, _T.stride)
-def of_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answered from the block."""
-    return func(args[0]._local, *args[1:], **kwargs)
-
-
-@rule("query", _T._base.__get__)
-def no_base(_func: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-    """None: no split tensor is a view of another."""
+rule("query", _T.is_contiguous, _T.stride, says="Answered from the block.")(
+    lambda func, args, kwargs: func(args[0]._local, *args[1:], **kwargs)
+)
+rule("query", _T._base.__get__, says="None: no split tensor is a view of another.")(lambda *_: None)
+rule("query", _T.__len__, says="Extent of the first dimension.")(
+    lambda func, args, kwargs: len(range(args[0]._layout.shape[0]))
+)
+rule("query", torch.result_type, says="By types and numbers of dimensions.")(
+    lambda func, args, kwargs: func(*map(block_of, args))
+)
 
 
 @rule(
@@ -226,22 +228,7 @@ def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(local.data, args[0]._layout, copy_of=local)
 
 
-@rule("query", torch.result_type)
-def type_of_both(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By types and numbers of dimensions."""
-    return func(*(local_of(x) if isinstance(x, SplitTensor) else x for x in args))
-
-
-@rule("query", _T.__len__)
-def length(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Extent of the first dimension."""
-    return len(range(args[0]._layout.shape[0]))
-
-
-@rule("value", _T.__deepcopy__)
-def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy of the block, of leaves only as in torch."""
-    return SplitTensor(func(local_of(args[0]), *args[1:]), args[0]._layout)
+rule("value", _T.__deepcopy__, says="A copy of the block, of leaves only as in torch.")(pointwise)
 
 
 @rule(
@@ -259,5 +246,4 @@ def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     x, *others = args
     if any_cut(others, kwargs):
         raise refused(func, "the values are on many ranks")
-    values = [local_of(y) if isinstance(y, SplitTensor) else y for y in others]
-    return func(x._local, *values, **kwargs)  # type: ignore[no-any-return]
+    return func(x._local, *map(block_of, others), **kwargs)  # type: ignore[no-any-return]

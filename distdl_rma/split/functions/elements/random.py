@@ -17,6 +17,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.elements.pointwise import refuse_copy
 from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_copies, part_for
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
 
@@ -44,13 +45,6 @@ def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, to
     return mask.mul_(a), offset
 
 
-def _in_place(func: Any, x: SplitTensor) -> None:
-    if x._copy_of is not None:
-        raise refused(
-            func, "it changes what torch has as a view of another tensor, and elements of it were moved here"
-        )
-
-
 @rule(
     "random",
     *("dropout", "dropout_", "alpha_dropout", "alpha_dropout_"),
@@ -69,7 +63,7 @@ def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> A
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     in_place = given.get("inplace") or name.endswith("_")
     if in_place:
-        _in_place(func, x)
+        refuse_copy(func, x)
     if "feature" in name or name[-1] == "d":
         factor, offset = _of_channels(func, x, p, "alpha" in name)
     else:
@@ -105,7 +99,7 @@ _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ 
 def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Every block is filled by a generator of its own; parameters of the distribution are cut."""
     func, (_x, *given), kwargs = call
-    _in_place(func, x)
+    refuse_copy(func, x)
     generator = generator_of_block(x._layout, kwargs.get("generator"))
     others, options = as_blocks(site, (given, kwargs), x._layout)
     func(local_of(x), *others, **{**options, "generator": generator})
@@ -150,7 +144,7 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
     func, local = call[0], local_of(x)
     in_place = given.get("inplace") or func.__name__.endswith("_")
     if in_place:
-        _in_place(func, x)
+        refuse_copy(func, x)
     if given["training"]:
         source = generator_of_block(x._layout, given.get("generator"))
         slope = torch.empty_like(local.detach()).uniform_(lower, upper, generator=source)

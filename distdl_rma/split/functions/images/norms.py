@@ -24,6 +24,8 @@ from distdl_rma.split.operands import needs_of, of_cut, on_copies, wholes
 from distdl_rma.split.reducing import by_whole_dims, computed, positive, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, local_of, refused
 
+Weights = tuple[torch.Tensor | None, torch.Tensor | None]
+Running = dict[str, torch.Tensor]
 _RUNNING = "running_mean", "running_var"
 _WEIGHTS = "weight", "bias"
 _ALIKE = "running statistics are plain tensors, alike on all ranks"
@@ -50,9 +52,9 @@ def _normalised(
     site: Site,
     x: SplitTensor,
     number: int,
-    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    weights: Weights,
     eps: Any,
-    running: dict[str, torch.Tensor] | None = None,
+    running: Running | None = None,
     momentum: float = 0.0,
 ) -> SplitTensor:
     local, layout = local_of(x), x._layout
@@ -107,20 +109,11 @@ _OF_INSTANCES = "By mean and variance of each sample and channel, wherever its e
 @rule("norm", F.instance_norm, torch.instance_norm, says=_OF_INSTANCES)
 @of_cut(empty=False, otherwise=_on_copies)
 def with_running_statistics(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any,
-    bias: Any,
-    momentum: float,
-    eps: float,
-    **how: bool,
+    call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, momentum: float, eps: float, **how: Any
 ) -> SplitTensor:
     """By mean and variance of the input, or by those that are given."""
     name = "training" if "training" in how else "use_input_stats"
-    running = None
+    running, running_mean, running_var = None, how["running_mean"], how["running_var"]
     if running_mean is not None and running_var is not None:
         if isinstance(running_mean, SplitTensor) or isinstance(running_var, SplitTensor):
             raise refused(call[0], _ALIKE)
@@ -133,12 +126,7 @@ def with_running_statistics(
 
 
 def _by_constants(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    running: dict[str, torch.Tensor],
-    weights: tuple[torch.Tensor | None, torch.Tensor | None],
-    eps: float,
+    call: Call, site: Site, x: SplitTensor, running: Running, weights: Weights, eps: float
 ) -> SplitTensor:
     # Element by element: torch's own function of the block, with the values of its channels.
     local = local_of(x)

@@ -17,12 +17,11 @@ from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.shapes import (
     broadcast,
-    cut_as,
     derived,
     frozen,
     on_shape,
@@ -30,16 +29,17 @@ from distdl_rma.split.functions.places.shapes import (
     seen_of,
     uncut,
 )
-from distdl_rma.split.moves import reduced
+from distdl_rma.split.moves import redistributed, reduced
 from distdl_rma.split.operands import (
     as_part,
     as_whole,
+    block_of,
     composition,
-    machine_of,
     of_any_cut,
     of_cut,
     on_copies,
     part_for,
+    site_for,
 )
 from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused
@@ -78,7 +78,10 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
     if moved:
         x = _cut_out(x, ((dim, at, at + 1, 1),))
         target = lay.whole(x._layout, (dim,))
-        local, at = cut_as(site_of(machine_of(x), func), x, target, f"element of dim {dim}"), 0
+        local, at = (
+            redistributed(site_for(func, x), local_of(x), x._layout, target, f"element of dim {dim}"),
+            0,
+        )
     else:
         local, target = local_of(x), x._layout
     order = [d for d in range(len(target.shape)) if d != dim]
@@ -108,7 +111,7 @@ def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim = args[0], named(func, args, kwargs).get("dim", 0)
     on_shape(x).unbind(dim)
     dim %= len(x._layout.shape)
-    local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
+    local, layout = with_whole(site_for(func, x), x, [dim])
     order = [d for d in range(len(layout.shape)) if d != dim]
     result = derived(x, ("element", layout, dim), lambda: lay.reordered(layout, order))
     found = tuple(seen_of(x, each, result, layout is not x._layout) for each in local.unbind(dim))
@@ -187,7 +190,7 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
         elif is_mask(each) and not each.dim():
             # All or nothing of a new dimension.
             news.append(at)
-            chosen[at] = torch.zeros(int(local_of(each) if isinstance(each, SplitTensor) else each)).long()
+            chosen[at] = torch.zeros(int(block_of(each))).long()
             at += 1
         elif isinstance(each, torch.Tensor):
             chosen[at] = each
@@ -198,7 +201,15 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
     y = _cut_out(x, tuple(slices))
     for dim, number in reversed(numbers):
         y = _one(func, y, dim, number)
-    return _with_new(y, news) if news else y, chosen
+    if not news:
+        return y, chosen
+    order: list[int | None] = list(range(len(y._layout.shape)))
+    local = local_of(y)
+    for at in news:
+        order.insert(at, None)
+        local = local.unsqueeze(at)
+    layout = derived(y, ("new", tuple(order)), lambda: lay.reordered(y._layout, order))
+    return seen_of(y, local, layout), chosen
 
 
 def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, int]]:
@@ -207,16 +218,6 @@ def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, in
     if step < 1:
         raise ValueError("step must be greater than zero")
     return [] if (start, stop, step) == (0, extent, 1) else [(dim, start, max(start, stop), step)]
-
-
-def _with_new(y: SplitTensor, news: Sequence[int]) -> SplitTensor:
-    # New dimensions of extent 1 at these places of the result.
-    order: list[int | None] = list(range(len(y._layout.shape)))
-    local = local_of(y)
-    for at in news:
-        order.insert(at, None)
-        local = local.unsqueeze(at)
-    return seen_of(y, local, derived(y, ("new", tuple(order)), lambda: lay.reordered(y._layout, order)))
 
 
 def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> SplitTensor:
@@ -234,7 +235,7 @@ def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> Split
             raise refused(func, "split indices choose from a first dimension alone")
         return by_rows(func, x, chosen[0])
     dims, index = from_whole(x, chosen)
-    local, layout = with_whole(site_of(machine_of(x), func), x, dims)
+    local, layout = with_whole(site_for(func, x), x, dims)
     # Out of range on one rank is so on all: what is chosen from is whole.
     y = local[index]
     return SplitTensor(y, chosen_layout(layout, dims, y))
@@ -242,7 +243,7 @@ def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> Split
 
 def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[int], tuple[Any, ...]]:
     """The dimensions that tensors of indices choose from, and the index for a block that has these whole."""
-    whole = {at: local_of(each) if isinstance(each, SplitTensor) else each for at, each in chosen.items()}
+    whole = {at: block_of(each) for at, each in chosen.items()}
     dims = [d for at, each in whole.items() for d in range(at, at + (each.dim() if is_mask(each) else 1))]
     found: list[Any] = []
     for d in range(len(x._layout.shape)):
@@ -273,7 +274,7 @@ def chosen_layout(layout: Decomposition, dims: Sequence[int], y: torch.Tensor) -
 def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
     """Elements of a first dimension of what all ranks get, by split indices; cut as the indices are."""
     layout = index._layout
-    whole = as_whole(site_of(machine_of(index), func), x, layout, "chosen from")
+    whole = as_whole(site_for(func, index), x, layout, "chosen from")
     y = whole[local_of(index)]
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)], y))
 
@@ -315,7 +316,7 @@ def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: An
         return on_copies(*call)
     dim = positive(dim, len(x._layout.shape))
     local, layout = with_whole(site, x, [dim])
-    index = local_of(index) if isinstance(index, SplitTensor) else index
+    index = block_of(index)
     if name == "index_select":
         y = local.index_select(dim, index)
         return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
@@ -398,7 +399,7 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
     covered = shape[at : at + mask.dim()]
     if frozen(mask) != covered:
         raise IndexError(f"the mask has the global shape {frozen(mask)}, what it chooses from {covered}")
-    site = site_of(machine_of(x if isinstance(x, SplitTensor) else mask), func)
+    site = site_for(func, x, mask)
     if not isinstance(x, SplitTensor):
         # Cut as the mask.
         dims = range(at, at + mask.dim())

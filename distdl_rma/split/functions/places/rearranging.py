@@ -18,16 +18,17 @@ from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.indexing import narrowed
-from distdl_rma.split.functions.places.shapes import (
-    cut_as,
-    derived,
-    frozen,
-    on_shape,
-    reshape,
-    seen_of,
-)
+from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape, reshape, seen_of
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, common_partition, composition, of_any_cut, of_cut, on_copies
+from distdl_rma.split.operands import (
+    as_part,
+    block_of,
+    common_partition,
+    composition,
+    of_any_cut,
+    of_cut,
+    on_copies,
+)
 from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of
 
@@ -36,8 +37,7 @@ from distdl_rma.split.tensor import SplitTensor, composed, local_of
 @of_any_cut
 def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension pieces move."""
-    func, *_ = call
-    common_partition(func, tensors)
+    common_partition(call[0], tensors)
     # As in torch, empty vectors go with anything: the result has their type, and is in their graph.
     empty = [x for x in tensors if frozen(x) == (0,)]
     tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
@@ -51,13 +51,13 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
 
     def make() -> tuple[Decomposition, list[Decomposition]]:
-        return _places(name_of(func), tensors[largest]._layout, largest, shapes, dim)
+        return _places(name_of(call[0]), tensors[largest]._layout, largest, shapes, dim)
 
     result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
     pieces = [
         as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
     ]
-    pieces += [local_of(x) if isinstance(x, SplitTensor) else x for x in empty]
+    pieces += map(block_of, empty)
     return SplitTensor(torch.cat(pieces, dim), result)
 
 
@@ -180,10 +180,9 @@ _enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), says=_ONTO_DIA
 @of_cut(uncut=True)
 def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> Any:
     """Each rank rolls its block; along cut dimensions what leaves a block moves to where it enters."""
-    func, *_ = call
     shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
     if not dims:
-        return reshape(composed(func, reshape(x, (-1,)), shifts[0], 0), x._layout.shape)
+        return reshape(composed(call[0], reshape(x, (-1,)), shifts[0], 0), x._layout.shape)
     cut, count = x._layout.cut_dims, len(x._layout.shape)
     here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
     y = SplitTensor(
@@ -233,7 +232,7 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
         return source, lay.with_splits(source, splits)
 
     source, result = derived(x, (func, factor), make)
-    local = cut_as(site, x, source, "shuffled")
+    local = redistributed(site, local_of(x), x._layout, source, "shuffled")
     here = result.box(result.partition.me).shape
     return SplitTensor(func(local, factor) if local.numel() else local.reshape(here), result)
 

@@ -13,10 +13,10 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import asking_torch, checked_rule, raise_as_torch
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import machine_of, of_cut, on_copies
+from distdl_rma.split.operands import of_cut, on_copies, site_for
 from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
@@ -42,11 +42,6 @@ def frozen(argument: Any) -> Any:
     if isinstance(argument, dict):
         return tuple((key, frozen(each)) for key, each in argument.items())
     return argument
-
-
-def cut_as(site: Site, x: SplitTensor, target: Decomposition, what: str) -> torch.Tensor:
-    """Block of a tensor by another layout."""
-    return redistributed(site, local_of(x), x._layout, target, what)
 
 
 def seen_of(x: SplitTensor, y: torch.Tensor, layout: Decomposition, moved: bool = False) -> SplitTensor:
@@ -136,7 +131,7 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
         # Of a part of another tensor torch may give a copy, which is alike on all ranks, unlike blocks of it.
         unsure = x._local._is_view() and func.__name__ in _MAY_COPY
         return seen_of(x, y, result, moved=unsure)
-    local = cut_as(site_of(machine_of(x), func), x, source, "reshaped")
+    local = redistributed(site_for(func, x), local_of(x), x._layout, source, "reshaped")
     # Whether torch would give a view: steps in the memory of blocks do not say it alike on all ranks.
     return seen_of(x, local.reshape(shape), result, moved=True)
 
@@ -173,9 +168,7 @@ def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
     ahead, mine = len(shape) - len(x._layout.shape), x._layout.shape
-    local, layout = with_whole(
-        site_of(machine_of(x), func), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]]
-    )
+    local, layout = with_whole(site_for(func, x), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
 
     def make() -> Decomposition:
         longer = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])

@@ -13,7 +13,6 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import asking_torch, checked_rule, raise_as_torch
-from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.indexing import (
@@ -27,7 +26,7 @@ from distdl_rma.split.functions.places.indexing import (
 )
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, common_partition, machine_of, part_for
+from distdl_rma.split.operands import as_part, common_partition, part_for, site_for
 from distdl_rma.split.reducing import with_whole
 from distdl_rma.split.tensor import (
     SplitTensor,
@@ -163,7 +162,7 @@ def _write_chosen(
     if any_cut(*chosen.values()):
         raise refused(func, f"it writes where only ranks with blocks of the indices know; {_REMEDY}")
     dims, index = from_whole(part, chosen)
-    site = site_of(machine_of(part), func)
+    site = site_for(func, part)
     local, layout = with_whole(site, part, dims)
     if isinstance(value, torch.Tensor):
         before = local[index]

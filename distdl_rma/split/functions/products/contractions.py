@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +19,18 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
-from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, of_cut, on_copies
+from distdl_rma.split.operands import as_part, as_whole, common_partition, of_cut, on_copies, site_for
 from distdl_rma.split.reducing import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor
 # A label for each dimension of an operand: equal ones go together.
 Labels = Sequence[Any]
+Operands = Sequence[torch.Tensor]
 
 
 class Work(NamedTuple):
@@ -41,13 +42,7 @@ class Work(NamedTuple):
     summed: tuple[int, ...]  # grid dimensions along which results are parts of sums
 
 
-def planned(
-    func: Any,
-    operands: Sequence[torch.Tensor],
-    labels: Sequence[Labels],
-    out: Labels,
-    uncut: Collection[Any] = (),
-) -> Work:
+def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()) -> Work:
     """Which label each dimension of the grid cuts: as in the largest operand, but none of ``uncut``.
 
     An operand that is cut by the same dimension of the grid in another label becomes whole along it.
@@ -97,12 +92,7 @@ def planned(
 
 
 def contracted(
-    func: Any,
-    compute: Any,
-    operands: Sequence[torch.Tensor],
-    labels: Sequence[Labels],
-    out: Labels,
-    uncut: Collection[Any] = (),
+    func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
 ) -> SplitTensor:
     """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
@@ -113,7 +103,7 @@ def contracted(
 
 
 def _summed(
-    site: Site, compute: Any, operands: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor], work: Work
+    site: Site, compute: Any, operands: Operands, blocks: Operands, work: Work
 ) -> tuple[torch.Tensor, torch.dtype]:
     # Sum of what the ranks compute, and the type that torch gives it: the caller rounds to a short one, once.
     dtype = _type_of(compute, operands)
@@ -122,11 +112,7 @@ def _summed(
 
 
 def product_of(
-    compute: Any,
-    operands: Sequence[torch.Tensor],
-    blocks: Sequence[torch.Tensor],
-    result: Decomposition,
-    wide: torch.dtype | None = None,
+    compute: Any, operands: Operands, blocks: Operands, result: Decomposition, wide: torch.dtype | None = None
 ) -> torch.Tensor:
     """What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can.
 
@@ -165,18 +151,14 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torc
 
 
 def prepared(
-    func: Any,
-    operands: Sequence[torch.Tensor],
-    labels: Sequence[Labels],
-    out: Labels,
-    uncut: Collection[Any] = (),
+    func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
 ) -> tuple[Site, Work, list[torch.Tensor]]:
     """Site of a call, how it is cut, and the blocks of its operands."""
     first = next(x for x in operands if isinstance(x, SplitTensor))
     key = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands)
     names = tuple(map(tuple, labels)), tuple(out), tuple(uncut)
     work = derived(first, (func, key, names), lambda: planned(func, operands, labels, out, uncut))
-    site = site_of(machine_of(first), func)
+    site = site_for(func, first)
     blocks = [
         as_part(site, x, part, work.all, at)
         for at, (x, part) in enumerate(zip(operands, work.parts, strict=True))
@@ -344,7 +326,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(weight, SplitTensor) and weight.is_split:
             weight = composed(SplitTensor.redistribute, weight)
         return on_copies(func, (x, weight, padding), {"sparse": bool(sparse)})
-    site, layout = site_of(machine_of(split), func), x._layout
+    site, layout = site_for(func, split), x._layout
     table = as_whole(site, weight, layout, "weight")
     y = func(local_of(x), table, padding, sparse=bool(sparse))
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))

@@ -83,12 +83,11 @@ def _unguarded(function: Any) -> Any:
 _MULTI_HEAD = _unguarded(F.multi_head_attention_forward)
 
 
-@rule("contraction", F.multi_head_attention_forward)
-def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Made of functions that have rules: products, views, attention."""
-    return composed(_MULTI_HEAD, *args, **kwargs)
-
-
+rule(
+    "contraction",
+    F.multi_head_attention_forward,
+    says="Made of functions that have rules: products, views, attention.",
+)(lambda func, args, kwargs: composed(_MULTI_HEAD, *args, **kwargs))
 _OF_STATES = "its states are split, its input is not"
 
 

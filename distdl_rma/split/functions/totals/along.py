@@ -91,7 +91,9 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     result = func(with_an_element(local), **options)
 
     def split(y: torch.Tensor) -> SplitTensor:
-        order = list(range(ndim)) if stays else _order(y.dim(), ndim, dims, keepdim)
+        # Of each dimension which one of the input it is; None where it is new, or has another extent.
+        kept = [None if d in dims else d for d in range(ndim) if keepdim or d not in dims]
+        order = [*range(ndim)] if stays else [*(None,) * (y.dim() - len(kept)), *kept]
         for at, d in enumerate(order):
             y = y.narrow(at, 0, 0) if d in empty else y
         if stays:
@@ -101,17 +103,9 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     return mapped(split, result)
 
 
-@rule("movement", "msort")
-@composition
-def sorted_rows(x: Any) -> Any:
-    """As ``sort`` along the first dimension."""
-    return torch.sort(x, 0)[0]
-
-
-def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list[int | None]:
-    # Which dimension of the input each one of a result is; None where it is new, or has another extent.
-    rest: list[int | None] = [None if d in dims else d for d in range(before) if keepdim or d not in dims]
-    return [None] * (ndim - len(rest)) + rest
+rule("movement", "msort", says="As ``sort`` along the first dimension.")(
+    composition(lambda x: torch.sort(x, 0)[0])
+)
 
 
 @rule("movement", "searchsorted")

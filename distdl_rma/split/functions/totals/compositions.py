@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.functions.places.shapes import uncut
 from distdl_rma.split.functions.totals.losses import finished
 from distdl_rma.split.operands import as_part, composition, of_any_cut, of_cut
 from distdl_rma.split.reducing import positive, with_whole
@@ -76,16 +76,14 @@ def triplet_margin_loss(
 @of_any_cut
 def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str) -> Any:
     """Rows of the first stay split, every rank gets all of those of the second that they meet."""
-    func, *_ = call
     if not isinstance(x1, SplitTensor) or tuple(x1.shape[:-2]) != tuple(x2.shape[:-2]):
-        raise refused(func, "the first tensor must be split, and both must have the same batch dimensions")
+        raise refused(call[0], "the first tensor must be split, and both must have the same batch dimensions")
     last = x1.dim() - 1
     mine, layout = with_whole(site, x1, (last,), "vectors made whole")
-    result = lay.with_splits(layout, {last: Balanced(x2.shape[-2], 1)})
-    part = lay.whole(layout, (last - 1,))
-    part = lay.with_splits(part, {last - 1: Balanced(x2.shape[-2], 1), last: Balanced(x2.shape[-1], 1)})
+    result, (rows, features) = uncut(layout, {last: x2.shape[-2]}), x2.shape[-2:]
+    part = uncut(lay.whole(layout, (last - 1,)), {last - 1: rows, last: features})
     theirs = as_part(site, x2, part, result, 1)
-    return SplitTensor(func(mine, theirs, p=p, compute_mode=compute_mode), result)
+    return SplitTensor(call[0](mine, theirs, p=p, compute_mode=compute_mode), result)
 
 
 @checked_rule("window", torch.gradient)

@@ -30,16 +30,17 @@ from distdl_rma.split.operands import (
     as_whole,
     common_layout,
     composition,
-    first_split,
     machine_of,
     of_any_cut,
     on_copies,
+    site_for,
 )
 from distdl_rma.split.reducing import Along, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused, tensors_in
 
 # From what this rank has of some rows to what all ranks have that share them.
 Gathered = Callable[[torch.Tensor], torch.Tensor]
+Weight = torch.Tensor | None
 
 
 def _reduced(
@@ -154,7 +155,7 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return composed(_broadcast_loss, func, x, **given)
     operands = tensors_in(x, given)
     result = common_layout(func, operands)
-    site = site_of(machine_of(first_split(operands)), func)
+    site = site_for(func, *operands)
     x, given = as_blocks(site, (x, given), result)
     y = func(x, **{**given, "reduction": _on_block(reduction, x)})
     count: Any = math.prod(result.shape)
@@ -244,11 +245,7 @@ def _of_probabilities(func: Any, target: torch.Tensor) -> bool:
 
 
 def _count(
-    truth: torch.Tensor,
-    weight: torch.Tensor | None,
-    given: Mapping[str, Any],
-    rows: Decomposition,
-    of_indices: bool,
+    truth: torch.Tensor, weight: Weight, given: Mapping[str, Any], rows: Decomposition, of_indices: bool
 ) -> float | torch.Tensor:
     if not of_indices:
         return math.prod(rows.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,36 +70,25 @@ def of_partial_results(
 ) -> Any:
     """Of the blocks; then the same function of the ranks' results, which all of them get."""
     along = Along.of(site, x, dim)
-    if call[0].__name__ != "prod":
+    if call[0].__name__ == "prod":
+        along.local = along.local if dtype is None else along.local.to(dtype)
+        dtype = summed_dtype(along.local, dtype)
+    else:
         exact = along.local.dtype.is_floating_point or along.local.dtype.is_complex
         dtype = along.local.dtype if exact else torch.get_default_dtype()
         # In a short type it would be rounded twice, and its gradient is an exponential of what is rounded.
-        along.local = along.local.to(wide := sum_dtype(dtype))
-        return _twice(along, lambda y: torch.logsumexp(y, along.dims, True), wide, keepdim, dtype)
-    if dtype is not None:
-        along.local = along.local.to(dtype)
-    kind = summed_dtype(along.local, dtype)
+        along.local = along.local.to(sum_dtype(dtype))
+    wide = sum_dtype(dtype)
 
-    def product(y: torch.Tensor) -> torch.Tensor:
+    def reduce(y: torch.Tensor) -> torch.Tensor:
+        if call[0].__name__ != "prod":
+            return torch.logsumexp(y, along.dims, True)
         # Torch multiplies along one dimension only.
         for d in along.dims:
-            y = y.prod(d, keepdim=True, dtype=sum_dtype(kind))
+            y = y.prod(d, keepdim=True, dtype=wide)
         return y
 
-    return _twice(along, product, sum_dtype(kind), keepdim, kind)
-
-
-def _twice(
-    along: Along,
-    f: Callable[[torch.Tensor], torch.Tensor],
-    dtype: torch.dtype,
-    keepdim: bool,
-    result: torch.dtype | None = None,
-) -> SplitTensor:
-    y = along.partial(f, dtype)
-    if along.cut or not y.numel():
-        y = f(along.together(y, "results of ranks"))
-    return along.result(y.to(result or dtype), keepdim)
+    return along.result(along.twice(reduce, wide, "results of ranks").to(dtype), keepdim)
 
 
 @checked_rule("reduction", "var", "std", "var_mean", "std_mean")
@@ -153,8 +141,7 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
         found: torch.Tensor = torch.linalg.vector_norm(y, order, along.dims, True, dtype=kind)
         return found
 
-    y = along.partial(norm, dtype)
-    return norm(along.together(y, "norms of ranks")) if along.cut or not y.numel() else y
+    return along.twice(norm, dtype, "norms of ranks")
 
 
 @checked_rule("norm", "vector_norm")
@@ -403,17 +390,13 @@ def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) ->
 
 
 @checked_rule("reduction", "max", "min")
-def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_any_cut
+def largest(call: Call, site: Site, x: Any, dim: Any, keepdim: bool, other: Any) -> Any:
     """Of all elements; along a dimension with the first of the indices; of two tensors for each element."""
-    if len(tensors_in(args, kwargs)) > 1:
-        both = (*args, *(x for x in kwargs.values() if x is not None))
-        return pointwise(torch.maximum if func.__name__ == "max" else torch.minimum, both, {})
-    return _largest(func, args, kwargs)
-
-
-@of_cut()
-def _largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, other: Any) -> Any:
-    along, name = Along.of(site, x, dim), call[0].__name__
+    name, both = call[0].__name__, tensors_in(x, dim, other)
+    if len(both) > 1:
+        return pointwise(torch.maximum if name == "max" else torch.minimum, tuple(both), {})
+    along = Along.of(site, x, dim)
     if dim is None:
         return _extreme(along, name == "max", False, True)
     values, indices = _with_index(along, name == "max")

@@ -292,3 +292,12 @@ def test_least_squares(P_world, driver):
         # Not of full rank: all matrices, and some.
         for a in (torch.ones(2, 4, 3), torch.cat([torch.ones(1, 4, 3), torch.rand(3, 4, 3)])):
             check(P_world, solved, [a.double(), numbers(len(a), 4, 2).detach()], atol=1e-8)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+def test_a_tensor_beside_matrices_that_every_rank_has_is_as_in_torch(P_world):
+    x = torch.diag(torch.tensor([3.0, 1e-3, 2.0]))
+    everywhere = block(P_world.create_cartesian_topology_partition((1, P_world.size)), x).redistribute()
+    found = torch.linalg.matrix_rank(everywhere, torch.tensor(0.1))
+    assert int(found) == int(torch.linalg.matrix_rank(x, torch.tensor(0.1))) == 2
