@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
@@ -53,8 +54,8 @@ class NormPlan(NamedTuple):
 class LocalNorm(OperatorFunction):
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
 
-    By ``constants``, or else by mean and variance of the input, which ``update`` is told of. The backward
-    knows that these depend on the input, if some rank needs its gradient: one exchange of two sums per group.
+    By mean and variance of the input, which ``update`` is told of. The backward knows that these depend on
+    the input, if some rank needs its gradient: one exchange of two sums per group.
     """
 
     @staticmethod
@@ -67,20 +68,15 @@ class LocalNorm(OperatorFunction):
         _anchor: Tensor | None,
         plan: NormPlan,
         needs_x: bool,
-        constants: Pair | None,
         update: Callable[[Pair], None] | None,
     ) -> Tensor:
-        """Output of the local tensor; blocking where it is by statistics."""
+        """Output of the local tensor; blocking."""
         statistics, eps = plan.statistics, plan.eps
         mark = statistics.trace.marks(statistics.name)
-        wide, shifted = x if x.dtype == plan.wide else x.to(plan.wide), None
-        by: Sequence[Shift] = ()
-        if constants is None:
-            mean, variance, shifted, by = statistics.of(wide, mark)
-            if update is not None:
-                update((mean, variance))
-        else:
-            mean, variance = constants
+        wide = x if x.dtype == plan.wide else x.to(plan.wide)
+        mean, variance, shifted, by = statistics.of(wide, mark)
+        if update is not None:
+            update((mean, variance))
         mark("scale")
         y = result_like(wide) if shifted is None else shifted
         x_or_shifted = wide if shifted is None else None
@@ -93,7 +89,7 @@ class LocalNorm(OperatorFunction):
         mark("")
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.machine = plan, statistics.machine
-        ctx.scalings, ctx.depends = scalings, needs_x and constants is None
+        ctx.scalings, ctx.depends = scalings, needs_x
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
         return y if plan.dtype == plan.wide else y.to(plan.dtype)
 
@@ -130,7 +126,7 @@ class LocalNorm(OperatorFunction):
         if needs_x:
             d_x = result_like(x)
             for part in parts:
-                part.prepare(d_x, ctx.depends, statistics.total)
+                part.prepare(d_x, statistics.total)
         mark("")
         if arrive is not None:
             sums = arrive()
@@ -141,7 +137,7 @@ class LocalNorm(OperatorFunction):
                 mark("")
         if d_x is not None and d_x.dtype != plan.dtype:
             d_x = d_x.to(plan.dtype)
-        return d_x, *d_parameters, *(None,) * 5
+        return d_x, *d_parameters, *(None,) * 4
 
 
 def _whole(name: str, parts: list[_Gradient], dtype: torch.dtype, fill: Fill | None) -> Tensor:
@@ -235,8 +231,8 @@ class _Gradient:
 
         d_x = inv * (g - mean(g) - xhat * mean(g * xhat))
 
-    or ``inv * g`` where mean and variance are constants. ``total`` and ``product`` are the sums of ``d_y``
-    and of ``d_y * xhat`` along which the weight is the same; all of the elements if it is elementwise.
+    ``total`` and ``product`` are the sums of ``d_y`` and of ``d_y * xhat`` along which the weight is the
+    same; all of the elements if it is elementwise.
     """
 
     def __init__(self, scaling: _Scaling, x: Tensor, d_y: Tensor) -> None:
@@ -282,23 +278,14 @@ class _Gradient:
         else:
             of_g[...], of_product[...] = self.total, self.product
 
-    def prepare(self, d_x: Tensor, depends: bool, total: Array) -> None:
-        """Write ``x`` without its shift; ``inv * g`` if mean and variance are constants, which is all.
-
-        ``total`` are the elements of each group.
-        """
+    def prepare(self, d_x: Tensor, total: Array) -> None:
+        """Write ``x`` without its shift; ``total`` are the elements of each group."""
         run, scaling = self.run, self.scaling
-        out = d_x if run.whole else run.of(d_x)
-        if depends:
-            scaling.shifted(self.x, out)
-            # What the sums are multiplied by; where the same in all of a group, also what is in them.
-            whole = 1.0 if run.elementwise else scaling.inverse if run.in_group else scaling.factor
-            self.per_sum = whole / (total if run.whole else run.of_groups(total))
-            self.per_product = -scaling.inverse * self.per_sum
-            return
-        torch.mul(self.d_y, scaling.rounded_factor, out=out)
-        if scaling.weight is not None:
-            out.mul_(scaling.weight)
+        scaling.shifted(self.x, d_x if run.whole else run.of(d_x))
+        # What the sums are multiplied by; where the same in all of a group, also what is in them.
+        whole = 1.0 if run.elementwise else scaling.inverse if run.in_group else scaling.factor
+        self.per_sum = whole / (total if run.whole else run.of_groups(total))
+        self.per_product = -scaling.inverse * self.per_sum
 
     def finish(self, d_x: Tensor, sums: Pair) -> None:
         """Make the gradient of the input of that, of ``d_y``, and of the sums of ``g`` and of ``g * xhat``.
@@ -540,8 +527,6 @@ class Normalisation(Operation):
             raise ShapeError(f"more than 1 {options.several}, the global input is {source.shape}")
         self.eps = torch.finfo(sum_dtype(dtype)).eps if options.eps is None else options.eps
         self._parameters = parameters
-        # For values per channel that come from running statistics.
-        self._column = [-1 if d in axes.weighted else 1 for d in range(len(source.shape))]
         self.statistics: Statistics | None = None
         self.kept: KeptValues | None = None
         if source.partition.active:
@@ -604,17 +589,30 @@ class Normalisation(Operation):
         if not kept.as_kept:
             weight = None if weight is None else kept.to_input("weight", weight)
             bias = None if bias is None else kept.to_input("bias", bias)
-        constants = update = None
         if not self.options.by_batch:
-            constants = self._constants(kept, others)
-        elif running is not None:
-            update = partial(running.update, others, others["momentum"])
+            # Running statistics travel in one type, whatever their own.
+            found = [kept.to_input(key, others[key].to(torch.float64)) for key in RUNNING]
+            wide = self._plan.wide
+            values = [None if v is None else v.to(wide) for v in (*found, weight, bias)]
+            alone = self.options.axes.weighted == (0,)
+            y = by_constants(x.unsqueeze(0) if alone else x, values, self.eps)
+            return y.squeeze(0) if alone else y
+        update = None if running is None else partial(running.update, others, others["momentum"])
         root = None if x.requires_grad else anchor(needs.any)
         # Autocast changes nothing that is called in there.
-        y: Tensor = LocalNorm.apply(x, weight, bias, root, self._plan, needs.input, constants, update)
-        return y
+        result: Tensor = LocalNorm.apply(x, weight, bias, root, self._plan, needs.input, update)
+        return result
 
-    def _constants(self, kept: KeptValues, running: Mapping[str, Tensor]) -> Pair:
-        # Mean and variance for the channels of this rank.
-        found = [kept.to_input(key, running[key].to(torch.float64)).view(self._column) for key in RUNNING]
-        return as_array(found[0]), as_array(found[1])
+
+def by_constants(x: Tensor, values: Sequence[Tensor | None], eps: float) -> Tensor:
+    """A block (batch, channel, ...) by mean, variance, weight and bias of its channels; local."""
+    if not x.numel():
+        # Which torch's function refuses.
+        return idle(x, values)
+    # Of one sample torch takes a tensor that is transposed in memory, or its gradient, for another.
+    x = x.contiguous() if len(x) == 1 else x
+    mean, variance, weight, bias = values
+    y = F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
+    if y.requires_grad:
+        y.register_hook(Tensor.contiguous)
+    return y
