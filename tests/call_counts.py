@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine, distribute, shard
+from distdl_rma import Machine, distribute, layers, shard
 from distdl_rma.ops.core.autograd import mark_summed_later
 
 # What looks whether others are there does so as often as they are late, and looks for what it waits for.
@@ -142,6 +142,40 @@ def profiles(call: Callable[[], Any]) -> tuple[Profile, Profile]:
     return ahead, back
 
 
+def of_a_layer(machine: Machine, name: str, *arguments: Any) -> tuple[Profile, Profile]:
+    """What a forward and a backward of a layer call, of plain shards of one shape that all ranks pass."""
+    torch.manual_seed(0)
+    layer = getattr(layers, name)(machine.partition((1, 1, machine.size, 1)), *arguments)
+    x, found = torch.randn(2, 4, 8, 16, requires_grad=True), []
+    inputs = (x, torch.zeros_like(x)) if name.endswith("Loss") else (x,)
+
+    def forward() -> None:
+        found.append(layer(*inputs))
+
+    def backward() -> None:
+        found[-1].backward(torch.ones_like(found[-1]))
+
+    def step(take: Callable[[Callable[[], None]], Any]) -> tuple[Any, Any]:
+        both = take(forward), take(backward)
+        found.clear()
+        return both
+
+    for _ in range(_WARM_UPS):
+        step(lambda act: act())
+    return step(profile_of)
+
+
+# Arguments of layers whose calls are counted, by name.
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "DistributedConv2d": (4, 4, 3, 1, 1),
+    "DistributedMaxPool2d": (3, 2, 1),
+    "DistributedUpsample": (None, 2),
+    "DistributedGroupNorm": (2, 4),
+    "DistributedBatchNorm2d": (4,),
+    "DistributedMSELoss": (),
+}
+
+
 def modules() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """Modules whose calls are counted within a distributed model, by name."""
     yield "module: convolution", lambda: nn.Conv2d(4, 4, 3, padding=1)
@@ -195,7 +229,8 @@ def main() -> None:
         of_functions = ((name, profiles(call)) for name, call in steps(machine))
         of_modules = ((name, of_a_module(machine, make)) for name, make in modules())
         of_calls = (("model of one module", of_a_model(machine, [])) for _ in range(1))
-        for name, found in chain(of_functions, of_modules, of_calls):
+        of_layers = ((name, of_a_layer(machine, name, *given)) for name, given in LAYERS.items())
+        for name, found in chain(of_functions, of_modules, of_calls, of_layers):
             ahead, back = map(most, found)
             if machine.rank == 0:
                 print(f"{name:23} forward {ahead}, backward {back}")

@@ -256,7 +256,7 @@ _ADJOINTS = [
 _CALLBACKS = [
     Mutant(
         "a callback of the user is not asked",
-        "distdl_rma/layers/core/callbacks.py",
+        "distdl_rma/layers/core/arguments.py",
         "        setattr(module, name, callback)\n",
         "        pass\n",
         _on(3, "interface/test_callbacks.py"),

@@ -8,7 +8,17 @@ import pytest
 
 from distdl_rma import Machine
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from tests.call_counts import Calls, modules, most, of_a_model, of_a_module, profiles, steps
+from tests.call_counts import (
+    LAYERS,
+    Calls,
+    modules,
+    most,
+    of_a_layer,
+    of_a_model,
+    of_a_module,
+    profiles,
+    steps,
+)
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
 # Of Python and of C, forward and backward; by Python 3.11 and torch 2.13.
@@ -35,6 +45,16 @@ MOST_OF_MODULES = {
 # Begin and end of a call, a convolution of 1x1, and what every backward takes.
 MOST_OF_A_MODEL = Calls(126, 134), Calls(75, 68)
 
+# Of layers that take plain shards, whose ranks agree on the shapes of each call.
+MOST_OF_LAYERS = {
+    "DistributedConv2d": (Calls(97, 93), Calls(94, 91)),
+    "DistributedMaxPool2d": (Calls(79, 70), Calls(52, 59)),
+    "DistributedUpsample": (Calls(46, 45), Calls(19, 33)),
+    "DistributedGroupNorm": (Calls(93, 93), Calls(106, 101)),
+    "DistributedBatchNorm2d": (Calls(96, 92), Calls(90, 90)),
+    "DistributedMSELoss": (Calls(63, 63), Calls(19, 24)),
+}
+
 
 def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
     # Models of other tests are still there.
@@ -54,6 +74,13 @@ def test_a_module_of_a_distributed_model_takes_no_more_calls_than_it_did(P_world
         ahead, back = map(most, found)
         within = ahead.within(limits[0]) and back.within(limits[1])
         assert within, f"{name}: forward {ahead}, backward {back}"
+
+
+def test_a_layer_takes_no_more_calls_than_it_did(P_world, comm):
+    machine = Machine.of(P_world)
+    for name, limits in MOST_OF_LAYERS.items():
+        ahead, back = map(most, of_a_layer(machine, name, *LAYERS[name]))
+        assert ahead.within(limits[0]) and back.within(limits[1]), f"{name}: forward {ahead}, backward {back}"
 
 
 def test_waiting_is_not_counted(P_world, comm):

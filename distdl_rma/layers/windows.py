@@ -15,8 +15,7 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, source_of
-from distdl_rma.layers.core.arguments import each_dim, per_dim
-from distdl_rma.layers.core.callbacks import LayerOptions
+from distdl_rma.layers.core.arguments import LayerOptions, each_dim, per_dim
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.windows import (
     MODES,

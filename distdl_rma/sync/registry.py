@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl_rma.checks.random_state import generator_state
 from distdl_rma.errors import ConfigurationError
-from distdl_rma.layers.core.callbacks import answer
+from distdl_rma.layers.core.arguments import answer
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first

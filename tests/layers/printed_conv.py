@@ -5,7 +5,7 @@ import torch
 from mpi4py import MPI
 from distdl_rma import MPIPartition
 from distdl_rma.layers import DistributedConv1d
-from distdl_rma.ops.shards import shard
+from distdl_rma.split.shard import block_of as shard
 
 comm = MPI.COMM_WORLD
 P_world = MPIPartition(comm)

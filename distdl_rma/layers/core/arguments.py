@@ -1,19 +1,39 @@
-"""Arguments of layers, read as torch reads them."""
+"""What layers take: arguments, read as torch reads them, and callbacks that their users answer."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from operator import index as as_int
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from torch import nn
 
-from distdl_rma.errors import ArgumentError
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.errors import ArgumentError, ConfigurationError, ProtocolError
 
 T = TypeVar("T")
+
+
+class Callbacks(TypedDict, total=False):
+    """Callbacks, each of which may be given to a layer when it is built, and then wins.
+
+    Interface document, sections 3.1 and 4.1; requirements A9 to A13.
+    """
+
+    get_ranks_synch_weights: Callable[[], Sequence[int]]
+    get_sizeof_gradients: Callable[[], int]
+    get_ranks_synch_norm: Callable[[], Sequence[int]]
+    get_sizeof_norm: Callable[[], int]
+    get_sizeof_tensor: Callable[[], int]
+    get_sizeof_input_tensor: Callable[[], int]
+    get_sizeof_output_tensor: Callable[[], int]
+
+
+class LayerOptions(Callbacks, total=False):
+    """What every layer takes by name: what messages call it, and callbacks."""
+
+    name: str | None
 
 
 class PlacedOptions(Callbacks, total=False):
@@ -22,6 +42,93 @@ class PlacedOptions(Callbacks, total=False):
     placement: str | None
     weights: str | None
     name: str | None
+
+
+NAMES = frozenset(Callbacks.__annotations__)
+
+
+class AnsweringModule(nn.Module):
+    """A module that answers all callbacks but that for weights; its user's answers are attributes of it."""
+
+    # Bytes of this rank's input and output; of the last call, or as announced before the first.
+    shard_nbytes: tuple[int, int] | None = None
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        raise NotImplementedError
+
+    def get_sizeof_gradients(self) -> int:
+        """Bytes of all parameter gradients of this layer on this rank."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed."""
+        return []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics; 0 without any."""
+        return 0
+
+    def get_sizeof_input_tensor(self) -> int:
+        """Bytes of this rank's shard of the input of the last call; 0 on idle ranks.
+
+        ``ProtocolError`` before the first call, unless the layer was built from global parameters.
+        """
+        return self._known_nbytes()[0]
+
+    def get_sizeof_output_tensor(self) -> int:
+        """Bytes of this rank's shard of the output, known as those of the input are."""
+        return self._known_nbytes()[1]
+
+    def get_sizeof_tensor(self) -> int:
+        """Bytes of this rank's shard if the output is as large as the input, else a ``ProtocolError``."""
+        before, after = self._known_nbytes()
+        if before != after:
+            raise ProtocolError(
+                f"{self.label!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
+                " or get_sizeof_output_tensor()"
+            )
+        return before
+
+    def _known_nbytes(self) -> tuple[int, int]:
+        if self.shard_nbytes is None:
+            raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
+        return self.shard_nbytes
+
+    def check_answers(self, who: str, names: Sequence[str], **sizes: int) -> None:
+        """Compare the user's answers with what the module itself says, or with sizes in their place."""
+        for name in (*names, *sizes):
+            if name not in vars(self):
+                continue
+            try:
+                said = _plain(vars(self)[name]())
+                true = sizes[name] if name in sizes else _plain(getattr(type(self), name)(self))
+            except Exception as error:
+                raise ConfigurationError(f"{who}: {name}() gives no such thing: {error!r}") from error
+            if said != true:
+                raise ConfigurationError(
+                    f"{who}: {name}() gave {said}, it is {true}; leave it out, or correct it"
+                )
+
+
+def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
+    """Have a module answer by the given callbacks instead of its own methods; local."""
+    for name, callback in callbacks.items():
+        if name not in NAMES:
+            raise TypeError(f"{who} got an unexpected keyword argument {name!r}")
+        if not callable(callback):
+            raise ConfigurationError(f"{who}: {name} is a function without arguments, got {callback!r}")
+        setattr(module, name, callback)
+
+
+def callbacks_among(options: dict[str, Any]) -> Callbacks:
+    """Callbacks among keyword arguments, taken out of them."""
+    return cast(Callbacks, {name: options.pop(name) for name in Callbacks.__annotations__ if name in options})
+
+
+def _plain(said: Any) -> int | list[int]:
+    return as_int(said) if hasattr(said, "__index__") else sorted(as_int(rank) for rank in said)
 
 
 def each_dim(

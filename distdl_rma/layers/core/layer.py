@@ -19,7 +19,7 @@ from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError,
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import CallOutcome
-from distdl_rma.layers.core.callbacks import NAMES, AnsweringModule, Callbacks, answer
+from distdl_rma.layers.core.arguments import NAMES, AnsweringModule, Callbacks, answer
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.machine import Machine

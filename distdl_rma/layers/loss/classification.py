@@ -17,7 +17,7 @@ from distdl_rma.errors import PartitionError, ProtocolError, ShapeError, Unsuppo
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
-from distdl_rma.layers.core.callbacks import LayerOptions
+from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.callbacks import LayerOptions
+from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.loss.base import DistributedLoss
 
 

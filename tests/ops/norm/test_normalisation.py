@@ -10,7 +10,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
+from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 
 pytestmark = pytest.mark.mpi
@@ -69,6 +69,28 @@ def test_running_statistics_are_constants(P_world, comm):
     torch.testing.assert_close(y, expected[source.slices()])
     slope = (variance.double() + 1e-5).rsqrt().view(1, -1, 1).expand(SHAPE)
     torch.testing.assert_close(local.grad, slope[source.slices()])
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 1, 3), (1, 2, 3, 4), (2, 2, 3), (1, 2), (0, 2, 3)])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+def test_values_of_channels_are_constants_however_a_block_lies_in_memory(shape, transposed):
+    x, gradient = (
+        torch.randn(shape, dtype=torch.float64).transpose(1, -1).contiguous().transpose(1, -1)
+        if strided
+        else torch.randn(shape, dtype=torch.float64)
+        for strided in transposed
+    )
+    x.requires_grad_()
+    mean, variance, weight, bias = (torch.rand(2, dtype=torch.float64) + 0.5 for _ in range(4))
+    weight.requires_grad_()
+    y = by_constants(x, (mean, variance, weight, bias), 1e-5)
+    y.backward(gradient)
+    column = 1, -1, *(1,) * (len(shape) - 2)
+    xhat, factor = (x.detach() - mean.view(column)) * (variance + 1e-5).rsqrt().view(column), weight.detach()
+    torch.testing.assert_close(y, xhat * factor.view(column) + bias.view(column))
+    torch.testing.assert_close(x.grad, gradient * (factor * (variance + 1e-5).rsqrt()).view(column))
+    others = [d for d in range(len(shape)) if d != 1]
+    torch.testing.assert_close(weight.grad, (gradient * xhat).sum(others))
 
 
 def test_inputs_that_do_not_fit_are_refused_when_it_is_made(P_world, comm):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma.ops.norm import rows
-from distdl_rma.ops.norm.rows import Rows
+from distdl_rma.ops.norm.statistics import Rows
 
 SHAPES = [(3, 4, 50, 41), (2, 3, 1, 1), (5, 0, 7), (4, 70_000), (3, 2, 70_001), (2, 6), (1, 3, 20, 30)]
 

@@ -12,7 +12,7 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions
+from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
@@ -134,19 +134,8 @@ def _by_constants(
     given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
     said = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
     site.kept(("checked", x._layout, local.dtype, said), lambda: raise_as_torch(*call) is not None)
-    parts: dict[str, Any] = {key: w[channels] for key, w in given.items() if w is not None}
-    if local.numel():
-        y = F.batch_norm(local, **parts, training=False, eps=eps)
-        if y.requires_grad:
-            # Of a block with one sample torch takes a transposed gradient for another.
-            y.register_hook(torch.Tensor.contiguous)
-        return SplitTensor(y, x._layout)
-    # Which refuses a block without elements.
-    y = local.clone()
-    for key in _WEIGHTS:
-        if key in parts:
-            y = y + parts[key].sum().to(y.dtype)
-    return SplitTensor(y, x._layout)
+    parts = [None if w is None else w[channels] for w in given.values()]
+    return SplitTensor(by_constants(local, parts, eps), x._layout)
 
 
 @rule("norm", F.group_norm, torch.group_norm)

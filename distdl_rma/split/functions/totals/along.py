@@ -81,9 +81,8 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     elif name.endswith("median"):
         keepdim = given.pop("keepdim")
     options = {name: value for name, value in given.items() if value is not None}
-    if others:
-        # Quantiles are differentiable in which they are.
-        options["q"] = as_whole(site, options["q"], lay.whole(layout, dims), "q")
+    # Quantiles have a gradient by which ones they are.
+    options = mapped(lambda q: as_whole(site, q, lay.whole(layout, dims), "q"), options)
     empty = [d for d in range(ndim) if not local.shape[d]]
     if 0 in x.shape:
         # Torch says what it refuses of a tensor without elements.

@@ -6,7 +6,7 @@ import torch
 
 from distdl_rma import Partition, PartitionError
 from distdl_rma.geometry import Box, Decomposition
-from distdl_rma.ops.shards import shard
+from distdl_rma.split.shard import block_of as shard
 
 RANKS, GRID = (3, 5, 2, 7, 4, 6), (2, 1, 3)
 
