@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
@@ -82,25 +82,26 @@ class LossSums:
         """
         at = among.index(self._segments.rank) if among else 0
         factor = _factors(tuple(among))[at] if len(among) > 1 else 0
-        codes, parts = _halves(fingerprint(alike)), _halves(number)
+        low, high = (code := _code(alike)) % _CODES, code >> _HALF
+        apart = number % _CODES * factor, (number >> _HALF) % _CODES * factor
         row = self._sums.active
-        row[:4] = terms, count, bool(problem), 0 if at else number
-        row[4:] = *codes, *(code**2 for code in codes), *(part * factor for part in parts)
+        row[:] = terms, count, problem != "", 0 if at else number, low, high, low**2, high**2, *apart
         self._sums.start()
-        total, counted, problems, numbers, *halves = self._sums.wait().tolist()
-        sums, squares, different = halves[:2], halves[2:4], halves[4:]
-        apart = any(int(b) * self.P_x.size != int(a) ** 2 for a, b in zip(sums, squares, strict=True))
-        if problems or apart:
+        total, counted, problems, numbers, low, high, lows, highs, *different = self._sums.wait().tolist()
+        size = self.P_x.size
+        # Whole numbers, which float64 holds exactly; their squares it does not.
+        if problems or (int(lows) * size, int(highs) * size) != (int(low) ** 2, int(high) ** 2):
             raise self._refuse(problem, alike)
         told: dict[int, int] = {}
-        if any(different):
+        if different != [0.0, 0.0]:
             told = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
         return Totals(total, counted, numbers, told)
 
 
-def _halves(code: int) -> tuple[int, int]:
-    # Of the 40 last bits of a number.
-    return code % _CODES, (code >> _HALF) % _CODES
+@lru_cache(256)
+def _code(alike: str) -> int:
+    # 40 bits, in two halves.
+    return fingerprint(alike) % _CODES**2
 
 
 @cache
