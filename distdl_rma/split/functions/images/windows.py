@@ -292,8 +292,10 @@ def _padded(
     if straight:
         return SplitTensor(y, output)
     y = y[(0,) * first] if first else y
-    # In memory as torch has it, where what looks like a view of it is one.
-    return SplitTensor(y.permute([at - first for at in back]).contiguous(), output)
+    # In memory as torch has it, where what looks like a view of it is one; itself a view on no rank, though a
+    # block of extent 1 is contiguous in any order.
+    y = y.permute([at - first for at in back]).clone(memory_format=torch.contiguous_format)
+    return SplitTensor(y, output)
 
 
 @checked_rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)

@@ -150,6 +150,7 @@ def test_nothing_is_padded(P_world):
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
 def test_changes_of_a_view_of_what_was_padded(P_world):
     def changed(x):
         y = F.pad(x, (0, 1, 0, 0, 1, 0), value=0.7)
